@@ -26,7 +26,7 @@ from playbook.errors import LaunchError, LogError, PlaybookError
 from playbook.processes import listed
 from playbook.records.commands import Steps
 from playbook_bench import logs
-from playbook_bench.commands import interpreter, proof
+from playbook_bench.commands import clocks, interpreter, proof
 from playbook_bench.launch.local import GRACE_S, Rank, end, held, started
 from playbook_bench.launch.outcome import Result, out_of_memory, tail
 from playbook_bench.logs import StepLog
@@ -188,6 +188,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
     """
     found = _read_steps(program.told, program.steps_file, printed)
     rows = _rows(found, program.told, program.longer)
+    first = next(i for i, row in enumerate(rows) if row["timed"])
     warm_up, timed = (math.fsum(r["seconds"] for r in rows if r["timed"] is which) for which in (False, True))
     receipt = {"logs": _count(printed.path, program.patterns)}
     if program.trace is not None:
@@ -207,6 +208,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
         "source_sha": program.source,
         "world_size": program.ranks,
         "receipt": receipt,
+        "metrics": clocks.figures(found, first, wall),
     }
     try:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -116,6 +116,15 @@ _ROWS = (
     Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("raw_tokens"), help="padding included"),
     Metric("step_seconds", "s", "lower", False, _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
     Metric(
+        "wall_step_seconds",
+        "s",
+        "lower",
+        False,
+        _reported("wall_step_seconds"),
+        per_step=True,
+        help="of a command: a timed step by the arrival of its lines, with what lies between steps",
+    ),
+    Metric(
         "step_time_variation",
         "share",
         "lower",

@@ -14,7 +14,7 @@ from playbook.cards.model import Expect, in_words
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
-from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, rules_v1
+from playbook_bench.judge import clocks, curve_rules, effects, guards, metrics, receipt, rules_v1
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.verdict_rules import VERSION, Rules
@@ -178,7 +178,8 @@ class _Series:
 
     def _not_vouched_for(self, conditions: Sequence[Condition]) -> str:
         """In words, what a command's launches do not show, such as equal work or an activated path; the verdict is about time alone."""
-        names = [{"work": "equal work"}.get(g.name, g.name) for g in conditions if g.ok and g.detail.startswith("not compared")]
+        words = {"work": "equal work", "clock": "the log's clock", "whole_launch": "whole launches"}
+        names = [words.get(g.name, g.name) for g in conditions if g.ok and g.detail.startswith("not compared")]
         every = max((strict.get("trainer", {}).get("log_every", 1) for strict in self.measured.strict.values()), default=1)
         missing = ", ".join([*names, *([f"single steps (a line covers {every})"] if every > 1 else [])])
         return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
@@ -276,6 +277,7 @@ def pair_conditions(
         guards.parameters(case, pairs),
         guards.work(case, metric, pairs),
         guards.loss(case, pairs),
+        *clocks.conditions(metric, pairs),
     ]
 
 

@@ -80,12 +80,22 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
             tokens[i],
             **{name: _optional(line, name, kept) for name in FIELDS if name not in ("tokens", "skipped")},
             skipped=bool(line.values["skipped"]) if "skipped" in kept else None,
+            arrived=_arrived(line, wanted.arrivals),
         )
         for i, line in enumerate(lines)
         if i >= begin
     )
     unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
     return StepLog(wanted.adapter, steps, unknown, every, clock, (*left, *_caveats(every, clock, sparse, wanted)))
+
+
+def _arrived(line: _Line, arrivals: Sequence[float] | None) -> float | None:
+    return arrivals[line.number - 1] if arrivals is not None and line.number <= len(arrivals) else None
+
+
+def in_bursts(moments: Sequence[float]) -> bool:
+    """Whether most lines came together with the line before: the command buffers what it prints, and arrivals are no clock."""
+    return 2 * sum(b - a < _BURST_S for a, b in itertools.pairwise(moments)) > len(moments)
 
 
 def _optional(line: _Line, name: str, kept: set[str]) -> float | None:
@@ -223,7 +233,7 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
             )
         moments = [wanted.arrivals[line.number - 1] for line in lines]
         seconds = _rates(moments, lines)
-        if 2 * sum(b - a < _BURST_S for a, b in itertools.pairwise(moments)) > len(moments):
+        if in_bursts(moments):
             raise LogError(
                 f"{wanted.adapter}: lines arrived in bursts, so the command buffers what it prints; expected each as its step ends. Set PYTHONUNBUFFERED=1, or flush"
             )

@@ -27,6 +27,8 @@ class LoggedStep:
     samples: float | None = None
     tokens_per_s: float | None = None
     flops_per_s: float | None = None
+    arrived: float | None = None
+    """When the line was read, in seconds on the reader's clock; None for a log that was not printed."""
 
 
 @dataclass(frozen=True)

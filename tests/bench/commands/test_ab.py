@@ -36,7 +36,7 @@ def invented(monkeypatch):
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             env = {"strict": {"packages": {}, "world_size": 1}}
             (folder / "summary.json").write_text(json.dumps({"outcome": "ok", "seconds": {"timed": sum(seconds[4:])}, "env": env}))
-            return Result("ok", 0, "", 1.0, 2.0)
+            return Result("ok", 0, "", 1.0, 3.0)
 
         monkeypatch.setattr(variant, "start", start)
 
@@ -99,18 +99,16 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
 
 
 def test_what_a_second_command_goes_on_from_is_told_as_it_is(run, invented, monkeypatch):
-    """Launches are said to take 2 s each: half a pair is never kept, and without git nothing is."""
+    """Launches are said to take 3 s each: half a pair is never kept, and without git nothing is."""
     invented()
-    words = ("--budget", "3s", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.1")
+    words = ("--budget", "4s", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.1")
     assert "a second command starts again, for without git" in run(*words)[2]
     monkeypatch.setattr(checkout, "source_of", lambda folder: "a commit")
-    assert "goes on where this one stops, with a budget that holds a pair of launches (about 4 s)" in run(*words)[2]
+    assert "goes on where this one stops, with a budget that holds a pair of launches (about 6 s)" in run(*words)[2]
 
 
 def test_lines_of_several_steps_vouch_for_no_single_one(run, tmp_path):
-    script = (
-        "import json\nfor i in range(1, 21): print(json.dumps({'step': 10 * i, 'seconds': 1 + i % 3 / 1000, 'loss': 1.0, 'tokens': 4}))"
-    )
+    script = "import json\nfor i in range(1, 21): print(json.dumps({'step': 10 * i, 'seconds': (1 + i % 3 / 1000) / 1e5, 'loss': 1.0, 'tokens': 4}))"
     words = [sys.executable, "-c", script]
     _, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
     verdict = json.loads(Path(found["record"]).read_text())["derived"]["verdict"]

@@ -180,7 +180,7 @@ def test_what_a_command_leaves_behind_in_a_session_of_its_own_ends_with_the_laun
         "import json, subprocess, sys\n"
         "left = [subprocess.Popen(['sleep', '600'], start_new_session=True).pid]\n"
         f"print(*left, file=open({str(started)!r}, 'a'))\n"
-        "for i in range(10): print(json.dumps({'step': i, 'seconds': 1 + i % 3 / 100, 'loss': 1.0, 'tokens': 1}))\n"
+        "for i in range(10): print(json.dumps({'step': i, 'seconds': (1 + i % 3 / 100) / 1e4, 'loss': 1.0, 'tokens': 1}))\n"
     )
     path = tmp_path / "leaves.yaml"
     path.write_text(
@@ -329,7 +329,7 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
     script = tmp_path / "show.py"
     script.write_text(
         "import os, json\nprint('threads', os.environ.get('OMP_NUM_THREADS'), os.environ['LAUNCH'])\n"
-        "for i in range(10): print(json.dumps({'step': i, 'seconds': 1 + i % 3 / 100, 'loss': 1.0, 'tokens': 1}))\n"
+        "for i in range(10): print(json.dumps({'step': i, 'seconds': (1 + i % 3 / 100) / 1e4, 'loss': 1.0, 'tokens': 1}))\n"
     )
     text = CASE.replace(
         'SCRIPT, --launch, "{run}", --slower, "{slower}", --steps, "{steps}"', f'{script}, "{{slower}}", "{{steps}}"'

@@ -13,8 +13,8 @@ SCRIPT = """
 import json, sys, time
 steps, idle = 10, float(sys.argv[1])
 for i in range(steps):
-    time.sleep(0.002)
-    print(json.dumps({"step": i, "seconds": 0.01, "loss": 1.0, "tokens": 8}))
+    time.sleep(0.01)
+    print(json.dumps({"step": i, "seconds": 0.01 + i % 3 / 1e5, "loss": 1.0, "tokens": 8}))
 if "--profile" in sys.argv:
     events = []
     for i in range(steps):  # 10 ms a step: the GPU waits for a late launch, then computes

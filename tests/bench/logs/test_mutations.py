@@ -79,8 +79,9 @@ def original(kind: str) -> StepLog:
 
 
 def figures(log: StepLog) -> dict[str, list[object]]:
-    """Figure by figure. Where the arrival of lines is the clock, a line that was put between others moved it."""
-    names = [f.name for f in dataclasses.fields(LoggedStep) if not (f.name == "seconds" and log.clock == "arrival")]
+    """Figure by figure, without the arrival of lines, which a line that was put between others moved."""
+    moved = {"arrived", *(["seconds"] if log.clock == "arrival" else [])}
+    names = [f.name for f in dataclasses.fields(LoggedStep) if f.name not in moved]
     return {name: [getattr(step, name) for step in log.steps] for name in names}
 
 

@@ -1,4 +1,4 @@
-"""A training script of somebody else, whose step times are invented: it prints JSON lines. Faults are planted by its options, or by `plant.json` beside it."""
+"""A training script of somebody else, whose step times are invented: it takes as long as they say, and then prints JSON lines, all at once. Faults are planted by its options, or by `plant.json` beside it."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def row(told, step, seconds):
 def main():
     told = options()
     draw = random.Random(Path(told.launch).name[:3])
-    launch = 0.1 * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
+    launch = 0.01 * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
     if told.fast and told.fault != "no path":
         print("the fast path is on")
     if told.fault == "hang":
@@ -50,7 +50,9 @@ def main():
     if told.fault == "no memory":
         sys.exit("torch.OutOfMemoryError: CUDA out of memory")
     last = int(0.4 * told.steps) if told.fault == "ends early" else told.steps
-    lines = [json.dumps(row(told, step, launch * (1 + draw.gauss(0, 0.01)))) for step in range(1, last + 1)]
+    rows = [row(told, step, launch * (1 + draw.gauss(0, 0.01))) for step in range(1, last + 1)]
+    time.sleep(sum(each.get("seconds") or 0.0 for each in rows if told.fault != "nan throughput"))
+    lines = [json.dumps(each) for each in rows]
     text = "\n".join(lines) + "\n"
     if told.trace_of:
         (Path(told.launch) / "trace.json").write_bytes(told.trace_of.read_bytes())

@@ -1,0 +1,107 @@
+"""The clock of a command's log against clocks that it does not write: launches are real, and each lie was a certain verdict once."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook.cli.app import main
+from playbook.errors import LogError
+from playbook_bench import logs
+from playbook_bench.commands import clocks
+from playbook_bench.judge import clocks as judged
+from playbook_bench.judge import metrics
+from playbook_bench.run import replay
+
+SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "lying_script.py")
+COMMAND = [sys.executable, SCRIPT]
+
+
+@pytest.fixture
+def ab(tmp_path, capsys, monkeypatch):
+    def run(*words):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as ended:
+            main(["ab", "--json", "--seed", "1", *words])
+        found = json.loads(capsys.readouterr().out)
+        assert replay.replay(Path(found["record"])) == (True, [])
+        return ended.value.code, found["verdict"], found["sentence"]
+
+    return run
+
+
+@pytest.mark.parametrize("lie", ["halved", "between", "unsynchronised", "before", "after"])
+@pytest.mark.sample("halved", "after")
+def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie):
+    words = [*COMMAND, "--takes", "0.02" if lie in ("before", "after") else "0.005"]  # beyond what a start varies by on a busy machine
+    code, verdict, sentence = ab("--", *words, "--vs", *words, "--lie", lie)
+    assert (code, verdict) == (3, "undecided"), sentence
+    second = "by the arrival of its lines" if lie in ("halved", "between", "unsynchronised") else "as whole launches"
+    assert second in sentence, "the second verdict, with its interval, stands beside that of the log"
+
+
+@pytest.mark.parametrize("lie", ["milliseconds", "thousandth", "rounded"])
+def test_seconds_that_cannot_be_are_an_error(ab, lie):
+    said = {
+        "milliseconds": "and the whole launch took",
+        "thousandth": "a thousand times as much",
+        "rounded": "rounds seconds to 0.01 s",
+    }[lie]
+    takes = {"milliseconds": "0.013", "thousandth": "0.005", "rounded": "0.013"}[lie]
+    code, verdict, sentence = ab("--", *COMMAND, "--takes", "0.0055", "--lie", lie, "--vs", *COMMAND, "--takes", takes, "--lie", lie)
+    assert (code, verdict) == (5, "error"), sentence
+    assert said in sentence
+
+
+def test_a_timer_that_does_not_wait_is_named_where_both_commands_have_it(ab):
+    sentence = ab("--pairs", "2", "--", *COMMAND, "--lie", "tenth", "--vs", *COMMAND, "--lie", "tenth", "--steps", "20")[2]
+    assert "not vouched for: data, the log's clock" in sentence
+
+
+def test_an_honest_gain_stays_one(ab):
+    code, verdict, sentence = ab("--", *COMMAND, "--takes", "0.006", "--vs", *COMMAND, "--takes", "0.004")
+    assert (code, verdict) == (0, "faster"), sentence
+
+
+def told(seconds, every=1):
+    """A log of these steps, without arrivals."""
+    return logs.read("".join(json.dumps({"step": every * (i + 1), "seconds": s}) + "\n" for i, s in enumerate(seconds)), "jsonl")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "coarse"),
+    [
+        ([0.01] * 20, True),  # whatever they were
+        ([0.01, 0.02] * 10, True),
+        ([0.0101 + 1e-6 * i for i in range(20)], False),
+        ([1.23, 1.24, 1.22, 1.23] * 5, False),  # to half a percent
+        ([0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.2, 0.3] * 3, False),  # they vary by more than the rounding, which averages out
+    ],
+)
+def test_the_rounding_of_a_log_is_measured(seconds, coarse):
+    log = told(seconds)
+    if coarse:
+        with pytest.raises(LogError, match="too coarse to compare"):
+            clocks.figures(log, 1, 100.0)
+    else:
+        assert clocks.figures(log, 1, 100.0) == {"outside_seconds": pytest.approx(100.0 - sum(seconds))}
+
+
+def test_time_stamps_share_one_rounding_among_all_steps():
+    def stamped(digits, steps):
+        lines = (json.dumps({"step": i, "elapsed": round(0.0137 * i, digits)}) for i in range(1, steps + 1))
+        return logs.read("\n".join(lines) + "\n", "jsonl")
+
+    assert clocks.figures(stamped(3, 20), 1, 100.0)
+    with pytest.raises(LogError, match="too coarse"):
+        clocks.figures(stamped(1, 200), 1, 100.0)
+
+
+def test_a_line_of_several_steps_counts_for_all_of_them():
+    with pytest.raises(LogError, match="its steps take 19"):
+        clocks.figures(told([1.0 + i / 1e4 for i in range(20)], every=10), 1, 100.0)
+
+
+def test_no_clock_is_asked_where_none_is_known_or_none_goes_in():
+    assert judged.conditions(metrics.get("peak_memory_bytes"), []) == []

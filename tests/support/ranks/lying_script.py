@@ -1,0 +1,41 @@
+"""A training script whose log lies: it takes `--takes` seconds a step and prints each step as it ends, with what `--lie` makes of its seconds."""
+
+import argparse
+import json
+import random
+import time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--takes", type=float, default=0.005)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--lie", default="")
+told = parser.parse_args()
+draw = random.Random()
+
+
+def sleep(seconds):
+    """Spin: a sleep as short as a step lasts as long as the machine likes."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+work = told.steps * told.takes
+if told.lie == "before":
+    sleep(0.9 * work)
+for step in range(1, told.steps + 1):
+    began = time.perf_counter()
+    sleep(told.takes * (0.1 if told.lie in ("before", "after", "between", "unsynchronised") else 1) * (1 + draw.gauss(0, 0.005)))
+    seconds = time.perf_counter() - began
+    if told.lie in ("between", "unsynchronised"):
+        sleep(0.9 * told.takes)
+    name, seconds = {
+        "halved": ("seconds", seconds / 2),
+        "tenth": ("seconds", seconds / 10),
+        "milliseconds": ("seconds", 1000 * seconds),
+        "thousandth": ("ms", seconds),
+        "rounded": ("seconds", round(seconds, 2)),
+    }.get(told.lie, ("seconds", seconds))
+    print(json.dumps({"step": step, name: seconds, "loss": 1.0, "tokens": 8}), flush=True)
+if told.lie == "after":
+    sleep(0.9 * work)
