@@ -6,21 +6,28 @@ record. They vouch for no more: whoever can write every field of a record can wr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from playbook.records.case import LAUNCHED_KINDS
 from playbook.records.evidence import Baseline, Evidence, Measured, Plan, Run, noise_key, workload
 from playbook.records.first_rules import FIRST_RULES
 from playbook.records.machine import label
+from playbook.records.order import expected
 
 NEIGHBOURHOOD = timedelta(hours=2)
 """For how long series in one place share an A/A."""
-_CLOCK_TOLERANCE = 0.02
-"""By how much the sum of steps may differ from the timed window that the trainer reported, as a share."""
+_CLOCK_TOLERANCE = 0.01
+"""Share by which what a launch is made of may exceed its wall time: two clocks of one machine drift by far less."""
+_SUM_TOLERANCE = 1e-6
+"""Share by which two sums of the same figures may differ."""
+_CLOCK_SET_S = 2.0
+"""By how much a machine's clock may have been set back between two launches."""
+_ROUNDED_S = 0.01
 
 
 AS_OF_VERSION_1 = (
@@ -69,9 +76,13 @@ def _order(evidence: Evidence) -> Iterator[str]:
     if sorted(pairs) != list(range(len(plan.order))):
         yield f"the order has {len(plan.order)} pairs, the runs are of {len(pairs)}: {_short(sorted(pairs))}"
         return
+    pair = case.content.kind == "pair"
+    drawn = expected(plan.rules, plan.seed, pair, list(case.content.variants), len(plan.order))
+    if drawn is not None and drawn != plan.order:
+        yield f"the order is {_short(plan.order)}, its seed gives {_short(drawn)}"
     letters = {"A": "baseline", "B": "candidate"}
     for number, said in enumerate(plan.order):
-        wanted = [letters[x] for x in said if x in letters] if case.content.kind == "pair" else said.split()
+        wanted = [letters[x] for x in said if x in letters] if pair else said.split()
         ran = [run.variant for run in pairs[number]]
         left = iter(wanted)
         if len(set(ran)) != len(ran) or not all(variant in left for variant in ran):
@@ -84,21 +95,64 @@ def _launches(evidence: Evidence) -> Iterator[str]:
     for what, values in (("run id", [r.run_id for r in runs]), ("position", [r.position for r in runs])):
         if twice := [v for v, n in Counter(values).items() if n > 1]:
             yield f"{what} {_short(twice)} is used twice"
-    case = evidence.measured.case
-    if case is not None and case.content.command:
-        return  # logs of commands round their times
+    command = evidence.measured.case is not None and bool(evidence.measured.case.content.command)
     for launched in (runs, evidence.measured.aa.runs if evidence.measured.aa else []):
-        times = Counter(tuple(s.seconds for s in r.samples) for r in launched if len(r.samples) > 1)
-        if any(n > 1 for n in times.values()):
+        ended = [r for r in launched if len(r.samples) > 1]
+        times = Counter(tuple(s.seconds for s in r.samples) for r in ended)
+        # A command may make up its times, such as a simulator: then every launch repeats.
+        if any(n > 1 for n in times.values()) and not (command and len(times) < len({r.config_sha for r in ended}) + 1):
             yield "two launches have the same step times to the last digit; no two runs do"
+    ordered = itertools.pairwise(sorted(runs, key=lambda r: r.position))
+    if late := next((after for before, after in ordered if _began(after) < _began(before) + before.wall_s - _CLOCK_SET_S), None):
+        yield f"run {late.run_id} began before the one before it had ended; launches follow one another"
+
+
+def _began(run: Run) -> float:
+    try:
+        return datetime.fromisoformat(run.started).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return math.nan
 
 
 def _clock(evidence: Evidence) -> Iterator[str]:
-    """Timed steps add up to the timed window, and a launch holds its steps."""
-    for run in evidence.measured.runs:
-        timed = math.fsum(s.seconds for s in run.samples if s.timed)
-        if run.outcome == "ok" and run.seconds.timed and abs(timed - run.seconds.timed) > _CLOCK_TOLERANCE * run.seconds.timed:
-            yield f"the timed steps of run {run.run_id} take {timed:.6g} s, its timed window {run.seconds.timed:.6g} s"
+    """Timed steps add up to the timed window, and a launch holds its steps: each takes time, and all together no longer than the launch."""
+    measured = evidence.measured
+    command = measured.case is not None and bool(measured.case.content.command)
+    runs = [r for r in (*measured.runs, *(measured.aa.runs if measured.aa else [])) if r.outcome == "ok" and r.samples]
+    problems = (problem for run in runs for problem in _clock_of(run, measured.strict.get(run.strict_sha, {}), command))
+    yield from itertools.islice(problems, 1)  # the first says enough
+
+
+def _clock_of(run: Run, strict: Mapping[str, Any], command: bool) -> Iterator[str]:
+    timed = math.fsum(s.seconds for s in run.samples if s.timed)
+    if not math.isclose(timed, run.seconds.timed, rel_tol=_SUM_TOLERANCE) or not timed > 0:
+        yield f"the timed steps of run {run.run_id} take {timed:.6g} s, its timed window {run.seconds.timed:.6g} s"
+    trainer = strict.get("trainer")
+    covered = trainer.get("log_every") if isinstance(trainer, Mapping) else None
+    every = covered if isinstance(covered, int) else 1
+    steps = run.samples[0].seconds + every * math.fsum(s.seconds for s in run.samples[1:])  # a first line may be of one step alone
+    if steps > (1 + _CLOCK_TOLERANCE) * run.wall_s:
+        yield f"the steps of run {run.run_id} take {steps:.6g} s, the whole launch {run.wall_s:.6g} s"
+    if run.seconds.total > (1 + _CLOCK_TOLERANCE) * run.wall_s or _phases(run) > (1 + _CLOCK_TOLERANCE) * run.seconds.total:
+        yield f"the phases of run {run.run_id} take {max(_phases(run), run.seconds.total):.6g} s, the whole launch {run.wall_s:.6g} s"
+    if command and abs(run.wall_s - run.seconds.total) > _SUM_TOLERANCE * run.wall_s:
+        yield f"the seconds of run {run.run_id} are {run.seconds.total:.6g}, its launch took {run.wall_s:.6g} s"
+
+
+def _phases(run: Run) -> float:
+    return run.seconds.start_up + run.seconds.warm_up + run.seconds.timed
+
+
+def _totals(evidence: Evidence) -> Iterator[str]:
+    """The series took as long as its launches: none was left out, but where it started over, or a launch failed, those are in the total too."""
+    measured, plan = evidence.measured, evidence.measured.plan
+    if plan is None or not measured.runs:
+        return
+    launches = math.fsum(r.wall_s for r in measured.runs)
+    noise = math.fsum(r.wall_s for r in measured.aa.runs) if measured.aa else 0.0
+    total, alone = evidence.seconds.total, measured.aa is not None and not (plan.extended or evidence.judged_from or measured.failed_before)
+    if total < launches - _ROUNDED_S or (alone and total > launches + noise + _ROUNDED_S):
+        yield f"the series took {total:.6g} s, its launches {launches:.6g} s"
 
 
 def _noise(evidence: Evidence) -> Iterator[str]:
@@ -151,4 +205,4 @@ def _short(values: Sequence[Any]) -> str:
     return ", ".join(str(v)[:40] for v in values[:4]) + (", ..." if len(values) > 4 else "")
 
 
-_CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (_plan, _rules, _case, _order, _launches, _clock, _noise, _machine)
+_CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (_plan, _rules, _case, _order, _launches, _clock, _totals, _noise, _machine)

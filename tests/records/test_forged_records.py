@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import random
 from datetime import date
 from pathlib import Path
 
@@ -15,15 +16,17 @@ from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
 from playbook.cli import check
 from playbook.cli.agents import library_here
-from playbook.errors import ConfigError, StoreError
+from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook.mcp.server import evidence_list
 from playbook.paths import data_root
+from playbook.records.consistency import contradictions
 from playbook.records.evidence import Evidence, Measured, stored_sha
 from playbook.records.first_rules import FIRST_RULES
 from playbook.records.read import read, standings, verdicts
 from playbook.site.cards import Shelf
 from playbook.site.evidence import evidence_page
 from playbook.site.text import text
+from playbook_bench.judge import outdated
 from playbook_bench.run import replay, store
 
 CPU = "01M80142Q87YRVRJJAXCMBK0K2"
@@ -92,7 +95,40 @@ def of_another_configuration(measured, **more):
         run.update(config_sha="0" * 16, started="2020-01-01T00:00:00Z")
 
 
+def no_window(measured):
+    halve(measured)
+    for run in measured["runs"]:
+        run["seconds"]["timed"] = 0.0
+
+
+def tenfold(runs):
+    for run in runs:
+        run["seconds"]["timed"] *= 10
+        for sample in run["samples"]:
+            sample["seconds"] *= 10
+
+
+def leave_out(measured):
+    """The first pair: those after it move up, in the order that they had."""
+    measured["runs"] = [r for r in measured["runs"] if r["role"] != "measure" or r["pair"] != 0]
+    for position, run in enumerate(measured["runs"]):
+        run.update(position=position, pair=run["pair"] - 1 if run["role"] == "measure" else run["pair"])
+    del measured["plan"]["order"][0]
+
+
+def at_once(measured):
+    for run in measured["runs"]:
+        run["started"] = measured["runs"][0]["started"]
+
+
 FORGERIES = {
+    "candidate times halved, without a window": (no_window, "its timed window 0 s"),
+    "steps longer than their launch": (lambda m: tenfold(r for r in m["runs"] if r["variant"] == "candidate"), "the whole launch"),
+    "A/A of steps longer than their launch": (lambda m: tenfold(m["aa"]["runs"]), "the whole launch"),
+    "A/A without a window": (lambda m: [r["seconds"].update(timed=0.0) for r in m["aa"]["runs"]], "its timed window 0 s"),
+    "a pair left out and the rest renumbered": (leave_out, "its seed gives"),
+    "another seed": (lambda m: m["plan"].update(seed=m["plan"]["seed"] + 1), "its seed gives"),
+    "launches at once": (at_once, "launches follow one another"),
     "candidate times halved": (halve, "timed window"),
     "error rate": (lambda m: m["plan"].update(alpha=0.9), "error rate"),
     "looks": (lambda m: m["plan"].update(looks=[2, 4]), "looks after"),
@@ -306,3 +342,105 @@ def test_a_record_of_somebody_elses_never_hides_one_of_the_same_id(tmp_path, dat
     own = sealed(tmp_path / "results" / "cpu", data)
     (found,) = read([tmp_path / "results"])
     assert found.path == own
+
+
+COMMAND = "01M88X1W9PH9046THFZ1H9CK2K"
+"""A committed record of two commands."""
+
+
+def test_a_commands_launch_that_was_copied_is_no_second_one(tmp_path):
+    """Logs of commands were let repeat: one pair, copied twelve times, had an interval without width."""
+    (path,) = data_root("results").glob(f"*/{COMMAND}.json")
+
+    def copy_first(measured):
+        first = {r["variant"]: r["samples"] for r in reversed(measured["runs"]) if r["role"] == "measure"}
+        for run in measured["runs"]:
+            run["samples"] = first[run["variant"]] if run["role"] == "measure" else run["samples"]
+
+    forged = sealed(tmp_path, json.loads(path.read_text(encoding="utf-8")), copy_first)
+    assert any("same step times" in line for line in replay.replay(forged)[1])
+
+
+def test_other_looks_in_plan_and_case_are_not_those_of_the_case_that_ships(data):
+    def looks(measured):
+        measured["plan"]["looks"] = measured["case"]["content"]["budget"]["pairs"] = [2, 4, 6]
+
+    changed = copy.deepcopy(data["measured"])
+    looks(changed)
+    assert any("looks" in text for text in outdated.case_changes(Measured.model_validate(changed)))
+    assert not any("looks" in text for text in outdated.case_changes(Measured.model_validate(data["measured"])))
+
+
+def leaves(node, path=()):
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if items is None:
+        yield path
+        return
+    for key, value in items:
+        yield from leaves(value, (*path, key))
+
+
+def fields(measured):
+    """A path for each field, of the first and the last of those that lists repeat."""
+    first, last = {}, {}
+    for path in leaves(measured):
+        name = tuple("*" if isinstance(key, int) else key for key in path)
+        first.setdefault(name, path)
+        last[name] = path
+    return sorted({*first.values(), *last.values()}, key=str)
+
+
+def mutate(measured, path):
+    *above, key = path
+    node = measured
+    for step in above:
+        node = node[step]
+    old = node[key]
+    node[key] = (
+        not old if isinstance(old, bool) else 2 * old + 1 if isinstance(old, int) else old * 3 if isinstance(old, float) else
+        {"baseline": "candidate", "candidate": "baseline", "higher": "lower", ">=": "<=", "<=": ">="}.get(old, f"{old}x") if isinstance(old, str) else 1
+    )  # fmt: skip
+
+
+def foreign(evidence):
+    """What sets its claim and its case apart from today's."""
+    return replay.of_another_claim(evidence, by_claim(load_all())), outdated.case_changes(evidence.measured)
+
+
+def accepted(data, paths):
+    """The verdict that a record with these fields changed is taken for, or nothing where it is refused or is no verdict on today's claim."""
+    forged = copy.deepcopy(data)
+    for path in paths:
+        mutate(forged["measured"], path)
+    try:
+        measured = Measured.model_validate(forged["measured"])
+        forged["derived"] = replay.derive(measured).model_dump(mode="json")
+        evidence = Evidence.model_validate(forged)
+    except (PlaybookError, ValueError, ArithmeticError, LookupError):
+        return None
+    if evidence.derived.verdict.status not in {"confirmed", "refuted"} or contradictions(evidence):
+        return None
+    if paths and evidence.derived.verdict.status == data["derived"]["verdict"]["status"]:
+        return None  # no other verdict
+    if foreign(evidence) != foreign(Evidence.model_validate(data)):
+        return None
+    claim = measured.claim
+    known = by_claim(load_all()).get(claim.id) if claim else None
+    return evidence.derived.verdict.status if known and known[0] == claim.card else None
+
+
+def test_no_field_alone_makes_another_verdict(data):
+    before = data["derived"]["verdict"]["status"]
+    paths = fields(data["measured"])
+    assert accepted(data, []) == before
+    assert len(paths) > 150
+    wrong = [path for path in paths if accepted(data, [path]) in {"confirmed", "refuted"} - {before}]
+    assert wrong == []
+
+
+@pytest.mark.full
+def test_no_two_fields_together_make_another_verdict(data):
+    before = data["derived"]["verdict"]["status"]
+    paths, draw = fields(data["measured"]), random.Random(1)
+    pairs = [draw.sample(paths, 2) for _ in range(300)]
+    assert [pair for pair in pairs if accepted(data, pair) in {"confirmed", "refuted"} - {before}] == []

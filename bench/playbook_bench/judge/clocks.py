@@ -11,7 +11,7 @@ from playbook_bench.judge.metrics import METRICS, Metric
 
 WALL_STEP, OUTSIDE = "wall_step_seconds", "outside_seconds"
 """Figures of a launch, which `playbook_bench.commands.clocks` measures; records from before have neither."""
-MARGIN = 0.02
+_MARGIN = 0.02
 """Share by which two clocks may differ."""
 _DOUBT = 0.01
 """Two-sided error rate of the interval that calls a difference certain."""
@@ -40,7 +40,7 @@ def _arrival(pairs: Sequence[Pair]) -> Condition:
     by_log = [math.log(_step(a) / _step(b)) for a, b in pairs]
     by_arrival = [math.log(_wall_step(a) / _wall_step(b)) for a, b in pairs]
     low, high = _certain([x - y for x, y in zip(by_log, by_arrival, strict=True)])
-    if low > MARGIN or high < -MARGIN:
+    if low > _MARGIN or high < -_MARGIN:
         return Condition(
             name=name,
             ok=False,
@@ -68,7 +68,7 @@ def _whole(pairs: Sequence[Pair]) -> Condition:
     quick, slow = ([_outside(run) for run in side] for side in zip(*pairs, strict=True))
     quick, slow = (quick, slow) if saved > 0 else (slow, quick)
     more = plain.fmean(slow) - plain.fmean(quick)
-    if abs(saved) <= MARGIN * plain.fmean(_inside(a) for a, _ in pairs) or more < _TAKEN_BACK * abs(saved):
+    if abs(saved) <= _MARGIN * plain.fmean(_inside(a) for a, _ in pairs) or more < _TAKEN_BACK * abs(saved):
         return Condition(name=name, ok=True)
     if float(sps.mannwhitneyu(slow, quick, alternative="greater", method="exact").pvalue) > _BY_CHANCE:
         return Condition(name=name, ok=True, detail="not compared: what is outside of steps varies by more than they save")

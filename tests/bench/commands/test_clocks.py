@@ -14,7 +14,7 @@ from playbook_bench.judge import clocks as judged
 from playbook_bench.judge import metrics
 from playbook_bench.run import replay
 
-SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "lying_script.py")
+SCRIPT = str(Path(__file__).with_name("lying_script.py"))
 COMMAND = [sys.executable, SCRIPT]
 
 
