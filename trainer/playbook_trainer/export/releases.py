@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from playbook_trainer.export.sheet import Setting, Target
 
 RELEASES: Mapping[Target, str] = {
-    "megatron-lm": "megatron-core 0.16.1",
-    "megatron-bridge": "megatron-bridge 0.3.1",
+    "megatron-lm": "megatron-core 0.19.2",
+    "megatron-bridge": "megatron-bridge 0.6.2",
     "torchtitan": "torchtitan 0.2.2",
 }
 """By target, a package and its version; a test compares the fields with those of its dataclasses."""
