@@ -11,7 +11,6 @@ from itertools import groupby
 
 from playbook.errors import ConfigError
 
-
 _WRITTEN_OUT = 4
 """Layers of a chunk from which on they are counted instead of listed."""
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from playbook.cli.plans.export import configuration
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.text import count
+from playbook_trainer.export.planned.ours import configuration
 
 if TYPE_CHECKING:
     from playbook.planner.choice.explain import Answer

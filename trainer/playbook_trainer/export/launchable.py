@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from playbook.errors import ConfigError
 
@@ -76,7 +77,7 @@ def refuse(target: str, reasons: Iterable[str]) -> None:
 
 def _nodes(command: tuple[str, ...]) -> tuple[int, int]:
     """Nodes and GPUs of each, as the launcher's words have them."""
-    named = dict(zip(command, command[1:], strict=False))
+    named = dict(pairwise(command))
     return int(named.get("--nnodes", "1")), int(named.get("--nproc-per-node", "1"))
 
 

@@ -138,14 +138,15 @@ def flag(field: str, value: Any) -> list[str]:
 
 def overrides(sheet: Sheet) -> list[str]:
     """Megatron-Bridge's overrides, one a line, as its recipes take them after `--recipe`."""
-    return [f"{'.'.join(filter(None, (s.section, s.field)))}={_override(s.value)}" for s in sheet.settings]
+    return [f"{'.'.join(filter(None, (s.section, s.field)))}={override(s.value)}" for s in sheet.settings]
 
 
-def _override(value: Any) -> str:
+def override(value: Any) -> str:
+    """A value as Megatron-Bridge's command line takes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{','.join(map(_override, value))}]"
+        return f"[{','.join(map(override, value))}]"
     return f"'{value}'" if isinstance(value, str) and "|" in value else _number(value)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from playbook.planner.plan import Plan
-from playbook_trainer.config.environment import Platform
 from playbook_trainer.export.launchable import Launchable, refuse, torchrun
-from playbook_trainer.export.plan_megatron import STEPS, environment, inexpressible, notes, settings
+from playbook_trainer.export.planned.megatron import STEPS, environment, inexpressible, notes, settings
 from playbook_trainer.export.releases import RELEASES
 
 _FILE = "plan_bridge.py"
@@ -34,15 +33,15 @@ _FLAG_ALONE = frozenset({"max_position_embeddings"})
 """Fields that Megatron-LM alone has."""
 
 
-def launchable(plan: Plan, platform: Platform) -> Launchable:
+def launchable(plan: Plan, hardware: str) -> Launchable:
     """The plan for Megatron-Bridge.
 
     Raises:
         ConfigError: it cannot do what is planned.
     """
-    refuse("megatron-bridge", inexpressible(plan, "megatron-bridge"))
+    refuse("megatron-bridge", inexpressible(plan))
     return Launchable(
-        "megatron-bridge", RELEASES["megatron-bridge"], environment(plan, platform), (*torchrun(plan.gpus), _FILE), {_FILE: _script(plan)},
+        "megatron-bridge", RELEASES["megatron-bridge"], environment(plan, hardware), (*torchrun(plan.gpus), _FILE), {_FILE: _script(plan)},
         notes=tuple(notes(plan, "megatron-bridge")),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ windows by Megatron-Bridge 0.6.2, `megatron/bridge/models/gpt_oss/gpt_oss_bridge
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from playbook.paths import data_root
@@ -68,7 +69,7 @@ def model_fields(plan: Plan) -> dict[str, Any]:
 def pattern(plan: Plan, sizes: list[int]) -> str:
     """The layers of a hybrid model as megatron-core writes them, cut into the chunks of the pipeline; depths of prediction behind a slash."""
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    chunks = [plan.shape.blocks[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    chunks = [plan.shape.blocks[a:b] for a, b in pairwise(cuts)]
     depth = "/*E" if plan.shape.experts else "/*-"
     return ("|".join(chunks) if len(chunks) > 1 else plan.shape.blocks) + depth * plan.shape.mtp
 

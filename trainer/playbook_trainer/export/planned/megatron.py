@@ -6,6 +6,7 @@ Sources: megatron-core 0.19.2, `megatron/training/arguments.py`, `megatron/core/
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,9 +17,9 @@ from playbook.planner.options import FLEX
 from playbook.planner.plan import Plan
 from playbook_trainer.config.environment import Platform, needed
 from playbook_trainer.export.launchable import Launchable, refuse, torchrun
-from playbook_trainer.export.plan_model import UNKNOWN, known, lacking, model_fields, pattern
+from playbook_trainer.export.planned.model import UNKNOWN, known, lacking, model_fields, pattern
 from playbook_trainer.export.releases import RELEASES
-from playbook_trainer.export.render import flag
+from playbook_trainer.export.render import flag, override
 from playbook_trainer.export.sheet import Setting
 from playbook_trainer.megatron.fields import FP8_FORMAT
 
@@ -26,15 +27,17 @@ Target = Literal["megatron-lm", "megatron-bridge"]
 STEPS = 20
 """Steps of an exported run: enough for a median behind the first ones, which are slower."""
 _LR = 1e-4
+_SAID_GIB = 0.1
+_PLATFORMS: Mapping[str, Platform] = {"gb": "nvl72", "b": "blackwell"}
 _DTYPES = {1: "fp8", 2: "bf16", 4: "fp32"}
 _ATTENTION = {"": "auto", "cudnn": "fused", "flash1": "flash", "flash2": "flash", "unfused": "unfused"}
 _ORDERS = {"tp-cp-ep-dp-pp": False, "tp-cp-ep-pp-dp": True}
 """Orders of ranks, and whether `use_tp_pp_dp_mapping` says them."""
 
 
-def inexpressible(plan: Plan, target: Target) -> list[str]:
-    """What of a plan the target cannot do."""
-    o, bridge = plan.options, target == "megatron-bridge"
+def inexpressible(plan: Plan) -> list[str]:
+    """What of a plan neither target can do."""
+    o = plan.options
     bare = o.sharding not in ("optimizer", "fsdp")
     found = {
         f"backend {o.backend}": o.backend != "megatron",
@@ -45,11 +48,8 @@ def inexpressible(plan: Plan, target: Target) -> list[str]:
         f"frozen {', '.join(o.frozen)}": bool(o.frozen),
         f"optimizer state in fewer bits with sharding {o.sharding}": bare and _is_precision_aware(plan),
         "torch FSDP2 with one matrix for embedding and output": o.sharding == "fsdp2" and plan.shape.tied,
-        f"moments in {_DTYPES[plan.moment_bytes]} by Megatron-FSDP": o.sharding == "fsdp" and plan.moment_bytes == 1,
-        "a ring of CP over Mamba's layers; choose all-to-all": plan.shape.mamba is not None and plan.cp > 1 and o.cp_comm == "all_gather",
         "8-bit weights without shards": o.fp8_params and bare,
         "8-bit weights beside an optimizer on the host": o.fp8_params and o.optimizer_offload > 0 and o.fp8 != "delayed",
-        "Transformer Engine's loss in torch FSDP2": bridge and plan.loss == "te" and o.sharding == "fsdp2",
     }
     return [*lacking(plan.shape), *(words for words, holds in found.items() if holds)]
 
@@ -73,14 +73,19 @@ def settings(plan: Plan, target: Target) -> list[Setting]:
     return [Setting((), section, field, value) for section, fields in parts.items() for field, value in fields.items()]
 
 
-def environment(plan: Plan, platform: Platform) -> dict[str, str]:
+def environment(plan: Plan, hardware: str) -> dict[str, str]:
     """Variables that the plan needs; memory that grows in segments leaves fewer gaps, so that what fits on paper fits."""
     o = plan.options
     found = needed(
-        platform, tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap, sharded=o.sharding in ("fsdp", "fsdp2"),
+        platform_of(hardware), tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap, sharded=o.sharding in ("fsdp", "fsdp2"),
         megatron=True, graphs=o.graphs, offload=o.offload_modules,
     )  # fmt: skip
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | found
+
+
+def platform_of(hardware: str) -> Platform:
+    """The exporter's platform of a kind of GPU."""
+    return next((p for start, p in _PLATFORMS.items() if hardware.lower().startswith(start)), "hopper")
 
 
 def notes(plan: Plan, target: Target) -> list[str]:
@@ -92,8 +97,10 @@ def notes(plan: Plan, target: Target) -> list[str]:
         found.append(UNKNOWN)
     if target == "megatron-lm" and plan.loss == "te":
         more = max(s.peak for s in stages(replace(plan, loss="native"))) - max(s.peak for s in stages(plan))
-        found.append(
-            f"Megatron-LM refuses Transformer Engine's loss, which was planned; its own takes {more / GIB:.1f} GiB more at the peak"
+        found += (
+            []
+            if more < _SAID_GIB * GIB
+            else [f"Megatron-LM refuses Transformer Engine's loss, which was planned; its own takes {more / GIB:.1f} GiB more at the peak"]
         )
     return found
 
@@ -220,21 +227,37 @@ _SILENT = {"add_bias_linear": True, "bf16": False, "num_query_groups": None}
 _CHECKOUT = "run it in a checkout of Megatron-LM, tag core_v0.19.2, which has {}"
 
 
-def launchable(plan: Plan, platform: Platform) -> Launchable:
+def launchable(plan: Plan, hardware: str) -> Launchable:
     """The plan for Megatron-LM's own script of training.
 
     Raises:
         ConfigError: it cannot do what is planned.
     """
-    refuse("megatron-lm", inexpressible(plan, "megatron-lm"))
+    refuse("megatron-lm", inexpressible(plan))
     script = "pretrain_hybrid.py" if plan.shape.blocks else "pretrain_gpt.py"
     return Launchable(
-        "megatron-lm", RELEASES["megatron-lm"], environment(plan, platform), (*torchrun(plan.gpus), script, *_flags(plan)),
+        "megatron-lm", RELEASES["megatron-lm"], environment(plan, hardware), (*torchrun(plan.gpus), script, *flags(plan)),
         notes=(_CHECKOUT.format(script), *notes(plan, "megatron-lm")),
     )  # fmt: skip
 
 
-def _flags(plan: Plan) -> list[str]:
+def flag_lines(plan: Plan) -> list[str]:
+    """Megatron-LM's flags, each with its values in one line."""
+    lines: list[str] = []
+    for word in flags(plan):
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return lines
+
+
+def override_lines(plan: Plan) -> list[str]:
+    """The settings as Megatron-Bridge's recipes take them behind `--recipe`."""
+    return [f"{s.section}.{s.field}={override(s.value)}" for s in settings(plan, "megatron-bridge") if s.field not in _SPOKEN]
+
+
+def flags(plan: Plan) -> list[str]:
     """The command line of Megatron-LM, in words."""
     found = settings(plan, "megatron-lm")
     values = {s.field: s.value for s in found}
