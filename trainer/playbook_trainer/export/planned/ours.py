@@ -6,14 +6,19 @@ from typing import Any
 
 import yaml
 
+from playbook import __version__
+from playbook.errors import ConfigError
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
-from playbook_trainer.config.tree import model_names
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import from_data, model_names
 from playbook_trainer.export.launchable import Launchable, refuse, torchrun
 from playbook_trainer.export.planned.megatron import STEPS, chunk_sizes
 
 _FILE = "plan.yaml"
+_WARM_UP = 5
+"""Steps that are not counted; graphs are captured after three."""
 _NAMES = {2: "bf16", 4: "fp32"}
 _DATA_PARALLEL = {"none": "ddp", "optimizer": "distributed_optimizer", "fsdp": "megatron_fsdp", "fsdp2": "fsdp2"}
 _ATTENTION = {"cudnn": "cudnn", "flash2": "flash", "unfused": "plain"}
@@ -38,14 +43,14 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
     Raises:
         ConfigError: the trainer cannot do what is planned.
     """
-    from playbook import __version__
-    from playbook_trainer.config.tree import from_data
-
     refuse("playbook", inexpressible(plan))
-    found = configuration(plan) | {"seed": 0}
-    found["data"] = {"kind": "mock", "seq_len": plan.seq_len}
-    found["train"] |= {"steps": STEPS}
-    from_data(dict(found), {}, _FILE, {})
+    found = configuration(plan)
+    found["data"] = {"kind": "mock", "seq_len": plan.seq_len} | ({"pack": False} if plan.options.graphs else {})
+    found["train"] |= {"steps": STEPS, "warmup_steps": _WARM_UP}
+    try:
+        dry_run(from_data(dict(found), {}, _FILE, {}), plan.gpus)
+    except ConfigError as e:
+        refuse("playbook", [str(e)])
     text = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
     return Launchable(
         "playbook", f"playbook {__version__}", {}, (*torchrun(plan.gpus), "-m", "playbook_trainer", _FILE), {_FILE: text},
