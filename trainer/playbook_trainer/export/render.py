@@ -10,8 +10,7 @@ from typing import Any
 from playbook_trainer.config.environment import Platform, variables
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import megatron, torchtitan
-from playbook_trainer.export.releases import LACKS, RELEASES
-from playbook_trainer.export.releases import unchecked as unchecked_of
+from playbook_trainer.export.releases import RELEASES
 from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
 
 TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
@@ -67,20 +66,11 @@ class Exported:
         """The release that the fields were compared with."""
         return RELEASES[self.target]
 
-    @property
-    def unchecked(self) -> list[str]:
-        """Fields that this release does not have."""
-        return unchecked_of(self.target, self.settings)
-
     def text(self) -> str:
-        """The document: settings, then, as comments, those that the release would refuse, and what cannot be said."""
-        later = [line for line in self.lines if line.partition("=")[0] in LACKS[self.target]]
-        unchecked = [] if later else self.unchecked  # an override bears the name of its field; a flag has a name of its own
+        """The document: settings, then, as comments, what cannot be said."""
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(unchecked)}" if unchecked else ""))
-        tail = [f"# not in {self.release}, for a later one: {line}" for line in later if not line.endswith("=null")]
-        tail += [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
-        return "\n".join([*head, *(line for line in self.lines if line not in later), *tail]) + "\n"
+        head.append(f"# fields as in {self.release}")
+        return "\n".join([*head, *self.lines, *(f"# not expressible: {r.key}: {r.why}" for r in self.missing)]) + "\n"
 
     def document(self) -> dict[str, Any]:
         """The same as plain data, with the keys behind each setting."""
@@ -89,7 +79,6 @@ class Exported:
             "lines": self.lines,
             "environment": dict(self.environment),
             "release": self.release,
-            "unchecked": self.unchecked,
             "settings": [
                 {"keys": list(s.keys), "name": ".".join(filter(None, (s.section, s.field))), "value": s.value} for s in self.settings
             ],
