@@ -132,10 +132,6 @@ EXCLUSIONS = (
         lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}", "set {set[ep_overlap=false]}",
     ),
     Rule(
-        "bias-etp", lambda c: c.model.expert_bias and c.etp > 1, "model etp",
-        lambda c: f"experts with biases are not split, found etp {c.etp}", "set {etp} to 1",
-    ),
-    Rule(
         "torch-sharding", lambda c: c.o.backend == "torch" and c.o.sharding == "fsdp", "backend sharding",
         lambda c: f"sharding {c.o.sharding} is megatron's, and the backend is torch", "set {set[sharding=fsdp2]}",
     ),
