@@ -11,6 +11,7 @@ them says whether arguments go together.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -70,18 +71,26 @@ def _with_transformer_engine() -> None:
     }.items():  # fmt: skip
         for name in names:
             setattr(module, name, object())
+    importlib.import_module("megatron.training.training")  # before Transformer Engine can be found, which it would import in earnest
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules[name] = types.ModuleType(name)
+    optimizers = types.ModuleType("transformer_engine.pytorch.optimizers")
+    optimizers.FusedAdam = lambda master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad: None  # type: ignore[attr-defined]
+    sys.modules[optimizers.__name__] = optimizers
 
 
 def _parsed(argv: list[str]) -> tuple[Any, dict[str, Any]]:
-    """The configuration of a command line, and what the training loop reads besides."""
-    from megatron.training.argument_utils import core_transformer_config_from_args
+    """The configuration of a command line as the script of training makes it, that of the optimizer, of data parallelism and of the loop included."""
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_args, validate_args
 
     sys.argv = ["pretrain", *argv]
     args = parse_args()
     validate_args(args)
-    config = core_transformer_config_from_args(args)
     pattern = args.hybrid_layer_pattern
+    model = hybrid_config_from_args(args) if pattern else gpt_config_from_args(args)
+    config = pretrain_cfg_container_from_args(args, model).model.transformer
     return config, {
         "dp": args.data_parallel_size, "mbs": args.micro_batch_size, "gbs": args.global_batch_size, "seq_len": args.seq_length,
         "hybrid_layer_pattern": pattern, "vpp": args.virtual_pipeline_model_parallel_size or 1, "etp": args.expert_tensor_parallel_size,

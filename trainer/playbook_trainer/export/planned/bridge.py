@@ -83,6 +83,8 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
         ("dataset", "split", "'99,1,0'"), ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
+    if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are
+        found.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
     if plan.options.sharding in ("optimizer", "fsdp"):
         found.append(("optimizer", "use_distributed_optimizer", "True"))
     if plan.options.sharding == "fsdp":
