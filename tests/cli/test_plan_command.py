@@ -131,22 +131,34 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
     assert lines[0].startswith("#!")
     assert lines[1].startswith(f"# for {RELEASES.get(target, 'playbook')}")
     beside = lines[-1].removeprefix("# beside the prediction: ")
-    assert beside.startswith("playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h100")
+    log = (
+        "playbook diagnose run --gpu h100"
+        if target == "playbook"
+        else "playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h100"
+    )
+    assert beside.startswith(log)
     sbatch = run(*asked, "--slurm").stdout
     assert "#SBATCH --nodes=1" in sbatch
     assert "\nsrun torchrun" in sbatch
     assert subprocess.run(["bash", "-n"], input=sbatch + shown.stdout, text=True, check=False).returncode == 0
 
 
-def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch) -> None:
-    shown = run("mixtral_8x7b", "--gpus", "64", "--gbs", "256", "--export", "megatron-lm").stdout
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge"])
+@pytest.mark.parametrize(
+    "words", [["mixtral_8x7b", "--gpus", "64"], ["gpt_oss_20b", "--gpus", "2", "--layers", "4"], ["llama3_70b", "--gpus", "64"]]
+)
+def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
+    asked = [*words, "--gbs", "256"]
+    predicted = json.loads(run(*asked, "--json").stdout)["plans"][0]
+    shown = run(*asked, "--export", target).stdout
     monkeypatch.chdir(tmp_path)
-    line = " iteration {:8}/      20 | elapsed time per iteration (ms): 2100.0 | global batch size:   256 | lm loss: 2.0E+00 |\n"
-    (tmp_path / "train.log").write_text("".join(line.format(i) for i in range(1, 21)))
-    words = shlex.split(shown.splitlines()[-1].partition(": ")[2])
-    told = run(*words[2:], command=words[1])
-    assert told.exit_code == 0
-    assert "predicted" in told.stdout
+    took = f"elapsed time per iteration (ms): {predicted['seconds'] * 1100:.1f}"
+    lines = (f" iteration {i:8}/      20 | {took} | global batch size:   256 | lm loss: 2.0E+00 |\n" for i in range(1, 21))
+    (tmp_path / "train.log").write_text("".join(lines))
+    command = shlex.split(shown.splitlines()[-1].partition(": ")[2])
+    told = json.loads(run(*command[2:], "--json", command=command[1]).stdout)
+    assert told["predicted"]["yours"]["tokens_per_s_per_gpu"]["value"] == pytest.approx(predicted["tokens_per_s_per_gpu"]["value"])
+    assert told["measured"]["tokens_per_s_per_gpu"] == pytest.approx(predicted["tokens_per_s_per_gpu"]["value"] / 1.1, rel=1e-3)
 
 
 def test_a_model_is_cut_in_layers_to_be_tried_on_few_gpus(run) -> None:

@@ -20,7 +20,7 @@ class Launchable:
     """All that starts one plan with one release of a trainer.
 
     Files are by name and are written beside the script. `command` is the whole launcher's line as words, which names those files; `torchrun` begins it.
-    `notes` become comments above it: what is assumed. `beside` is the command that sets its log beside the prediction.
+    `notes` become comments above it: what is assumed. `beside` is the command that sets `log`, a file or a folder, beside the prediction.
     """
 
     target: str
@@ -29,6 +29,7 @@ class Launchable:
     command: tuple[str, ...]
     files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    log: str = LOG
     beside: str = ""
 
     def text(self, *, slurm: bool = False) -> str:

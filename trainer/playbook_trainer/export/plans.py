@@ -10,7 +10,7 @@ from playbook.errors import ConfigError
 from playbook.planner.choice.plain_data import words
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
-from playbook_trainer.export.launchable import LOG, Launchable, refuse
+from playbook_trainer.export.launchable import Launchable, refuse
 from playbook_trainer.export.planned import bridge, megatron, ours
 
 TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
@@ -19,7 +19,7 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
     "playbook": ours.launchable,
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
-_BESIDE = frozenset({"gpus", "seq_len", "gbs"})
+_BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
 
 
@@ -38,11 +38,15 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
         target,
         [f"{fp8} on {gpu.name}, which has no such products"] if fp8 and (not gpu.has_fp8 or (fp8 == "mxfp8" and not blackwell)) else [],
     )
-    return replace(TARGETS[target](plan.require(), gpu.name), beside=_beside(plan, gpu.name))
+    found = TARGETS[target](plan.require(), gpu.name)
+    return replace(found, beside=_beside(plan, target, gpu.name, found.log))
 
 
-def _beside(plan: Plan, hardware: str) -> str:
-    """The command that reads the run's log."""
+def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
+    """The command that reads the run's log; a run of this trainer says everything else itself."""
+    if target == "playbook":
+        return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])
     layout = ",".join(w for w in words(plan) if w.partition("=")[0] not in _BESIDE)
-    found = ["playbook", "diagnose", LOG, "--model", plan.model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
-    return shlex.join([*found, "--gbs", str(plan.global_batch), *(["--layout", layout] if layout else [])])
+    found = ["playbook", "diagnose", log, "--model", plan.model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
+    framework = target if plan.options.backend == "megatron" else "torchtitan"
+    return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", framework, *(["--layout", layout] if layout else [])])

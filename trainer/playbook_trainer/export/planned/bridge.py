@@ -80,7 +80,7 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
         ("model", "params_dtype", half), ("model", "pipeline_dtype", half), ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
         ("scheduler", "lr_decay_iters", str(STEPS)), ("dataset", "seq_length", str(plan.seq_len)), ("dataset", "random_seed", "1234"),
         ("dataset", "reset_position_ids", "False"), ("dataset", "reset_attention_mask", "False"), ("dataset", "eod_mask_loss", "False"),
-        ("dataset", "split", "'99,1,0'"), ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
+        ("dataset", "split", "'100,0,0'"), ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
     if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are

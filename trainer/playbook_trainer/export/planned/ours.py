@@ -17,6 +17,7 @@ from playbook_trainer.export.launchable import Launchable, refuse, torchrun
 from playbook_trainer.export.planned.megatron import STEPS, chunk_sizes
 
 _FILE = "plan.yaml"
+_OUTPUT = "run"
 _WARM_UP = 5
 """Steps that are not counted; graphs are captured after three."""
 _NAMES = {2: "bf16", 4: "fp32"}
@@ -46,6 +47,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
     refuse("playbook", inexpressible(plan))
     found = configuration(plan)
     found["data"] = {"kind": "mock", "seq_len": plan.seq_len} | ({"pack": False} if plan.options.graphs else {})
+    found["output"] = _OUTPUT
     found["train"] |= {"steps": STEPS, "warmup_steps": _WARM_UP}
     try:
         dry_run(from_data(dict(found), {}, _FILE, {}), plan.gpus)
@@ -53,7 +55,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
         refuse("playbook", [str(e)])
     text = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
     return Launchable(
-        "playbook", f"playbook {__version__}", {}, (*torchrun(plan.gpus), "-m", "playbook_trainer", _FILE), {_FILE: text},
+        "playbook", f"playbook {__version__}", {}, (*torchrun(plan.gpus), "-m", "playbook_trainer", _FILE), {_FILE: text}, log=_OUTPUT,
         notes=(f"{STEPS} steps on random tokens", *([] if _is_preset(plan) else ["rotary base and norms are those of a preset's defaults"])),
     )  # fmt: skip
 
