@@ -7,6 +7,7 @@ megatron-core's `TransformerConfig`, from which the provider derives.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,10 @@ def _loop(export: Export, script: ast.Module) -> dict[str, Any]:
 
 
 def unknown(script: ast.Module) -> Iterator[str]:
-    """Fields that a class does not have, or whose value is none of their choices."""
+    """Names that a module does not have, fields that a class does not have, and values that are none of a field's choices."""
+    for node in (n for n in script.body if isinstance(n, ast.ImportFrom) and str(n.module).startswith("megatron.")):
+        text = _module(str(node.module))
+        yield from (f"{node.module} has no {name.name}" for name in node.names if not re.search(rf"\b{name.name}\b", text))
     for call in _calls(script):
         assert isinstance(call.func, ast.Name)
         fields = fields_of(call.func.id)
@@ -79,6 +83,8 @@ def arguments(script: ast.Module, section: str) -> dict[str, Any]:
 
 
 def _plain(value: ast.expr) -> Any:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value)
     return value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
 
 
@@ -110,6 +116,13 @@ def core_fields(name: str) -> dict[str, ast.expr]:
 
 def _plain_name(name: str) -> str:
     return next((name.removeprefix(start) for start in _CORE if name.startswith(start)), name)
+
+
+@cache
+def _module(name: str) -> str:
+    """The source of a module of either wheel; nothing where there is none."""
+    places = (folder.joinpath(*name.split(".")).with_suffix(".py") for folder in (FOLDER, megatron.FOLDER))
+    return next((path.read_text(encoding="utf-8") for path in places if path.is_file()), "")
 
 
 @cache

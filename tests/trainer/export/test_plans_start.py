@@ -108,6 +108,20 @@ def test_a_field_that_a_class_of_bridge_lacks_is_told() -> None:
         assert new.strip("='") in found
 
 
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        ("deepseek_v3", "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"),
+        ("qwen3_next_80b_a3b", "get_transformer_block_with_experimental_attention_variant_spec"),
+    ],
+)
+def test_layers_of_several_kinds_have_the_spec_that_makes_them(model: str, spec: str) -> None:
+    script = launchable(parse(model, []), "megatron-bridge", "h100").files["plan_bridge.py"]
+    assert bridge.arguments(ast.parse(script), "model")["transformer_layer_spec"] == spec
+    assert [*bridge.unknown(ast.parse(script))] == []
+    assert any("has no" in words for words in bridge.unknown(ast.parse(script.replace("import get_", "import got_"))))
+
+
 def test_hybridep_is_named_where_it_is_planned() -> None:
     plan = parse("qwen3_30b_a3b", ["gpus=8", "ep=8", "dispatcher=hybridep"])
     words = " ".join(launchable(plan, "megatron-lm", "h100").command)

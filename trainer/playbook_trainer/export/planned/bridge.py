@@ -25,6 +25,13 @@ _PROVIDERS = {
     "MLAModelProvider": "megatron.bridge.models.mla_provider",
     "HybridModelProvider": "megatron.bridge.models.hybrid.hybrid_provider",
 }
+_BLOCK, _VARIANT = "get_gpt_decoder_block_spec", "get_transformer_block_with_experimental_attention_variant_spec"
+"""What makes layers of several kinds: dense ones before those with experts, and linear attention between full attention."""
+_IMPORTED = {
+    "squared_relu": "megatron.core.activations", "quick_gelu": "megatron.core.fusions.fused_bias_geglu",
+    _VARIANT: "megatron.core.models.gpt.experimental_attention_variant_module_specs", _BLOCK: "megatron.core.models.gpt.gpt_layer_specs",
+    "AttnBackend": "megatron.core.transformer.enums",
+}  # fmt: skip
 _ACTIVATIONS = {
     "silu": "torch.nn.functional.silu", "gelu": "torch.nn.functional.gelu", "quick_gelu": "quick_gelu", "squared_relu": "squared_relu",
 }  # fmt: skip
@@ -55,11 +62,11 @@ def _script(plan: Plan) -> str:
     for section, field, value in _besides(plan):
         sections[section][field] = value
     classes = ["ConfigContainer", *sorted(_SECTIONS.values())]
+    used = " ".join(sections["model"].values())
     lines = [
+        *(["from functools import partial", ""] if "partial(" in used else []),
         "import torch",
-        "from megatron.core.activations import squared_relu",
-        "from megatron.core.fusions.fused_bias_geglu import quick_gelu",
-        "from megatron.core.transformer.enums import AttnBackend",
+        *(f"from {module} import {name}" for name, module in _IMPORTED.items() if name in used),
         "",
         f"from {_PROVIDERS[provider]} import {provider}",
         f"from megatron.bridge.training.config import {', '.join(classes)}",
@@ -77,10 +84,11 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
     """What Megatron-LM derives from its flags, and the data."""
     half = "torch.bfloat16"
     found = [
-        ("model", "params_dtype", half), ("model", "pipeline_dtype", half), ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
+        ("model", "params_dtype", half), ("model", "pipeline_dtype", half), ("model", "bias_dropout_fusion", "True"),
+        ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
         ("scheduler", "lr_decay_iters", str(STEPS)), ("dataset", "seq_length", str(plan.seq_len)), ("dataset", "random_seed", "1234"),
         ("dataset", "reset_position_ids", "False"), ("dataset", "reset_attention_mask", "False"), ("dataset", "eod_mask_loss", "False"),
-        ("dataset", "split", "'100,0,0'"), ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
+        ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
     if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are
@@ -89,7 +97,11 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
         found.append(("optimizer", "use_distributed_optimizer", "True"))
     if plan.options.sharding == "fsdp":
         found.append(("ddp", "use_megatron_fsdp", "True"))
-    if plan.shape.mamba is None and not plan.shape.sinks:
+    if plan.shape.linear:
+        found.append(("model", "transformer_layer_spec", _VARIANT))
+    elif plan.shape.experts and plan.shape.mamba is None:
+        found.append(("model", "transformer_layer_spec", f"partial({_BLOCK}, use_transformer_engine=True)"))
+    if plan.shape.mamba is None:
         found.append(("model", "bias_activation_fusion", str(plan.shape.gated)))
     return found
 

@@ -279,4 +279,4 @@ def flags(plan: Plan) -> list[str]:
     rows = str(plan.shape.vocab)
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", rows]
     words += [] if values["should_pad_vocab"] else ["--padded-vocab-size", rows]
-    return [*words, "--mock-data", "--split", "100,0,0", "--no-create-attention-mask-in-dataloader"]
+    return [*words, "--mock-data", "--no-create-attention-mask-in-dataloader"]
