@@ -51,6 +51,15 @@ def test_random_plans_are_accepted_and_read_back_to_the_same_layout(target: str,
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_models_cut_in_layers_are_accepted(target: str) -> None:
+    cut = {"qwen3_8b": 4, "qwen3_30b_a3b": 3, "deepseek_v3": 5, "mixtral_8x7b": 2, "gpt_oss_20b": 4, "nemotron_3_nano_30b_a3b": 12}
+    exports = [*exportable([(parse(name, ["gpus=2", f"layers={n}", "pp=2", "gbs=8"]), "h200") for name, n in cut.items()], target, [])]
+    assert len(exports) >= (4 if target == "playbook" else len(cut))
+    assert differences(target, exports) == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge"])
 def test_every_model_without_a_tower_is_exported(target: str) -> None:
     refused: list[str] = []

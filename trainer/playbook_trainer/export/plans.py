@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from playbook.errors import ConfigError
 from playbook.planner.choice.plain_data import words
+from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
 from playbook_trainer.export.launchable import Launchable, refuse
@@ -46,7 +47,8 @@ def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
     """The command that reads the run's log; a run of this trainer says everything else itself."""
     if target == "playbook":
         return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])
+    model = plan.model if plan.model in MODELS else "config.json"
     layout = ",".join(w for w in words(plan) if w.partition("=")[0] not in _BESIDE)
-    found = ["playbook", "diagnose", log, "--model", plan.model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
+    found = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
     framework = target if plan.options.backend == "megatron" else "torchtitan"
     return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", framework, *(["--layout", layout] if layout else [])])

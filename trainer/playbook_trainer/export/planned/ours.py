@@ -8,9 +8,11 @@ import yaml
 
 from playbook import __version__
 from playbook.errors import ConfigError
+from playbook.paths import data_root
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
+from playbook.yaml_files import read
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import from_data, model_names
 from playbook_trainer.export.launchable import Launchable, refuse, torchrun
@@ -132,7 +134,8 @@ def _model(plan: Plan) -> Any:
     """The preset's name, with another number of layers where they were cut; the counts of a model that has no preset."""
     shape, whole = plan.shape, MODELS.get(plan.model)
     if _is_preset(plan) and whole is not None:
-        return plan.model if shape.layers == whole.layers else {"name": plan.model, "num_layers": shape.layers, **_dense(shape)}
+        preset = read(data_root("configs") / "models" / f"{plan.model}.yaml")[0]
+        return plan.model if shape.layers == whole.layers else {"name": plan.model, **preset, "num_layers": shape.layers, **_dense(shape)}
     found: dict[str, Any] = {"name": plan.model, **{word: getattr(shape, key) for key, word in _SHAPE.items()}, **_dense(shape)}
     if shape.mla:
         found |= {"attention": "mla", "qk_norm": True, **{word: getattr(shape.mla, key) for key, word in _LATENT.items()}}
