@@ -158,8 +158,7 @@ def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
     layers = numbers.pop("layers", None)
     if layers is not None:
-        dense = layers if shape.dense_layers == shape.layers else min(layers, shape.dense_layers)
-        shape = replace(shape, layers=layers, dense_layers=dense, blocks=(shape.blocks * layers)[:layers])
+        shape = shape.of_depth(layers)
     if options.backend == "torch" and "sharding" not in values:
         options = replace(options, sharding="fsdp2")
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))

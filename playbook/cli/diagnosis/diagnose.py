@@ -125,7 +125,11 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     shape, framework = find(model), asked.framework or FRAMEWORKS[0]
-    return setting(shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=asked.known, framework=framework, said=model)
+    depth = next((w for w in asked.known if re.fullmatch(r"layers=[1-9][0-9]{0,2}", w)), "")
+    if depth:  # a model that was cut is another one: no published run is of it
+        shape, name = shape.of_depth(int(depth.partition("=")[2])), f"{name} of {depth.partition('=')[2]} layers"
+    known = tuple(w for w in asked.known if w != depth)
+    return setting(shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model)
 
 
 def _split(text: str) -> list[str]:
