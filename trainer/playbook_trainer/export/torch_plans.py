@@ -81,13 +81,14 @@ def row_of(plan: Plan, hardware: str) -> str:
 
 
 def notes(plan: Plan, hardware: str, log: str) -> tuple[str, ...]:
-    """Where the run starts, and how its log is set beside the prediction; `log` names the figure of the log that counts."""
+    """Where the run starts, and how its log is set beside the prediction."""
     count = nodes(plan, hardware)
     everywhere = (f"start it on each of {count} nodes; set PET_RDZV_ENDPOINT=HOST:29500, with one of them as HOST",) if count > 1 else ()
-    row = row_of(plan, hardware)
-    beside = (
-        f"afterwards write {log} into the last cell of {RUNS}, and set it beside the prediction: playbook plan check {RUNS}"
-        if row
-        else f"set {log} beside the tokens/s/GPU that playbook plan prints"
-    )
-    return (*everywhere, beside)
+    return (*everywhere, beside(plan, hardware, log))
+
+
+def beside(plan: Plan, hardware: str, log: str) -> str:
+    """How a run's log is set beside the prediction; `log` names the figure of it that counts."""
+    if row_of(plan, hardware):
+        return f"afterwards write {log} into the last cell of {RUNS}, and set it beside the prediction: playbook plan check {RUNS}"
+    return f"set {log} beside the tokens/s/GPU that playbook plan prints"
