@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan, parse
+from playbook.planner.runs.check import check
 from playbook.planner.time.cluster import cluster
+from playbook.planner.time.step import step_time
 from playbook_trainer.export.launchable import Launchable
 from playbook_trainer.export.plan_torchtitan import launchable
 
@@ -171,3 +174,19 @@ def test_what_torchtitan_cannot_express_is_refused_with_what_it_has(text: str, w
 def test_a_plan_for_megatron_is_sent_back_to_the_planner() -> None:
     with pytest.raises(ConfigError, match="plan with --backend torch"):
         launchable(parse("llama3_8b", ["gpus=8"]), "h100")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        text
+        for text in PLANS
+        if "layers=" not in text and "imbalance" not in text and "moment" not in text and "cp_comm" not in text and "none" not in text
+    ],
+)
+def test_the_row_of_a_run_predicts_the_plan_itself(text: str, tmp_path: Path) -> None:
+    plan = planned(text)
+    path = tmp_path / "run.csv"
+    path.write_text(launchable(plan, "h100").files["run.csv"], encoding="utf-8")
+    (row,) = check(path)
+    assert row.interval.value == pytest.approx(step_time(plan, cluster("h100")).tokens_per_s_per_gpu.value, rel=1e-6)

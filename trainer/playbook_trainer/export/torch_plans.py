@@ -16,7 +16,7 @@ _IDLE = frozenset({"backend", "overlap_p2p", "uneven"})
 _WIDTHS = {"grad_bytes": 4, "master_bytes": 4}
 _GPUS_PER_NODE = {"gb": 4}
 """By how a kind of GPU begins; 8 for all others."""
-_ROW = "model hardware gpus seq_len mbs gbs tp cp pp vpp ep etp fsdp recompute routing backend"
+_ROW = "model hardware gpus seq_len mbs gbs tp cp pp vpp ep etp fsdp dispatcher recompute routing backend"
 RUNS = "run.csv"
 """The file with the run's row."""
 
@@ -67,14 +67,16 @@ def nodes(plan: Plan, hardware: str) -> int:
 
 
 def row_of(plan: Plan, hardware: str) -> str:
-    """A table of runs with the plan as its one row, whose speed is still to be filled in; empty for a model that its name does not describe."""
+    """A table of runs with the plan as its one row, whose speed is still to be filled in; empty where the table has no words: a model
+    that its name does not describe, routing that is uneven by a ratio, or how keys travel under CP.
+    """
     from playbook.planner.models import MODELS
 
-    if plan.model not in MODELS or MODELS[plan.model] != plan.shape:
+    if plan.model not in MODELS or MODELS[plan.model] != plan.shape or plan.imbalance != 1 or plan.options.cp_comm:
         return ""
     values = {
         "hardware": hardware, "gbs": plan.global_batch, "fsdp": plan.options.sharding, "recompute": "+".join(plan.options.recompute) or "none",
-        "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": plan.options.backend,
+        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "", "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": plan.options.backend,
     }  # fmt: skip
     cells = [str(values.get(name, getattr(plan, name, ""))) for name in _ROW.split()]
     return f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"
