@@ -14,8 +14,9 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner.choice import unknowns
 from playbook.planner.models import MODELS, file_of, from_file, named, published
-from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, GRAPH_MODULES, RECOMPUTE, Options
+from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, Options
 from playbook.planner.plan import Plan
+from playbook.planner.runs import spelling
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
 from playbook.planner.time.cluster import Cluster, cluster
@@ -294,8 +295,8 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
-    options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
-    dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace("custom", "deepep")]
+    options: dict[str, Any] = {"recompute": spelling.recompute(run.word("recompute"), run.word("backend")), "optimizer_offload": _offloaded(run, words)}
+    dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace(*spelling.CUSTOM)]
     if plan.ep * plan.etp == 1:
         dispatchers = [""]
     elif not dispatchers[0] and plan.ep > 1:
@@ -303,7 +304,7 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
         outside = ["alltoall"] if plan.options.capacity else ["deepep"]  # DeepEP excludes padding to capacity
         dispatchers = inside if plan.ep * plan.etp <= machine.domain else outside
         _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
-    graphs = [_graphs(run)]
+    graphs = [spelling.graphs(run.word("cuda_graph"))]
     said = run.word("cuda_graph")
     if not said and machine.name in _BLACKWELL and plan.shape.experts:
         graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
@@ -331,20 +332,6 @@ def _once(words: list[str], word: str) -> None:
         words.append(word)
 
 
-def _recompute(run: Run) -> tuple[str, ...]:
-    said = re.sub(r"[\s-]+", "_", run.word("recompute").lower())
-    if re.match(r"full(?![a-z])", said):
-        return ("full",)
-    names = {"rmsnorm": "layernorm", "attn": "core_attn", "attention": "core_attn"}
-    if run.word("backend") != "torch":
-        names["selective"] = "core_attn"  # Megatron-LM, --recompute-granularity selective without modules
-    found = tuple(dict.fromkeys(names.get(w, w) for w in (w.strip("_") for w in re.split("[+,;/]", said)) if w and w != "none"))
-    unknown = [w for w in found if w not in RECOMPUTE]
-    if unknown:
-        raise Unexpressed(f"recompute '{unknown[0][:40]}' is not known; expected {', '.join(sorted(RECOMPUTE))}")
-    return found
-
-
 def _offloaded(run: Run, words: list[str]) -> int:
     """Percent of the optimizer's state in host memory."""
     said = run.word("offload")
@@ -357,19 +344,6 @@ def _offloaded(run: Run, words: list[str]) -> int:
         _once(words, "share of the optimizer's state in host memory unknown: half of it")
         return 50
     raise Unexpressed(f"offload '{said[:40]}' is not known; expected none, or optimizer with a percentage")
-
-
-def _graphs(run: Run) -> tuple[str, ...]:
-    said = re.sub(r"[\s-]+", "_", run.word("cuda_graph").lower())
-    if said.startswith("full_iteration"):
-        return ("full_iteration",)
-    named = [w for w in re.split("[+,;]", said.rpartition(":")[2]) if w and w not in ("none", "on")]
-    unknown = [w for w in named if w not in GRAPH_MODULES]
-    if unknown:
-        raise Unexpressed(
-            f"cuda_graph '{unknown[0][:40]}' is not known; expected none, full_iteration, or some of {', '.join(sorted(GRAPH_MODULES))}"
-        )
-    return tuple(named) or (("attn",) if said == "on" else ())
 
 
 def _fitted(run: Run, plans: list[Plan], machine: Cluster, words: list[str]) -> list[Plan]:
