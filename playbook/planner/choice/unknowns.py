@@ -47,6 +47,15 @@ def chunks(plan: Plan) -> tuple[int, ...]:
     return (min(legal or [1], key=lambda v: (_fullest(layers, pp, v), -v)),)
 
 
+def chunked(plan: Plan, stated: Container[str]) -> tuple[Plan, tuple[str, ...]]:
+    """A plan with the likeliest chunks where they are not `stated`, and what was taken for granted."""
+    likeliest = plan.vpp if "vpp" in stated else chunks(plan)[0]
+    if likeliest == plan.vpp:
+        return plan, ()
+    said = f"vpp unknown: {likeliest}, the most chunks that balance {plan.shape.layers} layers on {plan.pp} stages"
+    return replace(plan, vpp=likeliest), (said,)
+
+
 def _fullest(layers: int, pp: int, vpp: int) -> int:
     """Layers of the fullest stage, embedding and output layer among them."""
     sizes = pipeline.split(layers, pp, vpp)
@@ -110,4 +119,3 @@ def _filled(plan: Plan, found: Plan, stated: Container[str]) -> Iterator[str]:
         yield f"recompute unknown: the least that fits, {'+'.join(again)}"
     if found.grad_bytes < plan.grad_bytes:
         yield "widths of gradients and optimizer states unknown: 2 bytes each, since 4 do not fit"
-

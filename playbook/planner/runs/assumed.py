@@ -295,7 +295,10 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
-    options: dict[str, Any] = {"recompute": spelling.recompute(run.word("recompute"), run.word("backend")), "optimizer_offload": _offloaded(run, words)}
+    options: dict[str, Any] = {
+        "recompute": spelling.recompute(run.word("recompute"), run.word("backend")),
+        "optimizer_offload": _offloaded(run, words),
+    }
     dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace(*spelling.CUSTOM)]
     if plan.ep * plan.etp == 1:
         dispatchers = [""]

@@ -116,7 +116,9 @@ def _underscored(text: str) -> str:
 def _known(column: str, found: tuple[str, ...], known: frozenset[str]) -> tuple[str, ...]:
     unknown = [w for w in found if w not in known]
     if unknown:
-        raise ConfigError(f"{column} '{unknown[0][:40]}' is not known; expected none, {_WHOLE[column]}, or some of {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{column} '{unknown[0][:40]}' is not known; expected none, {_WHOLE[column]}, or some of {', '.join(sorted(known))}"
+        )
     return found
 
 
