@@ -159,6 +159,7 @@ def mcp() -> None:
 def library_here() -> Library:
     """Cards and skills that ship, with evidence from this folder's runs and from the repository."""
     from playbook.cli.diagnosis.changes import changed
+    from playbook.cli.plans.export import exported
     from playbook.mcp.server import Library
 
     cards, mine, reader = load_all(), here(), Reader()
@@ -169,6 +170,7 @@ def library_here() -> Library:
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         changed=changed,
+        exported=exported,
         version=__version__,
     )
 

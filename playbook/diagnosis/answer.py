@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from playbook.diagnosis import likely_walls, published
@@ -73,9 +73,7 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
     most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
     listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
     first = next((w.name for w in told if w.share is not None), "") if where.seen else ""
-    listed.sort(
-        key=lambda e: (first not in e["walls"] if first else False, -(e["expected"] or 0.0), -(e["planner"] or {"value": 0.0})["value"])
-    )
+    listed.sort(key=partial(_place, first))
     q = where.question
     return {
         "schema": SCHEMA,
@@ -98,6 +96,13 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
         "assumptions": _assumptions(where, mine, best, seen),
         "confidence": _confidence(where, speed, mine, runs, seen),
     }  # fmt: skip
+
+
+def _place(wall: str, entry: Mapping[str, Any]) -> tuple[bool, int, float, float]:
+    """By the gain to expect; where a wall was seen, first what works on that wall alone, then what else shortens it."""
+    on_wall = wall in entry["walls"] and entry["expected"] is not None
+    gain = -(entry["expected"] or 0.0), -(entry["planner"] or {"value": 0.0})["value"]
+    return bool(wall) and not on_wall, len(entry["walls"]) if wall and on_wall else 0, *gain
 
 
 @lru_cache(maxsize=16)
