@@ -7,7 +7,7 @@ import re
 COMMUNICATION = re.compile(r"nccl|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 """Libraries that send: those of collectives, and those of experts' exchanges, whose kernels lie below namespaces of their own."""
 
-COLLECTIVES: tuple[tuple[str, re.Pattern[str]], ...] = (
+_COLLECTIVES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("all-to-all", re.compile(r"all_?to_?all|dispatch|combine", re.IGNORECASE)),
     ("all-gather", re.compile(r"all_?gather", re.IGNORECASE)),
     ("reduce-scatter", re.compile(r"reduce_?scatter", re.IGNORECASE)),
@@ -52,7 +52,7 @@ OTHER = "other"
 def collective(name: str) -> str:
     """The kind of a collective's kernel by its name without arguments; `OTHER` where no pattern knows it."""
     bare = name.split("(", 1)[0]
-    return next((kind for kind, pattern in COLLECTIVES if pattern.search(bare)), OTHER)
+    return next((kind for kind, pattern in _COLLECTIVES if pattern.search(bare)), OTHER)
 
 
 def kernel_class(name: str) -> str:
