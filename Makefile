@@ -33,14 +33,20 @@ demo: $(VENV)/.demo
 
 # Of Python 3.12 and for GPUs: unpacked, not installed. The tests themselves fetch nothing.
 TARGETS := megatron-core==0.19.2 megatron-bridge==0.6.2
+# torchtitan's wheels lie in one folder, as one would install them.
+TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 tyro==1.0.17 spmd_types==0.2.3 einops==0.8.2 \
+	docstring_parser==0.18.0 shtab==1.13.0 typeguard==4.6.1
+DOWNLOAD := $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	--implementation cp --platform manylinux_2_28_x86_64 --platform any
 
 targets: $(VENV)/.targets
 
 $(VENV)/.targets: Makefile | $(VENV)/.dev
 	@for release in $(TARGETS); do name=$${release%%=*}; rm -rf $(VENV)/targets/$$name && \
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-		--platform manylinux_2_28_x86_64 --platform any --dest $(VENV)/targets/wheels $$release && \
+	$(DOWNLOAD) --dest $(VENV)/targets/wheels $$release && \
 	$(BIN)/python -m zipfile -e $(VENV)/targets/wheels/$$(echo $$name | tr - _)-*.whl $(VENV)/targets/$$name || exit; done
+	@rm -rf $(VENV)/targets/torchtitan* && $(DOWNLOAD) --dest $(VENV)/targets/torchtitan-wheels $(TORCHTITAN) && \
+	for wheel in $(VENV)/targets/torchtitan-wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel $(VENV)/targets/torchtitan-0.3.0 || exit; done
 	@touch $@
 
 test: $(VENV)/.dev $(VENV)/.targets

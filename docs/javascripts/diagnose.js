@@ -42,6 +42,7 @@
     const given = Number(read("speed")), unit = read("unit");
     if (!row) return answer.replaceChildren(element("p", "No plan of this model fits so few of these GPUs, by the planner; choose more."));
     const tokens = {"% MFU": given / 100 * row.tokens_per_mfu, "tokens/s per GPU": given, "seconds a step": row.step_tokens / given}[unit];
+    if (tokens / row.tokens_per_mfu > row.reached) return answer.replaceChildren(element("p", `The best matrix product reaches ${percent(row.reached)} of this GPU's peak: check your token count.`));
     const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
     const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
     for (const run of row.published ? row.published.rows : []) {

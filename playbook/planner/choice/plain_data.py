@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from playbook.planner import pipeline
+from playbook.planner.choice import unknowns
 from playbook.planner.choice.explain import Answer, lost, next_run
 from playbook.planner.choice.search import Choice
 from playbook.planner.memory import GIB
@@ -19,11 +20,12 @@ _WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
 
 
 def words(plan: Plan) -> list[str]:
-    """The words that make `playbook layout` judge the plan: every setting that is not its default."""
+    """The words that make `playbook layout` judge the plan: every setting that is not its default, and chunks where others would be taken for none."""
     plain = {f.name: f.default for f in fields(Plan)}
     whole = MODELS.get(plan.model, plan.shape)
     cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
-    found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k])]
+    shown = {k for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k]} | ({"vpp"} if unknowns.chunks(plan)[0] > 1 else set())
+    found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
     usual = Options()
     for f in fields(Options):
         value = getattr(plan.options, f.name)

@@ -47,9 +47,9 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     model = torchtitan_model.source(plan.shape, fields, plan.seq_len)
     last = plan.gpus // plan.pp * (plan.pp - 1)  # the first rank of the last stage knows the loss
     each = min(plan.gpus, torch_plans.gpus_per_node(hardware))
-    row = torch_plans.row_of(plan, hardware)
+    row, nodes = torch_plans.row_of(plan, hardware), torch_plans.nodes(plan, hardware)
     command = [
-        "torchrun", "--nnodes", str(torch_plans.nodes(plan, hardware)), "--nproc-per-node", str(each), "--rdzv-backend", "c10d",
+        "torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(each),
         "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE, "--config", FUNCTION,
     ]  # fmt: skip
     return Launchable(

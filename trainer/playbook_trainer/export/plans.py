@@ -11,12 +11,15 @@ from playbook.planner.choice.plain_data import words
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
+from playbook_trainer.export import plan_accelerate, plan_torchtitan
 from playbook_trainer.export.launchable import Launchable, refuse
 from playbook_trainer.export.planned import bridge, megatron, ours
 
 TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
     "megatron-lm": megatron.launchable,
     "megatron-bridge": bridge.launchable,
+    "torchtitan": plan_torchtitan.launchable,
+    "accelerate": plan_accelerate.launchable,
     "playbook": ours.launchable,
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
@@ -44,11 +47,12 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
 
 
 def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
-    """The command that reads the run's log; a run of this trainer says everything else itself."""
+    """The command that reads the run's log; a run of this trainer says everything else itself, and the torch targets name theirs in their notes."""
+    if target in ("torchtitan", "accelerate"):
+        return ""
     if target == "playbook":
         return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])
     model = plan.model if plan.model in MODELS else "config.json"
     layout = ",".join(w for w in words(plan) if w.partition("=")[0] not in _BESIDE)
     found = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
-    framework = target if plan.options.backend == "megatron" else "torchtitan"
-    return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", framework, *(["--layout", layout] if layout else [])])
+    return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", target, *(["--layout", layout] if layout else [])])
