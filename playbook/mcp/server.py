@@ -93,6 +93,7 @@ _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
 _Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
+_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
@@ -301,9 +302,9 @@ def _export(out: MCPServer[Any], library: Library) -> None:
         gpus: _Gpus,
         hardware: planning.Gpu,
         settings: planning.Settings,
-        framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",
+        framework: Annotated[_Target, Field(description="Whose script.")] = "megatron-lm",
     ) -> ExportAnswer:
-        """A legal layout, such as a plan's settings, in the words of a trainer."""
+        """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
         with _told():
             plan = planning.plan_of(model, gpus, settings)
             return bounded(planning.export_answer(plan, framework, hardware, library.exported), "ask for another framework")

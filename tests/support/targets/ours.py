@@ -10,6 +10,7 @@ import yaml
 from playbook.errors import PlaybookError
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import from_data
+from playbook_trainer.data.tokenizer import load_tokenizer
 from tests.support.targets.megatron import Export
 
 
@@ -23,6 +24,7 @@ def _read(export: Export) -> dict[str, Any]:
     try:
         config = from_data(yaml.safe_load(found.files["plan.yaml"]), {}, "plan.yaml", {})
         report = dry_run(config, plan.gpus)
+        load_tokenizer(config.data.tokenizer, config.model)
     except PlaybookError as e:
         return {"error": str(e)}
     train, routed = config.train, config.model.num_experts > 0

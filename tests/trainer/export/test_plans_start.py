@@ -153,3 +153,13 @@ def test_what_a_target_cannot_express_ends_with_one_message(model: str, words: l
     with pytest.raises(ConfigError, match=says) as e:
         launchable(parse(model, words), "megatron-lm", hardware)
     assert "\n" not in str(e.value)
+
+
+def test_what_stopped_started_exports_is_said() -> None:
+    """Each of these ended a run on GPUs that the target's parser had accepted."""
+    dense = launchable(parse("llama3_8b", ["gpus=2", "layers=4", "gbs=8"]), "megatron-lm", "h200")
+    assert "--eval-interval" in dense.command  # its loop divides by it, without a default
+    assert "set -euo pipefail" in dense.text()  # the log's reader would hide that the run failed
+    biased = launchable(parse("gpt_oss_20b", ["gpus=2", "layers=4", "ep=2", "gbs=8"]), "megatron-lm", "h200")
+    assert "--no-bias-dropout-fusion" in biased.command
+    assert "--no-bias-dropout-fusion" not in dense.command

@@ -48,7 +48,7 @@ class Launchable:
             ]
         elif nodes > 1:
             lines.append(f"# start it on each of {nodes} nodes, with HEAD=the name of the first")
-        lines += [*(f"# {note}" for note in self.notes), "set -eu"]
+        lines += [*(f"# {note}" for note in self.notes), "set -euo pipefail"]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
         for name, content in self.files.items():
             lines += [f"cat > {shlex.quote(name)} <<'END'", content.rstrip("\n"), "END"]

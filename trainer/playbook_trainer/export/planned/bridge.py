@@ -84,13 +84,15 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
     """What Megatron-LM derives from its flags, and the data."""
     half = "torch.bfloat16"
     found = [
-        ("model", "params_dtype", half), ("model", "pipeline_dtype", half), ("model", "bias_dropout_fusion", "True"),
+        ("model", "params_dtype", half), ("model", "pipeline_dtype", half),
         ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
         ("scheduler", "lr_decay_iters", str(STEPS)), ("dataset", "seq_length", str(plan.seq_len)), ("dataset", "random_seed", "1234"),
         ("dataset", "reset_position_ids", "False"), ("dataset", "reset_attention_mask", "False"), ("dataset", "eod_mask_loss", "False"),
         ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
+    if not (plan.shape.experts and plan.shape.output_bias):
+        found.append(("model", "bias_dropout_fusion", "True"))
     if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are
         found.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
     if plan.options.sharding in ("optimizer", "fsdp"):

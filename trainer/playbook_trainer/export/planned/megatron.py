@@ -64,7 +64,7 @@ def settings(plan: Plan, target: Target) -> list[Setting]:
         "optimizer": _optimizer(plan),
         "scheduler": {"lr_decay_style": "constant"},
         "train": {"train_iters": STEPS, "micro_batch_size": plan.mbs, "global_batch_size": plan.global_batch},
-        "validation": {"eval_iters": 0},
+        "validation": {"eval_iters": 0, "eval_interval": STEPS},
         "rng": {"te_rng_tracker": bool(plan.options.graphs)},
         "logger": {"log_interval": 1, "log_throughput": True},
         "checkpoint": {"ckpt_format": "fsdp_dtensor" if plan.options.sharding == "fsdp" else "torch_dist"},

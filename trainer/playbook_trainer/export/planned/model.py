@@ -52,6 +52,8 @@ def model_fields(plan: Plan) -> dict[str, Any]:
         "normalization": "LayerNorm" if shape.norm_bias else "RMSNorm",
         **_activation(shape),
         "add_bias_linear": shape.output_bias,
+        # Transformer Engine's grouped experts add no bias inside that kernel, and refuse to be asked.
+        **({"bias_dropout_fusion": False} if shape.experts and shape.output_bias else {}),
         "add_qkv_bias": shape.attention_bias,
         "qk_layernorm": shape.qk_norm or shape.mla is not None,
         "hidden_dropout": 0.0,

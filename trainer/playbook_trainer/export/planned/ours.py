@@ -31,6 +31,8 @@ _SHAPE = {
     "shared_ffn": "shared_expert_ffn_size", "mtp": "mtp_layers", "tied": "tie_word_embeddings",
 }  # fmt: skip
 """Counts of a shape as the configuration calls them."""
+_SPECIAL = {"eos_token_id": 256, "pad_token_id": 257}
+"""The first ids that are no bytes: random tokens end in none, but the trainer asks for ids inside the vocabulary."""
 _LATENT = {
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -136,7 +138,8 @@ def _model(plan: Plan) -> Any:
     if _is_preset(plan) and whole is not None:
         preset = read(data_root("configs") / "models" / f"{plan.model}.yaml")[0]
         return plan.model if shape.layers == whole.layers else {"name": plan.model, **preset, "num_layers": shape.layers, **_dense(shape)}
-    found: dict[str, Any] = {"name": plan.model, **{word: getattr(shape, key) for key, word in _SHAPE.items()}, **_dense(shape)}
+    counts = {word: getattr(shape, key) for key, word in _SHAPE.items()}
+    found: dict[str, Any] = {"name": plan.model, **counts, **_dense(shape), **_SPECIAL}
     if shape.mla:
         found |= {"attention": "mla", "qk_norm": True, **{word: getattr(shape.mla, key) for key, word in _LATENT.items()}}
     return found
