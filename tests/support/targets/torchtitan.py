@@ -43,7 +43,7 @@ def _words(command: list[str]) -> tuple[int, list[str]]:
     """The number of processes that the launcher starts, and the arguments of torchtitan."""
     at = command.index("torchtitan.train")
     flags = dict(pairwise(command[:at]))
-    return int(flags["--nnodes"]) * int(flags["--nproc-per-node"]), command[at + 1 :]
+    return int(flags.get("--nnodes", 1)) * int(flags["--nproc-per-node"]), command[at + 1 :]
 
 
 def _config(files: Mapping[str, str], words: list[str]) -> Any:

@@ -50,6 +50,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
     """
     refuse("playbook", inexpressible(plan))
     found = configuration(plan)
+    found["model"] = _with_special_ids(found["model"])
     found["data"] = {"kind": "mock", "seq_len": plan.seq_len} | ({"pack": False} if plan.options.graphs else {})
     found["output"] = _OUTPUT
     found["train"] |= {"steps": STEPS, "warmup_steps": _WARM_UP}
@@ -139,10 +140,18 @@ def _model(plan: Plan) -> Any:
         preset = read(data_root("configs") / "models" / f"{plan.model}.yaml")[0]
         return plan.model if shape.layers == whole.layers else {"name": plan.model, **preset, "num_layers": shape.layers, **_dense(shape)}
     counts = {word: getattr(shape, key) for key, word in _SHAPE.items()}
-    found: dict[str, Any] = {"name": plan.model, **counts, **_dense(shape), **_SPECIAL}
+    found: dict[str, Any] = {"name": plan.model, **counts, **_dense(shape)}
     if shape.mla:
         found |= {"attention": "mla", "qk_norm": True, **{word: getattr(shape.mla, key) for key, word in _LATENT.items()}}
     return found
+
+
+def _with_special_ids(model: Any) -> Any:
+    """The model with ids of special tokens that the bytes of random text leave free, where its own are not."""
+    fields = read(data_root("configs") / "models" / f"{model}.yaml")[0] if isinstance(model, str) else model
+    if fields.get("eos_token_id", 0) >= _SPECIAL["eos_token_id"]:
+        return model
+    return {"name": model if isinstance(model, str) else model["name"], **fields, **_SPECIAL}
 
 
 def _dense(shape: Shape) -> dict[str, int]:
