@@ -204,7 +204,7 @@ class ExportAnswer(BaseModel):
     verdict: str
     """fits, tight or does not fit, on the GPU that is named."""
     text: str
-    """Flags, overrides or a file."""
+    """A shell script: environment, files and the launcher's line."""
 
 
 class DiagnosisAnswer(BaseModel):

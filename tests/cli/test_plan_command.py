@@ -128,6 +128,8 @@ def test_plans_of_the_torch_backend_are_exported_to_trainers_on_it(run, target: 
     assert shown.exit_code == 0
     assert shown.stdout.splitlines()[1].startswith(f"# for {target} ")
     assert run(*asked, "--backend", "megatron").exit_code == 2
+    job = run(*asked, "--backend", "torch", "--slurm")
+    assert (job.exit_code, "#SBATCH --gpus-per-node=8" in job.stdout) == ((0, True) if target == "torchtitan" else (2, False))
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"torchtitan", "accelerate"}))

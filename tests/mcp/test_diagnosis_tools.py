@@ -1,26 +1,11 @@
 """The tools that diagnose and export, as the official client meets them in process."""
 
-import anyio
 import pytest
-from mcp import Client
 
 from playbook.mcp.server import server
+from tests.support.mcp_calls import answer, ask
 
 ASKED = {"model": "qwen3_8b", "gpus": 8, "hardware": "h100"}
-
-
-def ask(library, tool, **arguments):
-    async def call():
-        async with Client(server(library)) as client:
-            return await client.call_tool(tool, arguments)
-
-    return anyio.run(call)
-
-
-def answer(library, tool, **arguments):
-    result = ask(library, tool, **arguments)
-    assert not result.is_error, result.content[0].text
-    return result.structured_content
 
 
 @pytest.mark.parametrize(

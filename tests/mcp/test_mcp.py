@@ -30,6 +30,7 @@ from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
+from tests.support.mcp_calls import ask
 
 TOOLS = {
     "search",
@@ -56,16 +57,6 @@ def layout(*words, **other):
     """The arguments of a layout with more settings, which go before those that it has."""
     names = {w.partition("=")[0] for w in words}
     return {**LAYOUT, **other, "settings": [*(w for w in LAYOUT["settings"] if w.partition("=")[0] not in names), *words]}
-
-
-def ask(library, tool, **arguments):
-    """One call by the official client."""
-
-    async def call():
-        async with Client(server(library)) as client:
-            return await client.call_tool(tool, arguments)
-
-    return anyio.run(call)
 
 
 def answer(library, tool, **arguments):

@@ -36,7 +36,14 @@ class Launchable:
         """A shell script that writes the files and starts the run; with `slurm`, one for sbatch.
 
         A run of several nodes without Slurm is started on each of them, with the first one's name in HEAD.
+
+        Raises:
+            ConfigError: `slurm`, and the launcher is not torchrun, whose words say nodes and GPUs.
         """
+        if slurm and self.command[0] != "torchrun":
+            raise ConfigError(
+                f"--slurm is not written for {self.target}, which {self.command[0]} starts; leave --slurm out, or choose another target"
+            )
         nodes, gpus = _nodes(self.command)
         lines = ["#!/usr/bin/env bash", f"# for {self.release}"]
         if slurm:

@@ -57,7 +57,7 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
         {f"{_MODULE}.py": document(title, model, _sections(plan, steps), random=True), **({torch_plans.RUNS: row} if row else {})},
         ("torch 2.14 or newer; 2.12 does without a pipeline and HybridEP",
          "the time stamps of its lines are the clock: keep them in the log",
-         *torch_plans.notes(plan, hardware, "tps of its last lines")),
+         torch_plans.beside(plan, hardware, "tps of its last lines")),
     )  # fmt: skip
 
 

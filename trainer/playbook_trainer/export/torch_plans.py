@@ -82,13 +82,6 @@ def row_of(plan: Plan, hardware: str) -> str:
     return f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"
 
 
-def notes(plan: Plan, hardware: str, log: str) -> tuple[str, ...]:
-    """Where the run starts, and how its log is set beside the prediction."""
-    count = nodes(plan, hardware)
-    everywhere = (f"start it on each of {count} nodes; set PET_RDZV_ENDPOINT=HOST:29500, with one of them as HOST",) if count > 1 else ()
-    return (*everywhere, beside(plan, hardware, log))
-
-
 def beside(plan: Plan, hardware: str, log: str) -> str:
     """How a run's log is set beside the prediction; `log` names the figure of it that counts."""
     if row_of(plan, hardware):
