@@ -56,7 +56,7 @@ def planned(text: str) -> Plan:
 def read_back(exports: Sequence[Launchable]) -> list[dict[str, Any]]:
     """What torchtitan makes of each, all in one process."""
     if not WHEELS.is_dir():
-        pytest.skip(f"{WHEELS} has no unpacked wheels")
+        pytest.fail(f"{WHEELS} is missing; run `make targets`")
     document = json.dumps([{"files": dict(e.files), "command": list(e.command)} for e in exports])
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(WHEELS)], input=document, capture_output=True, text=True, timeout=900, check=False
