@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +25,8 @@ from playbook.cards.sections import load_sections
 from playbook.cards.terms import Facts, facts, opening, phrases, stated, terms
 from playbook.cli import app
 from playbook.errors import PlaybookError
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root
+from tests.support.processor_time import READS_RECORDS, processor_seconds
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
 THREADS = [Path(__file__).parent / name for name in ("issues.yaml", "later_issues.yaml")]
@@ -449,19 +446,6 @@ def test_guides_and_skills_stand_beside_cards() -> None:
 def test_a_filter_keeps_claims_and_cards_that_have_one(index: search.Index) -> None:
     hits = search.search(index, "token dispatcher all-to-all", only=frozenset({"W9.m"})).hits
     assert [(h.id, h.claims) for h in hits] == [("moe-dispatcher-choice", ["W9"])]
-
-
-def processor_seconds(*words: str) -> tuple[float, str]:
-    """Of a command of this Python, user and system, and what it printed. The clock would tell how busy the machine is."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
-
-
-READS_RECORDS = "from playbook.paths import data_root; from playbook.records.read import read; read([data_root('results')])"
 
 
 def test_the_command_is_quick_when_cold_and_prints_a_list() -> None:
