@@ -42,15 +42,14 @@
     const given = Number(read("speed")), unit = read("unit");
     if (!row) return answer.replaceChildren(element("p", "No plan of this model fits so few of these GPUs, by the planner; choose more."));
     const tokens = {"% MFU": given / 100 * row.tokens_per_mfu, "tokens/s per GPU": given, "seconds a step": row.step_tokens / given}[unit];
-    if (tokens / row.tokens_per_mfu > row.reached) return answer.replaceChildren(element("p", `The best matrix product reaches ${percent(row.reached)} of this GPU's peak: check your token count.`));
     const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
     const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
     for (const run of row.published ? row.published.rows : []) {
       lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
     const share = tokens / row.tokens_per_mfu;
-    if (share > 1) {
-      const check = "expected at most 100 %. Check batch and GPUs, and that tokens/s are of one GPU";
+    if (share > row.reached) {
+      const check = `expected at most ${percent(row.reached)}, which the best matrix product reaches. Check your token count: batch, GPUs, and that tokens/s are of one GPU`;
       return answer.replaceChildren(element("p", `That means ${whole(tokens)} tokens/s on each GPU, ${percent(share)} of its peak; ${check}.`, {id: "pb-position"}));
     }
     const speed = given > 0 && isFinite(tokens);
