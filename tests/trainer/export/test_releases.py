@@ -83,7 +83,7 @@ def test_megatron_core_has_what_is_not_said_to_be_unchecked() -> None:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("releases")
-    wanted = [RELEASES[target].replace(" ", "==") for target in ("megatron-bridge", "torchtitan")]
+    wanted = [RELEASES[target].replace(" ", "==") for target in ("megatron-bridge",)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder), *wanted]
     if subprocess.run(pip, capture_output=True, check=False).returncode:
         pytest.skip("no package registry can be reached")
@@ -97,22 +97,6 @@ def dataclasses_in(*files: Path) -> dict[str, tuple[dict[str, ast.expr], list[st
         own = {n.target.id: n.annotation for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
         found[node.name] = (own, [ast.unparse(base).rpartition(".")[2] for base in node.bases])
     return found
-
-
-@pytest.mark.full
-def test_torchtitan_has_every_field_and_takes_its_value(sources: Path) -> None:
-    classes = dataclasses_in(sources / "torchtitan" / "config" / "job_config.py")
-    # Sections within sections, by the classes of their fields.
-    inner = {"quantize.linear.float8": "Float8Linear", "quantize.linear.mx": "MXLinear", "training.dataloader": "DataLoader"}
-
-    def has(setting: Setting) -> bool:
-        section = inner.get(setting.section) or ast.unparse(classes["JobConfig"][0][setting.section])
-        annotation = classes[section][0].get(setting.field)
-        if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
-            return setting.value in ast.literal_eval(annotation.slice)
-        return annotation is not None
-
-    check("torchtitan", has)
 
 
 @pytest.mark.full

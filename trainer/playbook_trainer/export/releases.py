@@ -9,7 +9,7 @@ from playbook_trainer.export.sheet import Setting, Target
 RELEASES: Mapping[Target, str] = {
     "megatron-lm": "megatron-core 0.16.1",
     "megatron-bridge": "megatron-bridge 0.3.1",
-    "torchtitan": "torchtitan 0.2.2",
+    "torchtitan": "torchtitan 0.3.0",
 }
 """By target, a package and its version; a test compares the fields with those of its dataclasses."""
 
