@@ -19,6 +19,7 @@ from playbook.paths import data_root, repo_root
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export import sheet as sheets
+from playbook_trainer.export import torchtitan
 from playbook_trainer.export.launchable import Launchable
 from playbook_trainer.export.render import TARGETS, export
 from playbook_trainer.export.sheet import leaves
@@ -198,7 +199,7 @@ def test_torchtitan_reads_every_configuration_back():
             ):
                 asked.append((config, each))
     assert len(asked) > 10
-    answers = read_back([launched(config, each.text()) for config, each in asked])
+    answers = read_back([launched(config, each) for config, each in asked])
     for (config, _), answer in zip(asked, answers, strict=True):
         assert "refused" not in answer, (config, answer)
         par, train = config.parallel, config.train
@@ -217,12 +218,13 @@ def data_ranks(config):
     return par.dp_replicate * max(1, par.ep // (par.tp * par.cp))
 
 
-def launched(config, text):
-    """The file as it is started on the fewest GPUs."""
+def launched(config, exported):
+    """The file as it is started on the fewest GPUs, with every setting that is a flag said again."""
     par = config.parallel
     gpus = par.pp * par.cp * par.tp * data_ranks(config)
+    flags = [word for s in exported.settings if (said := torchtitan.words(s)).startswith("--") for word in shlex.split(said)]
     command = ["torchrun", "--nnodes", "1", "--nproc-per-node", str(gpus), "-m", "torchtitan.train", "--module", "playbook_file"]
-    return Launchable("torchtitan", "torchtitan 0.3.0", {}, (*command, "--config", "plan"), {"playbook_file.py": text})
+    return Launchable("torchtitan", "torchtitan 0.3.0", {}, (*command, "--config", "plan", *flags), {"playbook_file.py": exported.text()})
 
 
 DESTINATIONS = {

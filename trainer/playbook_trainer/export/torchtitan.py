@@ -78,7 +78,7 @@ def _model(sheet: Sheet) -> None:
     sheet.put("model.*", "model", "", Code("\n".join(torchtitan_model.source(shape, fields, config.data.seq_len))))
     sheet.put("", "loss", "", Code(f"{'MTPLoss' if shape.mtp else 'CrossEntropyLoss'}.Config(global_vocab_size={shape.vocab})"))
     sheet.put("", "model_spec", "attn_backend", "flex")
-    _fixed(sheet)
+    _fixed(sheet, torchtitan_model.epsilon(shape))
     par = config.parallel
     for key, words in torchtitan_model.limits(shape, par.tp, par.cp, par.pp):
         sheet.lack(f"parallel.{key}", words)
@@ -95,8 +95,8 @@ _ROUTER = {
 """What its Qwen3 decoders do, whose builder has no words for another router."""
 
 
-def _fixed(sheet: Sheet) -> None:
-    """Keys of a model that its builders do not ask for."""
+def _fixed(sheet: Sheet, epsilon: float) -> None:
+    """Keys of a model that its builders do not ask for; its norms have `epsilon`."""
     model = sheet.config.model
     sheet.skip("model.name model.eos_token_id model.pad_token_id", "a name, and marks that its tokenizer knows")
     if model.attention != "mla":
@@ -108,12 +108,11 @@ def _fixed(sheet: Sheet) -> None:
                 sheet.plain(f"model.{key}", value, f"its router has {value}")
             else:
                 sheet.skip(f"model.{key}", "the model has no experts")
-        sheet.plain("model.rms_norm_eps", 1e-6, "its norms have 1e-6")
     else:
-        sheet.lack("model.rms_norm_eps", "its norms have an epsilon of their own")
         sheet.skip("model.router_bias", "its router of latent attention has a bias wherever experts are balanced by it")
     if model.num_experts and not model.first_dense_layers:
         sheet.skip("model.ffn_size", "no layer is dense")
+    sheet.plain("model.rms_norm_eps", epsilon, f"its norms have {epsilon:g}")
     sheet.plain("model.init_std", 0.02, "its builders draw weights in their own way")
 
 
@@ -318,11 +317,11 @@ def file(sheet: Sheet) -> list[str]:
 def words(setting: Setting) -> str:
     """One setting as a flag of the command line, or as a piece of Python where only the file says it."""
     value = setting.value
-    if isinstance(value, Code) and not setting.field:
-        return f"{setting.section}={value}"
-    if setting.section in _CALLS:
-        return f"{_CALLS[setting.section]}({setting.field}={_python(value)})"
     section, name = setting.section, setting.field
+    if section in _CALLS:
+        return f"{_CALLS[section]}({name}={_python(value)})"
+    if isinstance(value, Code):
+        return f"{'.'.join(filter(None, (section, name)))}={' '.join(value.split())}"
     if isinstance(value, bool):
         return f"--{section}.{'' if value else 'no-'}{name}"
     shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)

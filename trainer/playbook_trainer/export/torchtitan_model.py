@@ -95,6 +95,11 @@ def limits(shape: Shape, tp: int, cp: int, pp: int) -> Iterator[tuple[str, str]]
         yield "pp", f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: set pp=1 and cp=1"
 
 
+def epsilon(shape: Shape) -> float:
+    """What its norms add to the mean of squares."""
+    return 1e-6 if _family(shape) is _QWEN else 1e-5
+
+
 def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     """Python lines that add the model to the table of its family as `plan`; they leave `family` as its package.
 
