@@ -58,7 +58,7 @@ def config_export(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_30b_a3b_24l.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as parallel.ep=8.")] = None,
     to: Annotated[
-        str, typer.Option("--to", help="megatron-lm (flags), megatron-bridge (overrides) or torchtitan (a job file).")
+        str, typer.Option("--to", help="megatron-lm (flags), megatron-bridge (overrides) or torchtitan (a Python file).")
     ] = "megatron-lm",
     platform: Annotated[
         str, typer.Option(help="The GPUs that environment variables are for: hopper, blackwell (nodes of eight), nvl72 or cpu.")
@@ -67,7 +67,7 @@ def config_export(
         bool, typer.Option("--json", help="One JSON document on one line of stdout, with the keys behind each setting.")
     ] = False,
 ) -> None:
-    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan job file; what the other trainer lacks becomes a comment."""
+    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan Python file; what the other trainer lacks becomes a comment."""
     from playbook_trainer.config.tree import load, parse_overrides
     from playbook_trainer.export.render import export as exported
 
