@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from playbook.text import count
 from playbook.yaml_files import Strict, did_you_mean
 
 SHORT_METRICS = {"step_time": "step_seconds", "tokens_per_s": "useful_tokens_per_s_per_gpu", "memory": "peak_memory_bytes"}
@@ -146,6 +147,12 @@ def guidance(cards: Mapping[str, Card]) -> dict[str, Card]:
 def by_claim(cards: Mapping[str, Card]) -> dict[str, tuple[str, Claim | MechanismCheck]]:
     """Each claim and mechanism check by its id, with the id of its card."""
     return {c.id: (card.id, c) for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c}
+
+
+def counted(cards: Mapping[str, Card]) -> str:
+    """How many claims and mechanism checks cards have, in the words that every list and page uses."""
+    claims = [claim for card in cards.values() for claim in card.claims]
+    return f"{count(len(claims), 'claim')} and {count(sum(c.mechanism_check is not None for c in claims), 'mechanism check')}"
 
 
 class Decision(Strict):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.model import Card, Claim, by_claim, guidance
+from playbook.cards.model import Card, Claim, by_claim, counted, guidance
 from playbook.cli.evidence import as_shown, here, records_here, status_of
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import card_lines, claim_lines, complain, print_findings, print_json, print_table, say
@@ -130,7 +130,11 @@ def cards_list(
     if claims:
         records = records_here(known, here())
         rows = [row for card in known.values() for row in _claim_rows(card, records)]
-        print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
+        if as_json:
+            print_json(rows)
+        else:
+            print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
+            say(f"\n{counted(known)}")
         return
     keys = ("id", "phase", "wall", "title", "summary", "symptoms")
     rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(known).values()]
