@@ -77,6 +77,8 @@ def search(
         say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
         say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
         shown = [f"{i} {', '.join(standing[i]) or UNTESTED}" for i in hit.claims[:_NEAREST]]
+        for line in hit.sizes:
+            say(f"  size: {line}")
         more = [f"and {len(hit.claims) - _NEAREST} more"] if len(hit.claims) > _NEAREST else []
         say(f"  claims {'; '.join(shown + more)}")
         for limit_ in hit.limits:
