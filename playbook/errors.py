@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-NO_TORCH = "package torch is not installed; run pip install '.[train]' in a clone of Playbook, or pip install 'FILE.whl[train]' with a wheel"
+NO_TORCH = (
+    "package torch is not installed; run pip install '.[train]' in a clone of Playbook, or pip install 'FILE.whl[train]' with a wheel"
+)
 """Said by whatever trains or measures kernels."""
 
 

@@ -14,7 +14,11 @@ from playbook.cards.terms import Facts
 
 WITHIN = 0.05
 """Share of the planner's fastest predicted speed that a rule's size may cost, where the rule says that the two agree."""
-KEYS = frozenset(f"parallel.{k}" for k in ("cp", "tp", "ep", "etp")) | {"train.micro_batch_size", "train.recompute", "train.recompute_modules"}
+KEYS = frozenset(f"parallel.{k}" for k in ("cp", "tp", "ep", "etp")) | {
+    "train.micro_batch_size",
+    "train.recompute",
+    "train.recompute_modules",
+}
 """Settings that are sizes; a rule that sets one says how it stands to the planner."""
 
 
@@ -41,9 +45,15 @@ def follow(card: Card, run: Facts) -> list[str]:
         return []
     plan = command(run)
     each = run.each()
-    near = [s for s in rules if all(agrees(s, facts) for facts in each)]
+    near = [s for s in rules if all(agrees(s, facts) for facts in each) and _room(s, run.seq_len, run.gpus)]
     held = [f"{' '.join(words(s, run.seq_len))} by the card, within 5 % of the planner's fastest layout; the rest by {plan}" for s in near]
-    return held or [f"{plan}: the card's rule is not known to come within 5 % of its fastest layout here, and it weighs memory, TP, CP and EP together"]
+    return held or [
+        f"{plan}: the card's rule is not known to come within 5 % of its fastest layout here, and it weighs memory, TP, CP and EP together"
+    ]
+
+
+def _room(sizes: Sizes, seq_len: int, gpus: int | None) -> bool:
+    return gpus is None or sizes.tokens_per_cp_rank is None or cp_of(sizes.tokens_per_cp_rank, seq_len) <= gpus
 
 
 def command(run: Facts) -> str:
@@ -57,7 +67,11 @@ def note(rule: Decision) -> str:
     if rule.sizes is None:
         return ""
     where = " or ".join(", ".join(f"{k} {v}" for k, v in part.items()) for part in rule.sizes.agrees)
-    return f"size: within 5 % of the planner's fastest layout for {where}; elsewhere follow playbook plan" if where else "size: follow playbook plan, whose fastest layouts often have another"
+    return (
+        f"size: within 5 % of the planner's fastest layout for {where}; elsewhere follow playbook plan"
+        if where
+        else "size: follow playbook plan, whose fastest layouts often have another"
+    )
 
 
 def sized(cards: Sequence[Card]) -> list[Sizes]:

@@ -25,7 +25,7 @@ PLACES = (
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 QUESTIONS = [f"{place} {length}" for place in PLACES for length in LENGTHS]
 DEFAULT = (
-    "llama3_8b 8 h200 2048", "llama3_8b 8 h200 32768", "llama3_8b 8 h200 131072", "llama3_8b 8 h200 262144", "llama3_8b 64 h100 131072",
+    "llama3_8b 8 h200 2048", "llama3_8b 8 h200 32768", "llama3_8b 8 h200 131072", "llama3_8b 8 h200 65536", "llama3_8b 64 h100 131072",
     "llama3_8b 64 gb200 65536", "qwen3_30b_a3b 8 h200 4096", "qwen3_30b_a3b 8 h200 32768", "qwen3_30b_a3b 16 h100 131072",
     "qwen3_vl_30b_a3b 8 h200 4096", "mixtral_8x7b 64 h100 2048", "llama3_70b 64 h200 4096",
 )  # fmt: skip
@@ -96,6 +96,11 @@ def test_the_question_of_128k_has_one_answer(capsys):
     assert "size: within 5 % of the planner's fastest layout" in shown
     assert " cp=8 " in planned
     assert "4096 tokens per context-parallel rank" not in shown
+
+
+def test_a_rule_that_asks_for_more_gpus_than_there_are_gives_way_to_the_planner(capsys):
+    _, found, _ = run(capsys, "search", "context parallel size for llama3_8b at 128k on h100", "--gpus", "4")
+    assert "size: playbook plan llama3_8b --gpus 4 --hardware h100 --seq 131072: " in found
 
 
 def test_outside_its_range_the_planner_is_followed_and_the_answer_says_why(capsys):

@@ -39,7 +39,9 @@ def tasks_of(target: str) -> list[Task]:
     card = validate.card_of(target, known)
     match = _TARGET.match(f"{card}/{target}" if card else target)
     if match is None:
-        raise ConfigError(f"'{target}' is neither a card nor a claim; write CARD, CARD/CLAIM or CLAIM, for example moe-dispatcher-choice/W9")
+        raise ConfigError(
+            f"'{target}' is neither a card nor a claim; write CARD, CARD/CLAIM or CLAIM, for example moe-dispatcher-choice/W9"
+        )
     if match["card"] not in known:
         raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
     tasks = tasks_of_card(known[match["card"]])

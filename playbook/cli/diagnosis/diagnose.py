@@ -68,14 +68,22 @@ def diagnose_run(
     gbs: Annotated[
         int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; four million tokens, if not given.")
     ] = None,
-    mfu: Annotated[float | None, typer.Option("--mfu", parser=percent, metavar="PERCENT", help="Percent of the GPU's dense peak, such as 22, without recompute.")] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option("--mfu", parser=percent, metavar="PERCENT", help="Percent of the GPU's dense peak, such as 22, without recompute."),
+    ] = None,
     step_time: Annotated[str | None, typer.Option("--step-time", help="Seconds of a step, such as 1.9s or 850ms.")] = None,
-    tokens: Annotated[float | None, typer.Option("--tokens-per-s", parser=figure, metavar="TOKENS", help="Tokens per second and GPU.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens-per-s", parser=figure, metavar="TOKENS", help="Tokens per second and GPU.")
+    ] = None,
     layout: Annotated[
         list[str] | None,
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as `playbook layout` takes it."),
     ] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="A trace of some steps: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="A trace of some steps: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace."),
+    ] = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
     ] = None,

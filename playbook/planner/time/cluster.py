@@ -77,7 +77,9 @@ def counted(hardware: str, gpus: int | None = None) -> tuple[str, int | None]:
     if number is None:
         return kind, gpus
     if number < 1 or gpus not in (None, number):
-        raise ConfigError(f"hardware '{text[:40]}' names {number} GPUs, and gpus is {gpus or 'not given'}; expected the same number, or one of the two")
+        raise ConfigError(
+            f"hardware '{text[:40]}' names {number} GPUs, and gpus is {gpus or 'not given'}; expected the same number, or one of the two"
+        )
     return kind, number
 
 
