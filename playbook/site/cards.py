@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards.sizes import note
 from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
+from playbook.cards.sizes import note
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
 from playbook.records.standing import basis, in_words
 from playbook.site.figures import curves
