@@ -24,11 +24,11 @@ KEYS = frozenset(f"parallel.{k}" for k in ("cp", "tp", "ep", "etp")) | {
 
 def words(sizes: Sizes, seq_len: int) -> list[str]:
     """What `playbook plan --fix` takes for the sizes of a rule at this length."""
-    cp = [f"cp={cp_of(sizes.tokens_per_cp_rank, seq_len)}"] if sizes.tokens_per_cp_rank else []
+    cp = [f"cp={_cp(sizes.tokens_per_cp_rank, seq_len)}"] if sizes.tokens_per_cp_rank else []
     return [*cp, *(f"{k}={v}" for k, v in sizes.keep.items())]
 
 
-def cp_of(tokens: int, seq_len: int) -> int:
+def _cp(tokens: int, seq_len: int) -> int:
     """The sequence over tokens per CP rank, rounded up to a power of two."""
     return 1 << max(0, -(-seq_len // tokens) - 1).bit_length()
 
@@ -43,7 +43,7 @@ def follow(card: Card, run: Facts) -> list[str]:
     rules = [rule.sizes for rule in card.decide if rule.sizes]
     if not rules or run.model is None or run.seq_len is None:
         return []
-    plan = command(run)
+    plan = _command(run)
     each = run.each()
     near = [s for s in rules if all(agrees(s, facts) for facts in each) and _room(s, run.seq_len, run.gpus)]
     held = [f"{' '.join(words(s, run.seq_len))} by the card, within 5 % of the planner's fastest layout; the rest by {plan}" for s in near]
@@ -53,10 +53,10 @@ def follow(card: Card, run: Facts) -> list[str]:
 
 
 def _room(sizes: Sizes, seq_len: int, gpus: int | None) -> bool:
-    return gpus is None or sizes.tokens_per_cp_rank is None or cp_of(sizes.tokens_per_cp_rank, seq_len) <= gpus
+    return gpus is None or sizes.tokens_per_cp_rank is None or _cp(sizes.tokens_per_cp_rank, seq_len) <= gpus
 
 
-def command(run: Facts) -> str:
+def _command(run: Facts) -> str:
     """The command that plans a run; capital words are left to fill in."""
     kind = run.hardware[0] if len(run.hardware) == 1 else "KIND"
     return f"playbook plan {run.model or 'MODEL'} --gpus {run.gpus or 'N'} --hardware {kind} --seq {run.seq_len or 'TOKENS'}"

@@ -23,7 +23,7 @@ from playbook.planner.models import MODELS, from_huggingface, from_preset, named
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, parse
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import cluster
+from playbook.planner.time.cluster import cluster, counted
 
 _MOST_TEXT = 100_000
 _MOST_ROWS = 3
@@ -121,7 +121,7 @@ def plan_answer(
     Raises:
         PlaybookError: the question cannot be asked.
     """
-    shape, name, gpu = shape_of(model), named(model) or "given", cluster(hardware)
+    shape, name, gpu = shape_of(model), named(model) or "given", cluster(counted(hardware, gpus)[0])
     try:
         question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
         found = plain_data.document(explain.answer(question, top))
@@ -160,7 +160,7 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: E
     """
     layout_ = [w for w in asked.layout if w != f"gpus={asked.gpus}"]
     where = setting(
-        shape_of(asked.model), named(asked.model) or "given", asked.hardware, asked.gpus, seq_len=asked.seq_len,
+        shape_of(asked.model), named(asked.model) or "given", counted(asked.hardware, asked.gpus)[0], asked.gpus, seq_len=asked.seq_len,
         gbs=asked.global_batch_size or None, known=layout_, framework=asked.framework,
         said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from functools import cache
 
 import pytest
@@ -10,10 +13,12 @@ from in_process import run
 from playbook.cards import sizes
 from playbook.cards.load import load_all
 from playbook.cards.terms import Facts
+from playbook.paths import repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster
+from playbook.site import asking
 
 PLACES = (
     "llama3_8b 8 h200", "llama3_8b 64 h100", "llama3_8b 64 gb200", "llama3_70b 64 h100", "llama3_70b 64 h200", "llama3_70b 128 gb200",
@@ -96,6 +101,35 @@ def test_the_question_of_128k_has_one_answer(capsys):
     assert "size: within 5 % of the planner's fastest layout" in shown
     assert " cp=8 " in planned
     assert "4096 tokens per context-parallel rank" not in shown
+
+
+_PAGE = """
+globalThis.window = {location: {search: ""}, history: {replaceState() {}}};
+const form = {querySelector: () => ({value: ""}), addEventListener() {}}, answer = {replaceChildren() {}};
+globalThis.document = {
+  querySelector: () => form, getElementById: () => answer, currentScript: {src: "http://site/javascripts/ask.js"},
+  createElement: () => ({append() {}, children: [1]}),
+};
+globalThis.fetch = async () => ({json: async () => JSON.parse(require("fs").readFileSync(process.argv[3], "utf8"))});
+require(process.argv[2]);
+Promise.all(process.argv.slice(4).map((q) => form.playbookAsk(q))).then((all) => console.log(JSON.stringify(all.map((a) => a.size))));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_the_question_box_gives_the_same_answer(tmp_path):
+    (tmp_path / "cards.json").write_text(asking.asked(load_all()))
+    (tmp_path / "page.js").write_text(_PAGE)
+    queries = [
+        "context parallel size for qwen3_30b_a3b at 128k on h100",
+        "context parallel size for llama3_70b at 16k on h100",
+        "context parallel size",
+    ]
+    words = ["node", tmp_path / "page.js", repo_root() / "docs/javascripts/ask.js", tmp_path / "cards.json", *queries]
+    near, far, none = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert near.startswith("CP 8 by the card, within 5 % of the planner's fastest layout; the rest by playbook plan qwen3_30b_a3b")
+    assert far.startswith("playbook plan llama3_70b --gpus N --hardware h100 --seq 16384: ")
+    assert none == ""
 
 
 def test_a_rule_that_asks_for_more_gpus_than_there_are_gives_way_to_the_planner(capsys):

@@ -11,7 +11,7 @@ from playbook.cards.load import load_all
 from playbook.cards.model import counted
 from playbook.cli import site
 from playbook.cli import train as of_train
-from playbook.site.build import build
+from playbook.site.build import generate
 from playbook_bench.machine import requirements
 from playbook_bench.run.targets import tasks_of
 
@@ -63,7 +63,8 @@ def test_no_figure_is_refused_with_an_example(capsys, option):
 
 def test_a_million_tokens_are_a_length(capsys):
     code, out, _ = run(capsys, "plan", "llama3_8b", "--gpus", "64", "--seq", "1M", "--gbs", "8", "--top", "1", "--fix", "cp=64")
-    assert "1048576 tokens" in out or code == 2 and "nothing fits" in out
+    assert code == 0
+    assert "1048576 tokens" in out
 
 
 def test_the_help_of_plan_has_its_options(capsys):
@@ -116,7 +117,7 @@ def test_a_report_of_nsys_is_read_where_nsys_is_and_the_help_says_so(capsys, mon
 def test_all_count_the_same_claims(capsys, elsewhere):
     said = counted(load_all())
     number = said.split()[0]
-    made = build(elsewhere / "site", [])
+    made = generate(elsewhere / "site", [])
     assert f"Of {number} claims, " in made.inserts["coverage"]
     assert said in (elsewhere / "site" / "_generated" / "claims.md").read_text()
     assert run(capsys, "cards", "list", "--claims")[1].endswith(f"\n{said}\n")

@@ -257,6 +257,20 @@ def test_a_layout_that_can_run_has_an_estimate(library):
     assert "sequence parallelism splits it" in refusal(library, "estimate_memory", **odd)
 
 
+def test_the_size_to_follow_is_said_over_mcp(library):
+    found = answer(library, "search", query="context-parallel ranks for qwen3_30b_a3b at 128k", hardware="h100", gpus=64)["hits"]
+    assert found[0]["sizes"][0].startswith(
+        "cp=8 by the card, within 5 % of the planner's fastest layout; the rest by playbook plan qwen3_30b_a3b --gpus 64"
+    )
+    plan = answer(library, "plan_layout", model="qwen3_30b_a3b", gpus=64, hardware="h100", seq_len=131072, top=1)["plans"][0]
+    assert "cp=8" in plan["settings"]
+
+
+def test_a_number_of_gpus_in_the_hardware_is_no_other_than_the_jobs(library):
+    with pytest.raises(ToolError, match="names 64 GPUs, and gpus is 8"):
+        answer(library, "plan_layout", model="llama3_8b", gpus=8, hardware="64xH100")
+
+
 def test_search_over_mcp_is_the_commands_search(library):
     found = answer(library, "search", query="DeepEP or all-to-all", hardware="gb200")["hits"]
     assert found[0]["id"] == "moe-dispatcher-choice"
