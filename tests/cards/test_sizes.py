@@ -13,6 +13,7 @@ from in_process import run
 from playbook.cards import sizes
 from playbook.cards.load import load_all
 from playbook.cards.terms import Facts
+from playbook.mcp.planning import plan_answer
 from playbook.paths import repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
@@ -100,6 +101,19 @@ def test_the_question_of_128k_has_one_answer(capsys):
     assert "seq_len / 16384" in shown
     assert "size: within 5 % of the planner's fastest layout" in shown
     assert " cp=8 " in planned
+    over_mcp = plan_answer(
+        "qwen3_30b_a3b",
+        64,
+        "h100",
+        seq_len=131072,
+        global_batch_size=0,
+        goal="tokens/s",
+        backend="megatron",
+        allow=frozenset(),
+        fix=(),
+        top=1,
+    )
+    assert "cp=8" in over_mcp.plans[0].settings
     assert "4096 tokens per context-parallel rank" not in shown
 
 

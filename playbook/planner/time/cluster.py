@@ -72,7 +72,8 @@ def counted(hardware: str, gpus: int | None = None) -> tuple[str, int | None]:
         ConfigError: it names another number than `gpus`, or none.
     """
     text = hardware.strip()[:200]
-    before, after = _BEFORE.fullmatch(text), None if _plain(text) in _names() else _AFTER.fullmatch(text)
+    before, after = _BEFORE.fullmatch(text), _AFTER.fullmatch(text)
+    after = after if after and _plain(after[1]) in _names() and _plain(text) not in _names() else None
     kind, number = (before[2], int(before[1])) if before else (after[1], int(after[2])) if after else (text, None)
     if number is None:
         return kind, gpus
