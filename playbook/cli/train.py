@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ import typer
 from playbook.cli import slurm
 from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
 from playbook.cli.output import print_json, print_table, say
-from playbook.errors import ConfigError, PlaybookError
+from playbook.errors import NO_TORCH, ConfigError, PlaybookError
 from playbook.paths import shipped
 from playbook.yaml_files import did_you_mean
 
@@ -113,6 +114,8 @@ def calibrate(
     budget: Annotated[float, typer.Option(help="Seconds; kernels that do not fit are named in the file.")] = 300.0,
 ) -> None:
     """Measure what this GPU reaches on the kernels that a training step is made of, and what collectives take where there are several; about 80 seconds on an H200."""
+    if find_spec("torch") is None:
+        raise PlaybookError(NO_TORCH)
     from playbook_trainer.calibrate import main as measure
 
     raise typer.Exit(measure([str(out), "--budget", str(budget)]))

@@ -395,7 +395,7 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
         ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
         ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
         ((*ASKED, "--mfu", "0.22"), "MFU is 0.22; expected percent from 1 to 100, such as 22"),
-        ((*ASKED, "--seq", "long"), "'--seq': found 'long', expected tokens of a sequence, such as 4096 or 128K"),
+        ((*ASKED, "--seq", "long"), "'--seq': found 'long', expected tokens of a sequence, such as 4096, 128K or 1M"),
         ((*ASKED, "nowhere"), "no such file or folder"),
         ((*ASKED, "--gpu", "zx81"), "is not known"),
         ((*ASKED, "--layout", "ep"), "not a setting"),
