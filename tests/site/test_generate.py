@@ -217,12 +217,12 @@ def test_runs_that_were_judged_again_are_no_younger_for_it(tree: Path) -> None:
     def again(data: dict[str, Any]) -> None:
         data.update(judged_from="01JD0000000000000000000009", created="2026-12-24T10:00:00Z")
         for run in data["measured"]["runs"]:
-            run["started"] = "2026-11-20T09:00:00Z"
+            run["started"] = run["started"].replace("T10", "T09")
 
     reseal(record(tree), again)
     generate(tree)
     shown = page(tree, f"evidence/{ID}.md")
-    assert "| Measured | 2026-11-20T09&#58;00&#58;00Z |" in shown
+    assert "| Measured | 2026-11-20T09&#58;00&#58;15Z |" in shown
     assert "| Judged again | 2026-12-24T10&#58;00&#58;00Z, the runs of <code>01JD0000000000000000000009</code> |" in shown
     assert "2026-11-20" in page(tree, "cards/fixture-card.md")
     assert "2026-12-24" not in page(tree, "cards/fixture-card.md") + page(tree, "llms-full.txt")

@@ -109,7 +109,8 @@ def test_swapping_the_variants_turns_the_verdict_over(path):
 def record(tmp_path):
     """A record of planted runs, made by the harness's own invariant."""
     measured = planted_record("step_seconds", 1, "same")
-    evidence = store.evidence_of(measured, verdict.derive(measured), "playbook confirm planted", store.Seconds())
+    took = store.Seconds(total=math.fsum(run.wall_s for run in [*measured.runs, *measured.aa.runs]))
+    evidence = store.evidence_of(measured, verdict.derive(measured), "playbook confirm planted", took)
     return store.write(evidence, tmp_path)
 
 
@@ -202,7 +203,7 @@ def test_judging_again_makes_no_measurement_younger(record, tmp_path):
         data["derived"]["verdict"]["status"] = status
         data.update(created=f"2026-{month}-05T00:00:00Z", expires=f"2026-{month}-28", evidence_id=store.new_id())
         for run in data["measured"]["runs"]:
-            run["started"] = f"2026-{month}-04T23:59:00.000000Z"
+            run["started"] = f"2026-{month}-04T23:{50 + run['position']}:00.000000Z"
 
     old = altered(record, lambda data: change(data, "inconclusive", "01"), reseal=True)
     folder = tmp_path / "new"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.records.case import Case, Delta
-from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, digest, noise_key
+from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Seconds, Variant, digest, noise_key
 from playbook_bench.judge.verdict_rules import VERSION
 
 _STEPS = 8
@@ -59,6 +60,7 @@ def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, t
         Sample(step=i, timed=True, loss=2.0, grad_norm=1.0, seconds=seconds(i), useful_tokens=1000 * tokens, raw_tokens=1000 * tokens)
         for i in range(_STEPS)
     ]
+    timed = math.fsum(sample.seconds for sample in samples)
     return Run(
         run_id=f"{variant}-{role}-{position}",
         variant=variant,
@@ -68,7 +70,7 @@ def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, t
         outcome="ok",
         returncode=0,
         started="",
-        wall_s=1.0,
+        wall_s=2 * timed,
         ranks=1,
         steps_wanted=_STEPS,
         config_sha=variant,
@@ -76,5 +78,6 @@ def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, t
         data_sha=data,
         num_parameters=1,
         trained_parameters=1,
+        seconds=Seconds(timed=timed, total=timed),
         samples=samples,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -96,11 +97,12 @@ def run_(position: int, variant: Any) -> Run:
         pair=position // 2,
         position=position,
         outcome="ok",
-        started="2026-11-20T10:00:00Z",
+        started=f"2026-11-20T10:00:{5 * position:02d}Z",
         wall_s=5.0,
         ranks=2,
         steps_wanted=4,
         config_sha="c" * 16,
+        seconds=Seconds(start_up=1.0, timed=math.fsum(seconds), total=4.9),
         samples=[Sample(step=i, timed=True, loss=5.0 - i / 10, seconds=s, useful_tokens=9, raw_tokens=9) for i, s in enumerate(seconds)],
     )
 
