@@ -1,7 +1,6 @@
 """Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
 
 import io
-import json
 import signal
 from dataclasses import replace
 from datetime import date
@@ -20,7 +19,7 @@ from playbook.site.text import NBSP
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
 from playbook_bench.run import confirm, replay, report, store
-from playbook_bench.run.journal import Journal
+from playbook_bench.run.journal import Journal, SealedLines
 
 STEPS = 16
 """With so many the planted noise of an uninterrupted series has no drift by chance, after which it would start over."""
@@ -101,11 +100,11 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
     noting = Noting()
     path = case(steps=STEPS)
     stopped_at_launch_14(path, tmp_path, monkeypatch)
-    journal = tmp_path / "journal" / "planted.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    for line in lines[1:]:
-        line["run"]["wall_s"] = 14.0
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = SealedLines(tmp_path / "journal" / "planted.jsonl")
+    rows = lines.read()
+    for row in rows[1:]:
+        row["run"]["wall_s"] = 14.0
+    lines.replace(rows)
     found = bench(path, tmp_path, budget_s=80.0, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
     assert own(noting.notes) == [
         "planted: the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"

@@ -2,6 +2,7 @@
 
 A folder belongs to one command. Runs taken before and after a stop form one series only where the machines are the same ones; elsewhere
 the series of the case that was under way starts over. A pair that the stop cut in two is run again whole: pairs are adjacent runs.
+Each line is sealed together with the one before it, like a record: what was changed since is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +27,74 @@ from playbook_bench.run import store
 from playbook_bench.run.schedule import RunSpec
 
 _SETTLED = "settled.jsonl"
+_SEAL = "sha256"
 _KEPT_S = 86_400.0
 """Seconds for which a journal without `--journal` is kept for the same command to continue."""
+
+
+class SealedLines:
+    """A file of JSON objects, one a line, each with a hash of itself and of the hash before it: a line that was changed, moved or left out is noticed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.foreign = False
+        """Whether the file was read up to a line that nobody would leave who was stopped while writing one."""
+        self._last = ""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The objects, up to the first line that is none: a job that was killed may leave half a line, a machine that lost power anything.
+
+        Raises:
+            StoreError: the file is there and cannot be read, or a line is not the one that was written there.
+        """
+        out: list[dict[str, Any]] = []
+        self._last = ""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return out
+        except OSError as e:
+            raise StoreError(f"{self.path} cannot be read: {e.strerror or e}; try again, or name another folder with --journal") from e
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                self.foreign = number < len(lines) or not line.startswith(b"{")
+                break
+            if not isinstance(row, dict) or _SEAL not in row:
+                self.foreign = True
+                break
+            seal = row.pop(_SEAL)
+            if seal != digest([self._last, row]):
+                raise StoreError(f"line {number} of {self.path} was altered, or the one before it; remove the folder to start over")
+            self._last = seal
+            out.append(row)
+        return out
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Put a line at the end; the file has been read, or written, before.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8") as f:
+                f.write(self._sealed(row))
+        except OSError as e:
+            raise StoreError(f"{self.path} cannot be written: {e.strerror or e}") from e
+
+    def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the file atomically: neither a full disk nor a crash may lose the lines that it held.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        self._last = ""
+        store.replace(self.path, "".join(map(self._sealed, rows)))
+
+    def _sealed(self, row: Mapping[str, Any]) -> str:
+        self._last = digest([self._last, row])
+        return json.dumps({**row, _SEAL: self._last}) + "\n"
 
 
 @dataclass(frozen=True)
@@ -42,7 +109,7 @@ class Kept:
 class SeriesJournal:
     """The finished runs of one case, a line each, behind a line that says what they belong to."""
 
-    path: Path
+    lines: SealedLines
     seed: int
     kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
     failed: Mapping[RunOutcome, int] = field(default_factory=dict)
@@ -79,7 +146,7 @@ class SeriesJournal:
         Raises:
             StoreError: it cannot be written.
         """
-        _append(self.path, {"run": run.model_dump(mode="json"), "strict": strict})
+        self.lines.add({"run": run.model_dump(mode="json"), "strict": strict})
 
     def note_failure(self, run: Run) -> None:
         """Note that a launch failed; no later command takes it for a run.
@@ -87,7 +154,7 @@ class SeriesJournal:
         Raises:
             StoreError: as `add`.
         """
-        _append(self.path, {"failed": run.outcome})
+        self.lines.add({"failed": run.outcome})
 
 
 class Journal:
@@ -106,15 +173,13 @@ class Journal:
             if who := files.take(folder):
                 # Their runs would be mixed with these, and disturb them.
                 raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder")
-            text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
-            whole = _whole_lines(text)
-            self.settled = {
-                key: Path(os.path.normpath(folder.absolute() / path))
-                for line in whole.splitlines()
-                for key, path in json.loads(line).items()
-            }
-            if whole != text:
-                store.replace(folder / _SETTLED, whole)  # or the next verdict would be added to half a line
+            self._settled = SealedLines(folder / _SETTLED)
+            rows = self._settled.read()
+            if self._settled.foreign:
+                raise ValueError(f"line {len(rows) + 1} of {_SETTLED} is not a journal's")
+            self.settled = {key: Path(os.path.normpath(folder.absolute() / path)) for row in rows for key, path in row.items()}
+            if rows:
+                self._settled.replace(rows)  # or the next verdict would be added to half a line
         except (OSError, ValueError, AttributeError, TypeError) as e:
             raise StoreError(f"the journal {folder} cannot be used: {e}; name another folder, or remove it to start over") from e
 
@@ -124,7 +189,7 @@ class Journal:
 
     def settle(self, paths: Mapping[str, Path]) -> None:
         """Note where the records of a case's claims lie, relative to the journal: both folders may be moved together."""
-        _append(self.folder / _SETTLED, {key: os.path.relpath(path, self.folder) for key, path in paths.items()})
+        self._settled.add({key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
     def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
         """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if not the case's own.
@@ -135,15 +200,17 @@ class Journal:
         path = self.folder / f"{case.id}.jsonl"
         runs_of = case.model_dump(mode="json", exclude={"budget": {"minutes"}})  # more minutes change no run
         header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
-        lines = _lines(path)
-        if lines and {k: lines[0].get(k) for k in header} == header and isinstance(lines[0].get("seed"), int):
-            kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], variants or len(case.variants))
-            _check_exported(path, lines[0].get("exported") if kept else None, self.exported)
-            failed = [outcome for line in lines[1:] for outcome in get_args(RunOutcome) if line.get("failed") == outcome]
-            _rewrite(path, lines[0] | {"exported": self.exported}, kept, failed)
-            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept), Counter(failed))
-        _rewrite(path, header | {"seed": seed, "exported": self.exported}, [], [])
-        return SeriesJournal(path, seed)
+        lines = SealedLines(path)
+        rows = lines.read()
+        if rows and {k: rows[0].get(k) for k in header} == header and isinstance(rows[0].get("seed"), int):
+            kept = _whole_groups([k for k in map(_kept, rows[1:]) if k], variants or len(case.variants))
+            _check_exported(path, rows[0].get("exported") if kept else None, self.exported)
+            failed = [outcome for row in rows[1:] for outcome in get_args(RunOutcome) if row.get("failed") == outcome]
+            runs = [{"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept]
+            lines.replace([rows[0] | {"exported": self.exported}, *({"failed": outcome} for outcome in failed), *runs])
+            return SeriesJournal(lines, rows[0]["seed"], _by_launch(kept), Counter(failed))
+        lines.replace([header | {"seed": seed, "exported": self.exported}])
+        return SeriesJournal(lines, seed)
 
 
 def of_command(results: Path, words: Sequence[str], place: Sequence[str], exported: Mapping[str, str]) -> Journal | None:
@@ -193,18 +260,6 @@ def _check_exported(path: Path, then: Any, now: Mapping[str, str]) -> None:
     )
 
 
-def _whole_lines(text: str) -> str:
-    """A file's lines without the last one, where a job that was killed, or a full disk, has left half of it."""
-    *lines, last = text.split("\n")
-    try:
-        json.loads(last)
-        lines.append(last)
-    except ValueError:
-        if last and not last.startswith("{"):
-            return text
-    return "".join(line + "\n" for line in lines)
-
-
 def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
     """All but the last pair or block, where that was cut."""
     if not kept:
@@ -232,45 +287,3 @@ def _kept(line: Mapping[str, Any]) -> Kept | None:
         return Kept(Run.model_validate(line.get("run")), strict if isinstance(strict, dict) else {})
     except ValidationError:
         return None
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, up to the first line that is none: a job that was killed may leave half a line, a machine that lost power anything.
-
-    Raises:
-        StoreError: it is there and cannot be read; it is not written anew, for the runs in it may be had again.
-    """
-    out: list[dict[str, Any]] = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return out
-    except OSError as e:
-        raise StoreError(f"{path} cannot be read: {e.strerror or e}; try again, or name another folder with --journal") from e
-    for line in lines:
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(data, dict):
-            break
-        out.append(data)
-    return out
-
-
-def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept], failed: Sequence[RunOutcome]) -> None:
-    """Replace a series' file atomically: neither a full disk nor a crash may lose the runs that it held."""
-    rows = [
-        header,
-        *({"failed": outcome} for outcome in failed),
-        *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept),
-    ]
-    store.replace(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
-    except OSError as e:
-        raise StoreError(f"{path} cannot be written: {e.strerror or e}") from e

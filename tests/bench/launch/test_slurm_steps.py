@@ -174,7 +174,7 @@ def test_a_journal_gives_back_whole_pairs_on_the_same_nodes(case, tmp_path):
     first = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 11)
     for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
         first.add(a_run(number, variant, pair), {"env": {"A": "1"}})
-    with first.path.open("a") as f:
+    with first.lines.path.open("a") as f:
         f.write('{"run": {"run_id"')  # killed while writing
     again = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 12)
     assert again.seed == 11
@@ -183,7 +183,7 @@ def test_a_journal_gives_back_whole_pairs_on_the_same_nodes(case, tmp_path):
     assert again.take(RunSpec("baseline", "measure", 0), "c") is None, "each run stands for one launch"
     assert again.take(RunSpec("candidate", "measure", 0), "other") is None, "of the same configuration"
     assert again.take(RunSpec("candidate", "measure", 1), "c") is None, "a pair that was cut is run again"
-    assert all(json.loads(line) for line in again.path.read_text().splitlines())
+    assert all(json.loads(line) for line in again.lines.path.read_text().splitlines())
     again.add(a_run(2, "candidate", 1), {})
     again.add(a_run(3, "baseline", 1), {})
     third = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 13)
@@ -210,7 +210,7 @@ def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
     for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
         first.add(a_run(number, variant, pair), {"env": {"A": "1"}})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (first.path.stat().st_size // 3, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (first.lines.path.stat().st_size // 3, hard))
     try:
         with pytest.raises(StoreError, match=r"\.jsonl cannot be written"):
             Journal(tmp_path, ["n1"]).series(case, "cpu", 12)
@@ -219,17 +219,19 @@ def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
     again = Journal(tmp_path, ["n1"]).series(case, "cpu", 13)
     assert again.seed == 11
     assert again.take(RunSpec("candidate", "measure", 0), "c").run.run_id == "1"
-    assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == [first.path.name]
+    assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == [first.lines.path.name]
 
 
-@pytest.mark.parametrize("rest", ['{"A": "/results/a', '{"A": "/results/a.json"}'])
-def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(rest, tmp_path):
+@pytest.mark.parametrize(("lost", "whole"), [(1, True), (2, False), (40, False)])
+def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(lost, whole, tmp_path):
     """A line that only lacks its end is whole."""
-    Journal(tmp_path, ["n1"]).settle({"B": Path("/results/b.json")})
-    with (tmp_path / "settled.jsonl").open("a") as f:
-        f.write(rest)
+    first = Journal(tmp_path, ["n1"])
+    first.settle({"B": Path("/results/b.json")})
+    first.settle({"A": Path("/results/a.json")})
+    path = tmp_path / "settled.jsonl"
+    path.write_bytes(path.read_bytes()[:-lost])
     again = Journal(tmp_path, ["n1"])
-    assert ("A" in again.settled) == rest.endswith("}")
+    assert ("A" in again.settled) is whole
     again.settle({"C": Path("/results/c.json")})
     third = Journal(tmp_path, ["n1"]).settled
     assert third == again.settled | {"C": Path("/results/c.json")}
@@ -243,11 +245,42 @@ def test_what_a_lost_machine_leaves_at_the_end_takes_no_runs_from_a_journal(rest
     first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
     first.add(a_run(0, "baseline", 0), {})
     first.add(a_run(1, "candidate", 0), {})
-    with first.path.open("ab") as f:
+    with first.lines.path.open("ab") as f:
         f.write(rest)
     again = Journal(tmp_path, ["n1"]).series(case, "cpu", 12)
     assert again.seed == 11
     assert again.take(RunSpec("candidate", "measure", 0), "c").run.run_id == "1"
+
+
+@pytest.mark.parametrize("attack", ["changed", "left out", "moved", "another seed"])
+def test_a_journal_that_was_altered_is_refused(attack, case, tmp_path):
+    """Runs of a journal go into a record as they stand: a line that was changed, left out or moved does not follow the one before it."""
+    first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
+    for i in range(4):
+        first.add(a_run(i, ("baseline", "candidate")[i % 2], i // 2), {})
+    path = first.lines.path
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if attack == "changed":
+        rows[2]["run"]["wall_s"] = 0.5
+    elif attack == "left out":
+        del rows[1:3]
+    elif attack == "moved":
+        rows[1:3] = rows[2:0:-1]
+    else:
+        rows[0]["seed"] = 12
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = path.read_text()
+    with pytest.raises(StoreError, match=r"line \d of .*jsonl was altered, or the one before it; remove the folder to start over"):
+        Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
+    assert path.read_text() == written
+
+
+def test_a_list_of_verdicts_that_names_another_record_is_refused(tmp_path):
+    Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
+    path = tmp_path / "settled.jsonl"
+    path.write_text(path.read_text().replace("a.json", "b.json"))
+    with pytest.raises(StoreError, match=r"line 1 of .*settled.jsonl was altered"):
+        Journal(tmp_path, ["n1"])
 
 
 def test_runs_that_cannot_be_read_now_are_not_written_over(case, tmp_path):

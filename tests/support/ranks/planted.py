@@ -8,6 +8,7 @@ PLANT is JSON: per variant (told by the dispatcher in the configuration) a mappi
   late: seconds that the first launch takes before its ranks do anything
   loss: what is added to its losses;  stands: the loss of every step;  grad_norm, memory: of every step;  skips: every second step is skipped
   noise: standard deviation of its launches, as a share
+  drift: share of a step by which each takes longer than the one before
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -22,7 +23,8 @@ import threading
 import time
 from pathlib import Path
 
-STEP_S = 0.1
+STEP_S = 0.004
+"""All steps of a launch take less than starting a process does: what is invented must fit in the launch."""
 
 
 def plan(config):
@@ -82,7 +84,7 @@ def fake(config, planted):
         while not (out / "summary.json").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return 0
-    timed_s = 0.0
+    took = {True: 0.0, False: 0.0}
     with (out / "metrics.jsonl").open("w") as f:
         for step in range(1, steps + 1):
             nan = fault == "nan" and step >= at
@@ -95,12 +97,12 @@ def fake(config, planted):
                 "grad_norm": planted.get("grad_norm", 1.0),
                 "peak_memory_bytes": planted.get("memory", 1 << 20),
                 "lr": 0.1,
-                "seconds": STEP_S * factor * (1 + launch.gauss(0, 0.01)) + planted.get("drift", 0.0) * step,
+                "seconds": STEP_S * (factor * (1 + launch.gauss(0, 0.01)) + planted.get("drift", 0.0) * step),
                 "useful_tokens": 1000,
                 "raw_tokens": 1024,
                 "data_seconds": planted.get("data", 0.0) * STEP_S,
             }
-            timed_s += row["seconds"] * row["timed"]
+            took[row["timed"]] += row["seconds"]
             f.write(json.dumps(row) + "\n")
             f.flush()
             if nan:
@@ -122,7 +124,7 @@ def fake(config, planted):
         "data_sha": "d",
         "num_parameters": 10,
         "trained_parameters": 10,
-        "seconds": {"start_up": 0.1, "warm_up": 0.2, "timed": timed_s, "total": 0.6},
+        "seconds": {"start_up": 0.01, "warm_up": took[False], "timed": took[True], "total": 0.02 + sum(took.values())},
         "metrics": {
             "dispatch_bytes_per_token_layer": planted.get("bytes", 100 if planted["variant"] == "baseline" else 300),
             "recompiles": 0,
