@@ -9,7 +9,7 @@ from typing import Any
 from playbook.records.case import Case
 from playbook.records.commands import fill
 from playbook.records.evidence import Baseline, Condition, Run, Variant
-from playbook_bench.judge import metrics, statistics
+from playbook_bench.judge import loss_curves, metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.run.variants import undeclared
@@ -169,7 +169,7 @@ def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Condition:
 
 
 def loss(case: Case, pairs: Sequence[Pair]) -> Condition:
-    """The mean losses of each pair's timed steps agree within the case's band."""
+    """The losses of the timed steps are one curve within the case's band, and the means of each pair agree."""
     band = case.guardrails.loss.relative
     if band is None:
         return Condition(name="loss", ok=True, detail=f"not compared: {case.guardrails.loss.reason}")
@@ -181,6 +181,8 @@ def loss(case: Case, pairs: Sequence[Pair]) -> Condition:
         if left is None or right is None:
             return Condition(name="loss", ok=False, detail="a run reported no loss in its timed window")
         worst = max(worst, abs(left - right) / max(abs(left), abs(right), 1e-12))
+    if worst <= band and (other := loss_curves.difference(pairs, band)):
+        return Condition(name="loss", ok=False, detail=other)
     return Condition(
         name="loss", ok=worst <= band, detail=f"mean losses differ by {100 * worst:.2g} %, at most {100 * band:g} % is allowed"
     )

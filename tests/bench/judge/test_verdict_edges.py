@@ -110,7 +110,7 @@ def test_a_series_without_noise_on_record_has_no_floor() -> None:
     assert (gate.ok, differences, guards.step_deviation(None)) == (False, [], 0.0)
 
 
-@pytest.mark.parametrize(("loss", "ok", "percent"), [(2.06, True, "0.5"), (2.24, False, "2")])
+@pytest.mark.parametrize(("loss", "ok", "percent"), [(2.003, True, "0.025"), (2.24, False, "2")])
 def test_losses_may_differ_as_far_as_the_case_lets_them(loss: float, ok: bool, percent: str) -> None:
     """One of six steps has it, the rest 2."""
     runs, aa = series(around(0.2), loss=loss)
