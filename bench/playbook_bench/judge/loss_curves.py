@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics as plain
 from collections.abc import Sequence
@@ -66,5 +67,5 @@ def _noise(differences: Sequence[float]) -> float:
     Source: J. von Neumann, Distribution of the ratio of the mean square successive difference to the variance, 1941; the median in place of the
     mean lets single steps count for nothing.
     """
-    squares = [(y - x) ** 2 for x, y in zip(differences, differences[1:], strict=False)]
+    squares = [(y - x) ** 2 for x, y in itertools.pairwise(differences)]
     return math.sqrt(plain.median(squares) / (2 * _MEDIAN_SQUARE))

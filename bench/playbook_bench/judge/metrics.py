@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from playbook.cards.model import near_metric
 from playbook.errors import ConfigError
+from playbook.records.case import Case
 from playbook.records.evidence import Run, Sample
 
 EXACT = 1e-9
@@ -17,6 +18,10 @@ EXACT = 1e-9
 _MEMORY_REPEATS = 1e-3
 """Peak memory on GPUs differs by less than this share between launches of one configuration.
 Source: 515 launches of 50 configurations on one, two and four H200s, which differ by 0.02 % at most (`docs/experiments/peak-memory.md`)."""
+
+
+Kind = Literal["time", "count", "noisy count"]
+"""What a clock measures; what launches of one configuration repeat; what is counted and differs from launch to launch."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Metric:
     name: str
     unit: str
     better: Literal["higher", "lower"]
-    deterministic: bool
+    kind: Kind
     value: Callable[[Run], float | None]
     scale: Literal["log_ratio", "difference"] = "log_ratio"
     per_step: bool = False
@@ -39,9 +44,14 @@ class Metric:
     """To which share launches of one configuration repeat a deterministic metric."""
 
     @property
+    def deterministic(self) -> bool:
+        """Whether one launch of each variant is all there is to know."""
+        return self.kind == "count"
+
+    @property
     def is_counted(self) -> bool:
         """Whether no clock goes into it: bytes, numbers and losses are the same where ranks wait for each other's turn on a GPU."""
-        return self.deterministic or self.unit == "bytes"
+        return self.kind != "time"
 
 
 def timed(run: Run) -> list[Sample]:
@@ -108,18 +118,18 @@ def _reported(name: str) -> Callable[[Run], float | None]:
 
 
 def _bytes(name: str, text: str) -> Metric:
-    return Metric(name, "bytes", "lower", True, _reported(name), help=text)
+    return Metric(name, "bytes", "lower", "count", _reported(name), help=text)
 
 
 _ROWS = (
-    Metric("useful_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("useful_tokens"), help="without padding; on a CPU, per rank"),
-    Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("raw_tokens"), help="padding included"),
-    Metric("step_seconds", "s", "lower", False, _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
+    Metric("useful_tokens_per_s_per_gpu", "tokens/s", "higher", "time", _rate("useful_tokens"), help="without padding; on a CPU, per rank"),
+    Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", "time", _rate("raw_tokens"), help="padding included"),
+    Metric("step_seconds", "s", "lower", "time", _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
     Metric(
         "wall_step_seconds",
         "s",
         "lower",
-        False,
+        "time",
         _reported("wall_step_seconds"),
         per_step=True,
         help="of a command: a timed step by the arrival of its lines, with what lies between steps",
@@ -128,20 +138,20 @@ _ROWS = (
         "step_time_variation",
         "share",
         "lower",
-        False,
+        "time",
         _step_variation,
         "difference",
         help="standard deviation of the timed steps over their mean",
     ),
-    Metric("data_time_share", "share", "lower", False, _data_share, "difference", help="share of the timed window spent waiting for data"),
-    Metric("images_per_s", "images/s", "higher", False, _images_per_s, help="over all ranks"),
-    Metric("compile_time_share", "share", "lower", False, _compile_share, "difference", help="share of the timed window spent compiling"),
-    Metric("peak_memory_bytes", "bytes", "lower", False, _peak_memory, help="device memory allocated at most, largest rank"),
+    Metric("data_time_share", "share", "lower", "time", _data_share, "difference", help="share of the timed window spent waiting for data"),
+    Metric("images_per_s", "images/s", "higher", "time", _images_per_s, help="over all ranks"),
+    Metric("compile_time_share", "share", "lower", "time", _compile_share, "difference", help="share of the timed window spent compiling"),
+    Metric("peak_memory_bytes", "bytes", "lower", "noisy count", _peak_memory, help="device memory allocated at most, largest rank"),
     Metric(
         "peak_reserved_bytes",
         "bytes",
         "lower",
-        False,
+        "noisy count",
         _reported("peak_reserved_bytes"),
         help="device memory that the allocator has taken at most, what lies free between tensors included; largest rank",
     ),
@@ -149,7 +159,7 @@ _ROWS = (
         "checkpoint_seconds",
         "s",
         "lower",
-        False,
+        "time",
         _reported("checkpoint_seconds"),
         help="mean time that a save after the warm-up keeps training waiting",
     ),
@@ -159,31 +169,37 @@ _ROWS = (
     _bytes("grad_bytes_per_rank", "gradients held, largest rank"),
     _bytes("optimizer_bytes_per_rank", "optimizer state held, largest rank"),
     _bytes("state_bytes_per_rank", "parameters, gradients and optimizer state together, largest rank"),
-    Metric("recompiles", "count", "lower", True, _reported("recompiles"), "difference", help="graphs compiled in the timed window"),
+    Metric("recompiles", "count", "lower", "count", _reported("recompiles"), "difference", help="graphs compiled in the timed window"),
     Metric(
-        "recompiles_per_step", "count", "lower", True, _reported("recompiles_per_step"), "difference", help="graphs compiled per timed step"
+        "recompiles_per_step",
+        "count",
+        "lower",
+        "count",
+        _reported("recompiles_per_step"),
+        "difference",
+        help="graphs compiled per timed step",
     ),
     Metric(
         "mfu",
         "share",
         "higher",
-        False,
+        "time",
         _reported("mfu"),
         help="model FLOPs (actual lengths, vision included) over time and dense BF16 peak",
     ),
-    Metric("hfu", "share", "higher", False, _reported("hfu"), help="likewise with padding and recomputed forward passes"),
+    Metric("hfu", "share", "higher", "time", _reported("hfu"), help="likewise with padding and recomputed forward passes"),
     Metric(
         "flops_vision_share",
         "share",
         "higher",
-        True,
+        "count",
         _reported("flops_vision_share"),
         "difference",
         help="vision tower and mergers, of all",
     ),
-    Metric("final_loss", "nats", "lower", True, _final_loss, help="loss of the last timed step"),
-    Metric("first_grad_norm", "norm", "lower", True, _first_grad_norm, help="gradient norm of the first step, before clipping"),
-    Metric("fits", "share", "higher", True, _fits, "difference", help="1 where the run completes, 0 where it runs out of memory"),
+    Metric("final_loss", "nats", "lower", "count", _final_loss, help="loss of the last timed step"),
+    Metric("first_grad_norm", "norm", "lower", "count", _first_grad_norm, help="gradient norm of the first step, before clipping"),
+    Metric("fits", "share", "higher", "count", _fits, "difference", help="1 where the run completes, 0 where it runs out of memory"),
 )
 
 METRICS = {row.name: row for row in _ROWS}
@@ -196,7 +212,22 @@ def on(name: str, *, gpus: bool) -> Metric:
         ConfigError: there is none.
     """
     row = get(name)
-    return replace(row, deterministic=True, within=_MEMORY_REPEATS) if gpus and name == "peak_memory_bytes" else row
+    return replace(row, kind="count", within=_MEMORY_REPEATS) if gpus and name == "peak_memory_bytes" else row
+
+
+def as_told(row: Metric, case: Case, runs: Sequence[Run]) -> Metric:
+    """The row as these launches bear it: what a command counts is a noisy count where launches of one of its variants differ in it.
+
+    Our own trainer repeats what the table calls a count; whether a command's random numbers have a seed, only its launches tell.
+    """
+    if not (case.command and row.kind == "count"):
+        return row
+    values: dict[str, list[float]] = {}
+    for run in runs:
+        if run.outcome == "ok" and (value := row.value(run)) is not None:
+            values.setdefault(run.variant, []).append(value)
+    moved = any(max(v) - min(v) > row.within * max(map(abs, v)) for v in values.values())
+    return replace(row, kind="noisy count") if moved else row
 
 
 def get(name: str) -> Metric:

@@ -7,6 +7,7 @@ A pair, a sweep and an interaction take one path: blocks of launches, a rule abo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -88,7 +89,8 @@ class _Series:
         claim = measured.claim
         name = claim.metric if claim else case.metric or ""
         # Where memory was measured beside times, there is an A/A, and the intervals say the same.
-        self.metric = metrics.get(name) if measured.aa else metrics.on(name, gpus=bool(measured.machine.gpus))
+        row = metrics.get(name) if measured.aa else metrics.on(name, gpus=bool(measured.machine.gpus))
+        self.metric = metrics.as_told(row, case, measured.runs)
         self.expect = claim.expect if claim else Expect(op="inside") if case.kind == "prediction" else None
         excused = curve_rules.named(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
@@ -142,6 +144,8 @@ class _Series:
         if unlike := self._incomparable(conditions):
             return unlike
         if self.metric.deterministic:
+            if few := self._launched_once():
+                return Derived(receipts=self.checks, gates=conditions, verdict=_verdict("budget", few))
             moved = next((s for v in self.names if (s := spread(self.metric, [b[v] for b in blocks]))), "")
             conditions.append(Condition(name="repeatable", ok=not moved, detail=moved))
             return self._judged(blocks, conditions, _verdict("environment", moved) if moved else None, [])
@@ -151,6 +155,8 @@ class _Series:
         steady = guards.steady(self.rules, blocks[: self.plan.looks[0]], guards.step_deviation(aa))
         if self.measured.sharing:
             steady = Condition(name=steady.name, ok=True, detail="not asked: step time says nothing where ranks take turns on one GPU")
+        elif self.case.command and self.metric.is_counted:
+            steady = Condition(name=steady.name, ok=True, detail=f"not asked: no time goes into {self.metric.name}")
         conditions += [quiet, steady]
         bad = None
         if not quiet.ok:
@@ -158,6 +164,12 @@ class _Series:
         elif not steady.ok:
             bad = _verdict("not_steady", f"{self.rules.not_steady}: {steady.detail}")
         return self._judged(blocks, conditions, bad, noise)
+
+    def _launched_once(self) -> str:
+        """In words, which variant of a command was launched once alone: nothing says that its count would repeat. Empty where there is none."""
+        launched = Counter(r.variant for r in self.measured.runs if r.outcome == "ok")
+        few = next((v for v in self.names if launched[v] < 2), None) if self.case.command else None
+        return f"{few} was launched once; a command's {self.metric.name} counts where two launches of each variant repeat it" if few else ""
 
     def _judged(self, blocks: list[Block], conditions: list[Condition], bad: Verdict | None, noise: Sequence[float]) -> Derived:
         """The measured effect with its verdict, which is `bad` if the runs decide nothing. A pair's record holds a `Comparison`, others a `Curve`."""

@@ -325,14 +325,9 @@ def _run_series(
         with Telemetry(machine, profile, work) as telemetry:
             running = _series(case, machine, profile, options, progress, work, telemetry)
             running.infeasible = frozenset(n for r in records if r.claim for n in curve_rules.named(r.claim.expect.infeasible))
-            timed = [r for r in records if not _metric(r, case).deterministic]
-            if timed:
+            counted = all(_metric(r, case).deterministic for r in records)
+            if not (counted and _counted(running, records)):
                 _timed(running, records, settled, options)
-            else:
-                running.oom_is_data = any(_metric(r, case).name == "fits" for r in records)
-                running.expected = len(running.variants)
-                progress.series(case.id, running.expected)
-                series.measure_pairs(running, lambda s, n: True)
             for i, record in enumerate(records):
                 settled.setdefault(i, _judge(running, record))
     finally:
@@ -361,6 +356,26 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
         telemetry=telemetry,
         journal=kept,
     )
+
+
+def _counted(running: Series, records: Sequence[Measured]) -> bool:
+    """Launch each variant once, and a command's twice; False where launches of a command differ in what is counted, which then takes a series.
+
+    What was launched counts as discarded there.
+    """
+    told = [_metric(record, running.case) for record in records]
+    running.oom_is_data = any(metric.name == "fits" for metric in told)
+    twice = bool(running.case.command) and not running.oom_is_data
+    running.expected = len(running.variants) * (2 if twice else 1)
+    running.progress.series(running.case.id, running.expected)
+    if twice and not _burn_in(running):
+        return True
+    series.measure_pairs(running, lambda s, n: True)
+    noisy = [m.name for m in told if not metrics.as_told(m, running.case, running.runs).deterministic]
+    if noisy:
+        running.progress.note(f"{', '.join(noisy)} differs between launches of one command: comparing it over pairs, as times are")
+        running.runs = [r.model_copy(update={"role": "burn_in", "pair": None}) for r in running.runs]
+    return not noisy
 
 
 def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Settled], options: Options) -> None:
@@ -411,8 +426,8 @@ def _settles(found: _Settled, options: Options) -> bool:
 
 
 def _burn_in(running: Series) -> bool:
-    """One discarded run per variant. False where the budget is spent or a run fails that must not: the series then ends."""
-    for spec in schedule.burn_in(running.variants):
+    """One discarded run per variant that has none. False where the budget is spent or a run fails that must not: the series then ends."""
+    for spec in schedule.burn_in(v for v in running.variants if v not in {r.variant for r in running.runs}):
         if not running.has_time_for([spec]):
             return False
         run = running.run(spec)

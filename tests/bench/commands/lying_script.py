@@ -9,8 +9,18 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--takes", type=float, default=0.005)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lie", default="")
+parser.add_argument("--loss", default="constant", choices=["constant", "unseeded", "seeded", "rising", "falling"])
 told = parser.parse_args()
 draw = random.Random()
+chance = random.Random(1 if told.loss == "seeded" else None)
+middle = (told.steps // 5 + 1 + told.steps) / 2
+slope = {"rising": 0.02, "falling": -0.02}.get(told.loss, 0.0)
+
+
+def loss(step):
+    """Of this step; rising and falling have one mean over the timed steps."""
+    course = 2.0 + slope * (step - middle)
+    return course * (1 + (chance.gauss(0, 0.002) if told.loss in ("seeded", "unseeded") else 0))
 
 
 def sleep(seconds):
@@ -36,6 +46,6 @@ for step in range(1, told.steps + 1):
         "thousandth": ("ms", seconds),
         "rounded": ("seconds", round(seconds, 2)),
     }.get(told.lie, ("seconds", seconds))
-    print(json.dumps({"step": step, name: seconds, "loss": 1.0, "tokens": 8}), flush=True)
+    print(json.dumps({"step": step, name: seconds, "loss": loss(step), "tokens": 8}), flush=True)
 if told.lie == "after":
     sleep(0.9 * work)

@@ -64,6 +64,24 @@ def test_an_honest_gain_stays_one(ab):
     assert (code, verdict) == (0, "faster"), sentence
 
 
+def test_a_count_of_a_command_takes_launches_that_repeat_it(ab):
+    """Without a seed a difference of two launches was a certain verdict: faster, or slower, by chance."""
+    words = ["--metric", "final_loss", "--margin", "0.1%", "--pairs", "4"]
+    _, verdict, sentence = ab(*words, "--", *COMMAND, "--loss", "unseeded", "--vs", *COMMAND, "--loss", "unseeded", "--steps", "20")
+    assert verdict == "undecided", sentence
+    code, verdict, sentence = ab(*words, "--", *COMMAND, "--loss", "seeded", "--vs", *COMMAND, "--loss", "seeded", "--steps", "20")
+    assert (code, verdict) == (0, "equivalent"), sentence
+
+
+def test_a_loss_that_rises_is_not_faster(ab):
+    """Its mean is that of a loss that falls."""
+    code, verdict, sentence = ab(
+        "--", *COMMAND, "--takes", "0.006", "--loss", "falling", "--vs", *COMMAND, "--takes", "0.004", "--loss", "rising"
+    )
+    assert (code, verdict) == (3, "undecided"), sentence
+    assert "loss: the losses end at" in sentence
+
+
 def told(seconds, every=1):
     """A log of these steps, without arrivals."""
     return logs.read("".join(json.dumps({"step": every * (i + 1), "seconds": s}) + "\n" for i, s in enumerate(seconds)), "jsonl")

@@ -70,7 +70,7 @@ def test_a_metric_is_either_counted_or_made_with_a_clock():
     timed = {name for name, row in METRICS.items() if not row.is_counted}
     assert timed == {
         *("useful_tokens_per_s_per_gpu", "raw_tokens_per_s_per_gpu", "step_seconds", "step_time_variation", "data_time_share"),
-        *("images_per_s", "compile_time_share", "mfu", "hfu", "checkpoint_seconds"),
+        *("images_per_s", "compile_time_share", "mfu", "hfu", "checkpoint_seconds", "wall_step_seconds"),
     }
 
 
