@@ -13,7 +13,7 @@ from playbook.cards.load import card_of, load_all
 from playbook.cards.model import Slug
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders
-from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, template_problems
+from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, secret_word, template_problems
 from playbook.yaml_files import Strict, did_you_mean, load, locate
 
 LAUNCHED_KINDS = ("pair", "sweep", "interaction", "prediction")
@@ -337,6 +337,8 @@ def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     texts += [(("trace",), text) for text in (case.trace.file, *case.trace.arguments)] if case.trace else []
     for where, delta in deltas.items():
         texts += [(where, text) for text in (*delta.get("arguments", []), *delta.get("environment", {}).values())]
+    if secret := secret_word(case.command, case.prepare, deltas):
+        return [secret]
     return list(template_problems(texts, sorted({key for delta in deltas.values() for key in delta} - {*DELTAS, "ranks"})))
 
 

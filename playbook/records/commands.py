@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from playbook.records import confidential
 from playbook.yaml_files import Strict, did_you_mean
 
 DELTAS: Mapping[str, type[list[Any]] | type[dict[str, Any]] | type[str]] = {
@@ -20,7 +21,6 @@ DELTAS: Mapping[str, type[list[Any]] | type[dict[str, Any]] | type[str]] = {
 _GIVEN = ("run", "root")
 """Words that every template may use: the launch's own new folder, and the folder of the repository, or of the command's start."""
 _WORD = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
 
 Place = tuple[str | int, ...]
 
@@ -56,11 +56,6 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
     return _WORD.sub(lambda m: str(values[m[1]]) if m[1] in values else m[0], text)
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value must not be kept in a record."""
-    return _SECRET.search(name) is not None
-
-
 def template_problems(texts: Sequence[tuple[Place, str]], values: Sequence[str]) -> Iterator[tuple[Place, str]]:
     """Words of templates that nothing gives a value, and values that no template uses."""
     known = {*_GIVEN, *values}
@@ -71,6 +66,17 @@ def template_problems(texts: Sequence[tuple[Place, str]], values: Sequence[str])
     for word in values:
         if word not in used:
             yield ("command",), f"'{word}' is set and no template uses it; write {{{word}}} in the command, or use arguments"
+
+
+def secret_word(command: Sequence[str], prepare: Sequence[str], deltas: Mapping[Place, Mapping[str, Any]]) -> tuple[Place, str] | None:
+    """What would put a secret into records: words of the command, of its preparation, or of what profiles and variants change."""
+    words: list[tuple[Place, Sequence[str]]] = [(("command",), command), (("prepare",), prepare)]
+    words += [(where, [f"{k}={v}" for k, v in delta.items() if k not in DELTAS]) for where, delta in deltas.items()]
+    words += [(where, [*command[-1:], *delta.get("arguments", [])]) for where, delta in deltas.items()]
+    for where, each in words:
+        if secret := confidential.of_words(each):
+            return where, f"{secret} looks like a secret and would be kept in records; export it as a variable for all variants instead"
+    return None
 
 
 def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
@@ -85,7 +91,7 @@ def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Pla
         if not isinstance(value, wanted) or not all(isinstance(part, str) for part in parts):
             shape = {"list": "a list of texts", "dict": "a mapping of texts", "str": "a text"}[wanted.__name__]
             yield (*where, key), f"'{key}' is {type(value).__name__}; expected {shape}"
-        elif key == "environment" and (secret := next((name for name in list(value) if is_secret(name)), None)):
+        elif key == "environment" and isinstance(value, Mapping) and (secret := confidential.of_variables(value)):
             yield (*where, key), f"{secret} looks like a secret and would be kept in records; export it for both variants instead"
         elif key == "files" and (out := next((p for p in list(value) if p.startswith("/") or ".." in p.split("/")), None)):
             yield (*where, key), f"'{out}' leads out of the repository; expected a path inside it"

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError
+from playbook.records import confidential
 from playbook.records.case import Budget, Case, Guardrails, Loss
-from playbook.records.commands import Steps, is_secret
+from playbook.records.commands import Steps
 from playbook.records.evidence import Derived
 from playbook.yaml_files import did_you_mean
 from playbook_bench.judge import metrics
@@ -71,8 +72,9 @@ def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[
     for setting in settings:
         candidate = _set(candidate, *_pair(setting, "--set"))
     environment = dict(_pair(text, "--env") for text in variables)
-    if secret := next(filter(is_secret, environment), None):
-        raise ConfigError(f"--env {secret} looks like a secret and would be kept in the record; export it for both commands instead")
+    of_env = confidential.of_variables(environment)
+    if secret := f"--env {of_env}" if of_env else confidential.of_words(first) or confidential.of_words(candidate):
+        raise ConfigError(f"{secret} looks like a secret and would be kept in the record; export it for both commands instead")
     asked = Question(first, candidate, environment, **more)
     if asked.loss == 0:
         raise ConfigError("--loss is 0 %, which no two launches keep; expected more, or any")

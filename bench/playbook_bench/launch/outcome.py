@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from playbook.records import confidential
 from playbook.records.evidence import RunOutcome
 from playbook_trainer import exit_codes
 
@@ -102,10 +103,10 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def tail(log: Path) -> str:
-    """The end of a log."""
+    """The end of a log, without what looks like a secret: it goes into records and messages."""
     try:
         with log.open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return f.read().decode("utf-8", "replace").strip()
+            return confidential.hidden(f.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""

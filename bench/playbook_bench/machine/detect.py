@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.paths import repo_root
+from playbook.records import confidential
 from playbook.records.evidence import Machine
 from playbook.records.machine import CPU as CPU
 from playbook.records.machine import label
@@ -40,7 +41,6 @@ PACKAGES = (
     "pillow",
 )
 _ENV = re.compile(r"(NCCL|NVSHMEM|TORCH(INDUCTOR|DYNAMO)?|CUDA|CUBLAS(LT)?|NVTE|PYTORCH|OMP|MKL|TRITON|GLOO|KMP)_[A-Z0-9_]+\Z")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_CACHE_AUTOTUNING", _VISIBLE})
 _PLACE = re.compile(r"_(CACHE|PIPE|LOG|DEBUG|DUMP|TEMP|EXTENSIONS)_([A-Z]+_)*(DIR|DIRECTORY|PATH|FILE)\Z")
@@ -200,7 +200,7 @@ def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict
 
 
 def _steering(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
+    return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not confidential.of_variables({k: v})}
 
 
 def exported() -> dict[str, str]:

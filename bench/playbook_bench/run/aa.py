@@ -157,7 +157,9 @@ def ensure(running: Series, folder: Path) -> bool:
             running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
         elif _quieter(fresh, running):
             running.progress.note("the machine differs less from itself than the stored A/A says; measuring it anew")
-            running.runs, fresh = running.runs[: -len(fresh)], []
+            # They stay in the record as discarded launches, so that its total is that of its launches.
+            discarded = [r.model_copy(update={"role": "burn_in", "pair": None}) for r in fresh]
+            running.runs, fresh = [*running.runs[: -len(fresh)], *discarded], []
         elif guards.odd_pair(running.aa.runs, metric) is not None:
             running.progress.note("one launch of the stored A/A is unlike the others; measuring it anew")
         else:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from playbook.records import confidential
 from playbook.records.case import Case
 from playbook.records.conditions import TIMED_STEPS
 from playbook.records.evidence import (
@@ -226,7 +227,7 @@ class Series:
         try:
             seen = read_run(folder)
         except ValueError as e:
-            text = f"the run's files cannot be read: {e}"
+            text = confidential.hidden(f"the run's files cannot be read: {e}")
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
         if not base["steps_wanted"]:  # the first launch of a command that does not say how many steps it has
             base["steps_wanted"] = sum(s.timed for s in seen.fields["samples"])
@@ -238,7 +239,14 @@ class Series:
         strict |= {"launch": result.launched} if result.launched else {}
         sha = digest(strict, 16)
         self.strict[sha] = strict
-        return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
+        return Run(
+            **base,
+            outcome=result.outcome,
+            returncode=result.returncode,
+            message=confidential.hidden(result.message),
+            strict_sha=sha,
+            **seen.fields,
+        )
 
 
 def _window(result: Result, folder: Path) -> tuple[str, float, float]:

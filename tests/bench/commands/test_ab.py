@@ -216,7 +216,11 @@ def test_a_setting_takes_the_place_of_the_one_that_is_there(words, key, value, e
         (["--vs", "b"], [], [], "a command is missing"),
         (["a"], ["lr"], [], "expected key=value"),
         (["a"], [], ["X"], "expected NAME=VALUE"),
-        (["a"], [], ["WANDB_API_KEY=1"], "looks like a secret"),
+        (["a"], [], ["WANDB_API_KEY=1"], "--env WANDB_API_KEY looks like a secret"),
+        (["a"], [], ["DB_PASS=1"], "--env DB_PASS looks like a secret"),
+        (["a"], [], ["AUTH=1"], "--env AUTH looks like a secret"),
+        (["a", "--vs", "a", "hf_" + "a1B" * 12], [], [], "word 2 looks like a secret"),
+        (["a", "--db-pass", "x9y8z7w6"], ["lr=1"], [], "the value of --db-pass looks like a secret"),
     ],
 )
 def test_mistakes_are_one_message(words, settings, variables, message):

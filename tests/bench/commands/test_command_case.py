@@ -232,6 +232,8 @@ def test_a_variable_of_a_variant_is_declared_and_a_secret_is_refused(case, tmp_p
     ("old", "new", "message"),
     [
         ('"{slower}"', '"{slowr}"', "nothing gives {slowr} a value; did you mean"),
+        ("arguments: [--fast]", "arguments: [--fast, --api-key, x9y8z7w6]", "the value of --api-key looks like a secret"),
+        ("command: [PYTHON", "command: [PYTHON, --auth=x9y8z7w6", "the value of --auth looks like a secret"),
         ("arguments: [--fast]", "arguments: --fast", "expected a list of texts"),
         ("command: [PYTHON", "trainer: x\ncommand: [PYTHON", "belongs to a case that launches a command"),
         ("require: [{log: the fast path is on}]", "require: [{kernel: gemm}]", "looked for in a trace"),
