@@ -1,7 +1,7 @@
 """Launching a command, and writing the files of a run from its log: those of our trainer, as `docs/trainer-files.md` describes them.
 
 The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it started ends
-with it, in sessions of their own too: a variable marks them. What it prints is kept up to a limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
+with it, in sessions of their own too: the harness adopts them. What it prints is kept up to a limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import secrets
 import select
 import signal
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import LaunchError, LogError, PlaybookError
-from playbook.processes import listed
+from playbook.processes import adopting
 from playbook.records.commands import Steps
 from playbook_bench import logs
 from playbook_bench.commands import clocks, interpreter, proof
@@ -33,10 +32,8 @@ from playbook_bench.logs import StepLog
 
 _POLL_S = 0.25
 _DRAIN_S = 10.0
-_ROUNDS = 40
 _MOST_BYTES = 256 << 20
 """Of what a command prints; more ends it."""
-_MARK = "PLAYBOOK_LAUNCH"
 _LONG_LINE = 10_000
 """Characters of a line in which patterns are looked for."""
 
@@ -69,12 +66,12 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     Raises:
         LaunchError: it cannot be started, or the run's folder cannot be written.
     """
-    mark = secrets.token_hex(8)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment, _MARK: mark}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment}
     printed = _Printed(folder / "rank0.log")
     left = {path: _state(path) for path in _left(program)}
     began, clock = time.time(), time.monotonic()
     stopped, process = "", None
+    kill_orphans = adopting()
     try:
         # SIGTERM is what torchrun hands on to its ranks.
         process = started(0, program.words, printed.path, printed.pipe, environment, program.cwd, signal.SIGTERM)
@@ -83,7 +80,7 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     finally:
         with held() as came:
             end([process] if process else [], GRACE_S, came)
-            _end_marked(f"{_MARK}={mark}".encode())
+            kill_orphans()
         printed.finish()
     wall = time.monotonic() - clock
     if stopped:
@@ -156,20 +153,6 @@ def _wait(process: Rank, printed: _Printed, timeout_s: float, on_step: Callable[
         if time.monotonic() > deadline:
             return f"did not end within {timeout_s:g} s"
     return ""
-
-
-def _end_marked(mark: bytes) -> None:
-    """Kill what has left the command's session and lives on, such as a daemon; it would share the machine with the launches to come."""
-    for _ in range(_ROUNDS):  # one that was just being forked shows in the next round
-        found = False
-        for process in listed():
-            with contextlib.suppress(OSError):
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(process.name), signal.SIGKILL)
-                    found = True
-        if not found:
-            return
-        time.sleep(_POLL_S / 10)
 
 
 def _failed(code: int, log: Path, began: float, wall: float) -> Result:

@@ -14,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from playbook.errors import ConfigError, LaunchError
+from playbook.processes import adopting
 from playbook.records.evidence import digest
 from playbook_bench.launch.outcome import tail
 from playbook_bench.run import checkout
@@ -131,6 +132,7 @@ def _write(repository: Path, tree: str, target: Path, index: Path) -> None:
 
 
 def _prepare(words: Sequence[str], top: Path, log: Path) -> None:
+    kill_orphans = adopting()
     try:
         with log.open("wb") as out:
             done = subprocess.run(
@@ -138,6 +140,8 @@ def _prepare(words: Sequence[str], top: Path, log: Path) -> None:
             )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise LaunchError(f"prepare ({' '.join(words)[:200]}) cannot be run: {e}") from e
+    finally:
+        kill_orphans()
     if done.returncode:
         raise LaunchError(f"prepare ({' '.join(words)[:200]}) ended with exit code {done.returncode}: {tail(log)[-500:]}")
 

@@ -29,7 +29,7 @@ from typing import IO, Any, Protocol
 from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
-from playbook.processes import die_with_parent, listed
+from playbook.processes import adopting, die_with_parent, listed
 from playbook_bench.launch.outcome import Ended, Launched, Result, judge, tail
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
@@ -141,6 +141,7 @@ class LocalLauncher:
         environment = rank_environment(spec)
         started, clock = time.time(), time.monotonic()
         ranks: list[Rank] = []
+        kill_orphans = adopting()
         try:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
@@ -149,6 +150,7 @@ class LocalLauncher:
         finally:
             with held() as came:
                 end(ranks, self.grace_s, came)
+                kill_orphans()
         wall = time.monotonic() - clock
         if hung:
             found = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)

@@ -76,7 +76,11 @@ def test_a_count_of_a_command_takes_launches_that_repeat_it(ab):
 def test_the_end_of_a_log_is_kept_without_its_secrets(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_KEY", "q7w8e9r0t1y2")
-    dies = [sys.executable, "-c", "import os; print('db_' + 'pass', 'u8i9o0p1', sep='='); raise SystemExit('401 for ' + os.environ['WANDB_KEY'])"]
+    dies = [
+        sys.executable,
+        "-c",
+        "import os; print('db_' + 'pass', 'u8i9o0p1', sep='='); raise SystemExit('401 for ' + os.environ['WANDB_KEY'])",
+    ]
     with pytest.raises(SystemExit):
         main(["ab", "--json", "--", *dies, "--vs", *dies, "again"])
     out = capsys.readouterr().out

@@ -172,14 +172,17 @@ def test_a_strangers_process_that_ends_while_its_files_are_looked_at_stops_no_la
     assert [proof.outcome for proof in prove.prove([str(case())], profile="cpu")] == ["ok", "ok"]
 
 
-def test_what_a_command_leaves_behind_in_a_session_of_its_own_ends_with_the_launch(tmp_path):
+def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_live_on(tmp_path):
     """It would take its share of the machine from every later launch, and holds the pipe that its output goes into."""
     started = tmp_path / "started"
     script = tmp_path / "leaves.py"
     script.write_text(
         "import json, subprocess, sys\n"
-        "left = [subprocess.Popen(['sleep', '600'], start_new_session=True).pid]\n"
-        f"print(*left, file=open({str(started)!r}, 'a'))\n"
+        "def start(words, env): return subprocess.Popen(words, start_new_session=True, env=env).pid\n"
+        # The second has no variable of its launch and no parent: it is the child of a process that ends at once.
+        "twice = 'import subprocess; print(subprocess.Popen([\\'sleep\\', \\'600\\'], start_new_session=True, stdout=2).pid)'\n"
+        "second = subprocess.run([sys.executable, '-c', twice], env={}, stdout=subprocess.PIPE, text=True).stdout.strip()\n"
+        f"print(start(['sleep', '600'], None), second, file=open({str(started)!r}, 'a'))\n"
         "for i in range(10): print(json.dumps({'step': i, 'seconds': (1 + i % 3 / 100) / 1e4, 'loss': 1.0, 'tokens': 1}))\n"
     )
     path = tmp_path / "leaves.yaml"
@@ -191,7 +194,7 @@ def test_what_a_command_leaves_behind_in_a_session_of_its_own_ends_with_the_laun
     assert [proof.outcome for proof in prove.prove([str(path)], profile="cpu")] == ["ok", "ok"]
     assert time.monotonic() - began < 19  # and not twice as long as is waited for a pipe that stays open
     left = started.read_text().split()
-    assert len(left) == 2
+    assert len(left) == 4
     assert not [pid for pid in left if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()]
 
 
