@@ -93,5 +93,5 @@ def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Pla
             yield (*where, key), f"'{key}' is {type(value).__name__}; expected {shape}"
         elif key == "environment" and isinstance(value, Mapping) and (secret := confidential.of_variables(value)):
             yield (*where, key), f"{secret} looks like a secret and would be kept in records; export it for both variants instead"
-        elif key == "files" and (out := next((p for p in list(value) if p.startswith("/") or ".." in p.split("/")), None)):
+        elif key == "files" and (out := next((p for p in [*value, *parts] if p.startswith("/") or ".." in p.split("/")), None)):
             yield (*where, key), f"'{out}' leads out of the repository; expected a path inside it"

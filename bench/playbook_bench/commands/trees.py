@@ -43,7 +43,11 @@ class Files:
         given = [
             p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not Path(p).resolve().is_relative_to(self.repository)
         ]
-        return top / self.inside, {"PYTHONPATH": os.pathsep.join([*own, *given])}
+        try:
+            inside = _inside(top, str(self.inside))
+        except ValueError as e:
+            raise LaunchError(f"the folder of the command: {e}") from e
+        return inside, {"PYTHONPATH": os.pathsep.join([*own, *given])}
 
     def prepared(self, cache: Path) -> Path:
         """The files in their folder, prepared; made where they are not there yet.
@@ -64,8 +68,7 @@ class Files:
             top.mkdir(parents=True)
             _write(self.repository, self.tree, top, folder / "index")
             for path, text in self.overlay:
-                (top / path).parent.mkdir(parents=True, exist_ok=True)
-                (top / path).write_text(text, encoding="utf-8")
+                _lay(top, path, text)
             if self.prepare:
                 _prepare([word.replace("{root}", str(self.repository)) for word in self.prepare], top, folder / "prepare.log")
             ready.touch()
@@ -82,10 +85,35 @@ def files(here: Path, tree: str | None, revision: str | None, prepare: Sequence[
     if tree is None:
         tree = tree_of(repository, revision) if revision else working_tree(repository)
     try:
-        texts = tuple((path, (repository / source).read_text(encoding="utf-8")) for path, source in sorted(overlay.items()))
+        texts = tuple((path, _inside(repository, source).read_text(encoding="utf-8")) for path, source in sorted(overlay.items()))
     except (OSError, ValueError) as e:
         raise ConfigError(f"a file of the variant cannot be read: {e}") from e
     return Files(repository, here.resolve().relative_to(repository), tree, tuple(prepare), texts)
+
+
+def _inside(top: Path, path: str) -> Path:
+    """The file of that path below a folder, links followed.
+
+    Raises:
+        ValueError: it lies elsewhere.
+    """
+    found = (top / path).resolve()
+    if not found.is_relative_to(top.resolve()):
+        raise ValueError(f"'{path}' leads out of the repository to {found}; expected a path inside it, through no link out of it")
+    return found
+
+
+def _lay(top: Path, path: str, text: str) -> None:
+    """Write a file into the tree; a link that was committed in its place is replaced, and none is followed out of the tree."""
+    try:
+        parent = _inside(top, str(Path(path).parent))
+        parent.mkdir(parents=True, exist_ok=True)
+        target = parent / Path(path).name
+        if target.is_symlink():
+            target.unlink()
+        target.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise LaunchError(f"the file {path} of the variant cannot be written: {e}") from e
 
 
 def around(here: Path) -> Path:

@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 
 from playbook.cli.app import main
+from playbook.errors import ConfigError, LaunchError
+from playbook_bench.commands import trees
 from playbook_bench.run import bisect, gate, report
 from playbook_bench.run.options import Options
 
@@ -232,3 +234,32 @@ def test_outside_of_a_repository_it_says_so(tmp_path, monkeypatch, repo, capsys)
         main(["gate", "--baseline", "HEAD", str(case)])
     assert ended.value.code == 2
     assert "no git repository" in capsys.readouterr().err
+
+
+def laid(repo, overlay):
+    """The tree of HEAD with files laid over it."""
+    return trees.files(repo.root, None, "HEAD", [], overlay).prepared(repo.root.parent / "cache")
+
+
+def test_a_file_that_is_laid_over_a_tree_stays_inside_it(repo):
+    """A link that was committed led the writing to any file of the user."""
+    outside = repo.root.parent / "outside"
+    outside.mkdir()
+    (outside / "mine.txt").write_text("mine")
+    (repo.root / "link.txt").symlink_to(outside / "mine.txt")
+    (repo.root / "folder").symlink_to(outside)
+    repo("links")
+    (repo.root / "new.txt").write_text("new")
+    top = laid(repo, {"link.txt": "new.txt"})
+    assert ((top / "link.txt").read_text(), (top / "link.txt").is_symlink()) == ("new", False)
+    with pytest.raises(LaunchError, match="leads out of the repository"):
+        laid(repo, {"folder/mine.txt": "new.txt"})
+    assert (outside / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("source", ["link.txt", "../outside.txt", "/etc/hostname"])
+def test_a_file_that_is_laid_over_is_read_from_inside_the_repository(repo, source):
+    (repo.root.parent / "outside.txt").write_text("theirs")
+    (repo.root / "link.txt").symlink_to(repo.root.parent / "outside.txt")
+    with pytest.raises(ConfigError, match=r"leads out of the repository to .*; expected a path inside it"):
+        trees.files(repo.root, None, "HEAD", [], {"new.txt": source})
