@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 _CONTROLS = {c: f"\\x{c:02x}" for c in [*range(32), 127, *range(128, 160)] if chr(c) not in "\n\t"}
+_SPACE = re.compile(r"\s+")
+# What would change meaning inside a sentence; the rest stays readable in the generated file.
+_INLINE = re.compile(r"([\\`*_{}\[\]#!|~^<>$]|(?<=\S):(?=\S)|^[-+]|^\d+\.)")
 
 
 def plain(text: str) -> str:
     """The text with control characters written out: a file of somebody else's must not steer the reader's terminal."""
     return text.translate(_CONTROLS)
+
+
+def in_markdown(value: object) -> str:
+    """`value` as one line that Markdown and HTML leave alone."""
+    line = _SPACE.sub(" ", str(value)).strip().replace("&", "&amp;")
+    return _INLINE.sub(lambda m: "".join(c if c.isalnum() else f"&#{ord(c)};" for c in m.group(0)), line)
 
 
 def count(number: int, noun: str) -> str:

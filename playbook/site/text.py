@@ -8,16 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from playbook.text import in_markdown
+
 NBSP = "\u00a0"
 _SPACE = re.compile(r"\s+")
-# What would change meaning inside a sentence; the rest stays readable in the generated file.
-_INLINE = re.compile(r"([\\`*_{}\[\]#!|~^<>$]|(?<=\S):(?=\S)|^[-+]|^\d+\.)")
 
-
-def text(value: object) -> str:
-    """`value` as one line that Markdown and HTML leave alone."""
-    line = _SPACE.sub(" ", str(value)).strip().replace("&", "&amp;")
-    return _INLINE.sub(lambda m: "".join(c if c.isalnum() else f"&#{ord(c)};" for c in m.group(0)), line)
+text = in_markdown
 
 
 def prose(value: object) -> str:

@@ -23,7 +23,7 @@ from playbook.records.case import Case
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
 from playbook.records.trace import TraceResult, waterfall
-from playbook.text import count, plain
+from playbook.text import count, in_markdown, plain
 from playbook_bench.judge import effects, metrics, receipt
 from playbook_bench.run import schedule
 from playbook_bench.run.schedule import RunSpec
@@ -301,14 +301,15 @@ def markdown(result: GateResult) -> str:
     found = result.comparison
     rows = [
         ("answer", f"**{result.status}**"),
-        ("why", plain(result.sentence)),
-        ("profile", result.profile),
+        ("why", in_markdown(plain(result.sentence))),
+        ("profile", in_markdown(result.profile)),
         ("launches", str(len(result.runs))),
     ]
     if found is not None:
-        rows += [(found.metric, f"{_value(found.baseline)} -> {_value(found.candidate)} {found.unit}")]
-    lines = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
-    return "\n".join([f"### playbook gate: {result.case} against `{result.reference}`", "", "| | |", "|---|---|", *lines, ""])
+        rows += [(found.metric, f"{_value(found.baseline)} to {_value(found.candidate)} {found.unit}")]
+    lines = [f"| {name} | {text} |" for name, text in rows]
+    title = f"### playbook gate: {in_markdown(result.case)} against {in_markdown(plain(result.reference))}"
+    return "\n".join([title, "", "| | |", "|---|---|", *lines, ""])
 
 
 _HISTORY = ("created", "case", "profile", "baseline", "commit", "strict_sha", "status", "exit_code", "metric", "baseline_value",

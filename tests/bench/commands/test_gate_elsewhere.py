@@ -263,3 +263,14 @@ def test_a_file_that_is_laid_over_is_read_from_inside_the_repository(repo, sourc
     (repo.root / "link.txt").symlink_to(repo.root.parent / "outside.txt")
     with pytest.raises(ConfigError, match=r"leads out of the repository to .*; expected a path inside it"):
         trees.files(repo.root, None, "HEAD", [], {"new.txt": source})
+
+
+def test_what_a_log_says_is_no_markup_of_the_summary():
+    """A commit's output ends up on the page of a CI job."""
+    found = gate.GateResult(
+        "error", "a run crashed:\n| x |<img src=x onerror=y>\n# [click](javascript:z) `a` **b**\x1b[2J", "c", "HEAD`*`", "cpu", 0.03
+    )
+    shown = report.markdown(found)
+    assert len(shown.splitlines()) == 8
+    assert not [mark for mark in ("<img", "](", "`", "**b", "\x1b", "| x") if mark in shown]
+    assert "a run crashed: &#124; x &#124;&#60;img src=x onerror=y&#62;" in shown
