@@ -459,11 +459,10 @@ def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def workload(run: Run, config: Mapping[str, Any]) -> str:
-    """What an A/A of another configuration must share with a series in its neighbourhood: environment, ranks, backend, and whether rows hold images; of commands, the command.
+    """What an A/A of another configuration must share with a series in its neighbourhood: environment, ranks, backend, and whether rows hold images.
 
     The environment counts to the last bit, the trainer's source included: such an A/A is minutes old.
     """
     data, model = config.get("data"), config.get("model")
     images = isinstance(data, Mapping) and data.get("kind") == "vqa", isinstance(model, Mapping) and model.get("vision") is not None
-    command = {"command": config["command"]} if "command" in config else {}
-    return digest({"env": run.strict_sha, "ranks": run.ranks, "backend": config.get("backend"), "images": images, **command}, 16)
+    return digest({"env": run.strict_sha, "ranks": run.ranks, "backend": config.get("backend"), "images": images}, 16)

@@ -10,7 +10,7 @@ from stored import long_run, record
 
 from playbook.errors import FileError
 from playbook.records import read as read_module
-from playbook.records.evidence import Sample, seal, workload
+from playbook.records.evidence import Sample, seal
 from playbook.records.read import Present, Reader, read, verdicts
 from playbook.records.staleness import Here
 from playbook_bench.run import store
@@ -179,10 +179,3 @@ def test_a_record_holds_finite_numbers_alone(tmp_path, number, place):
     path.write_text(json.dumps(data).replace("12.345678", number))
     with pytest.raises(FileError, match=r"finite|not JSON compliant"):
         read([tmp_path])
-
-
-def test_unrelated_commands_share_no_noise():
-    run = long_run()
-    one, other = ({"command": [name, "--x"], "steps": {}} for name in ("train", "sleep"))
-    assert workload(run, one) != workload(run, other)
-    assert workload(run, one) == workload(run, {**one, "arguments": ["--fast"]})

@@ -221,7 +221,9 @@ def _neighbour(running: Series, first: Run, folder: Path) -> Baseline | None:
     began = datetime.fromisoformat(first.started)
     wanted = workload(first, running.configs[first.config_sha])
     for each in store.neighbours(folder, running.machine, _place(), detect.surroundings(running.machine), began, NEIGHBOURHOOD):
-        if any(workload(r, each.config) != wanted for r in each.runs) or _problem(each.runs, running):
+        # Of commands the environment says little: only the same command is the same kind of work.
+        other = each.config.get("command") != running.configs[first.config_sha].get("command")
+        if other or any(workload(r, each.config) != wanted for r in each.runs) or _problem(each.runs, running):
             continue
         found = _differences(each.runs, running)
         whole = len(found) >= schedule.AA_PAIRS and not statistics.contaminated(found, None)
