@@ -247,7 +247,7 @@ def load_case(id_or_path: str | Path) -> Case:
     name = str(id_or_path)
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name))
-    path = _case_path(name)
+    path = case_file(name)
     return _shipped(path, path.stat().st_mtime_ns)
 
 
@@ -476,8 +476,13 @@ def _pattern_problem(pattern: str) -> str:
     return f"'{pattern}' repeats a group, or repeats more than {_MAX_REPEATS} times; write the names themselves" if many else ""
 
 
-def _case_path(name: str) -> Path:
-    path = _file_of(name)
+def case_file(name: str) -> Path:
+    """The file of a case: the path itself, or that of the id.
+
+    Raises:
+        FileError: no case has the id.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else _file_of(name)
     if path is None:
         card = card_of(name, load_all())
         advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())

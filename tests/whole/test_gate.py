@@ -66,6 +66,7 @@ def options(tmp_path, launcher=LocalLauncher, **more):
 
 
 def run(repo, tmp_path, reference="HEAD~1", metric="useful_tokens_per_s_per_gpu", limits=None, launcher=LocalLauncher, anchor=None, **more):
+    limits = limits or gate.Limits(allowed={"process": 9.0})  # launches of a fraction of a second are mostly start-up, which varies
     return gate.run(case(metric), reference, options(tmp_path, launcher, **more), limits, root=repo.root, anchor=anchor)
 
 
@@ -253,7 +254,7 @@ def test_losses_agree_step_by_step_as_closely_as_launches_of_one_commit_do(repo,
     repo({"loss": 0.001})
     found = run(repo, tmp_path)
     assert (found.status, "loss of step" in found.sentence) == ("error", True), found.sentence
-    assert run(repo, tmp_path, limits=gate.Limits(allowed={"loss": 0.001})).status == "pass"
+    assert run(repo, tmp_path, limits=gate.Limits(allowed={"loss": 0.001, "process": 9.0})).status == "pass"
 
 
 @pytest.mark.parametrize("fault", ["nan", "short"])
@@ -453,7 +454,7 @@ def test_a_gate_from_an_installed_copy_inside_a_repository_does_not_pass_it(repo
 
 
 def test_the_case_of_continuous_integration_has_an_anchor_in_this_history():
-    anchors = load(data_root("baselines") / "gate-anchors.yaml", gate.Anchors)[0].anchors
+    anchors = load(data_root("baselines") / "gate-anchors.yaml", checkout.Anchors)[0].anchors
     assert "moe-dispatch-bytes" in anchors
     assert set(anchors) <= {p.stem for p in data_root("cases").glob("*.yaml")}
     if checkout.git(repo_root(), ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "false":

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from playbook_bench.judge.slowdown import LIMIT, Answer, judge_slowdown
-from playbook_bench.run.schedule import AA_PAIRS, last_pair
+from playbook_bench.run.schedule import last_pair
 
 LOOKS = (4, 8, 12)
 ANSWERS: tuple[Answer, ...] = ("pass", "regression", "undecided", "too_noisy")
@@ -36,11 +36,10 @@ def outliers(deviation: float) -> Draw:
 
 def series(rng: np.random.Generator, slower: float, baseline: Draw, candidate: Draw) -> tuple[Answer, int]:
     """The answer of one series, and after how many pairs it came."""
-    noise = np.subtract(*baseline(rng, 2 * AA_PAIRS).reshape(2, AA_PAIRS))
     most = last_pair(LOOKS, None)
     worse = math.log1p(slower) + candidate(rng, most) - baseline(rng, most)
     for look in LOOKS:
-        found = judge_slowdown(list(worse[:look]), list(noise), math.log1p(LIMIT), LOOKS)
+        found = judge_slowdown(list(worse[:look]), math.log1p(LIMIT), LOOKS)
         if found.answer != "undecided":
             return found.answer, look
     return "undecided", most
@@ -55,6 +54,11 @@ def rows() -> Sequence[tuple[str, float, Draw, Draw]]:
     ]
     return [
         *plain,
+        *(
+            (f"+3 %, {100 * d:g} %, the candidate {k} times noisier", LIMIT, normal(d), normal(k * d))
+            for d in (0.005, 0.01)
+            for k in (2, 4)
+        ),
         ("+5 %, 1 %, the candidate 4 times noisier", 0.05, normal(0.01), normal(0.04)),
         ("+5 %, 3 %, the candidate 3 times noisier", 0.05, normal(0.03), normal(0.09)),
         ("+0 %, 0.5 %, one launch in 20 is 10 % longer", 0.0, outliers(0.005), outliers(0.005)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook.records.evidence import Comparison, Condition, Run, Sample
-from playbook_bench.judge import effects, metrics, receipt, statistics
+from playbook_bench.judge import effects, guards, metrics, receipt, statistics
 from playbook_bench.judge.guards import Pair
 from playbook_bench.judge.metrics import timed
 
@@ -23,8 +23,6 @@ _PASS_ERROR = 0.001
 _REGRESSION_ERROR = 0.025
 MOST_PAIRS = 100
 """The largest number of pairs that the gate suggests or takes."""
-_NOISIER = 0.2
-"""One-sided error rate of the test whether pairs of two commits vary more than pairs of one; where they do, the deviation is theirs alone."""
 EXACT = 1e-9
 ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
 """What `--allow NAME=SHARE` may name."""
@@ -32,6 +30,7 @@ _REPEATS = 4.0
 """Two commits may differ by this many times what launches of one commit do."""
 _ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
 """Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
+_TOLD = ("loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes")
 _MEMORY = 0.02
 _MOVED = 0.01
 """A change of speed above it, in either direction, makes verdicts from before it stale."""
@@ -53,51 +52,41 @@ class Slowdown:
     """About how many pairs would settle what is undecided; None where no number up to MOST_PAIRS does."""
 
 
-def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float, looks: Sequence[int]) -> Slowdown:
+def judge_slowdown(worse: Sequence[float], limit: float, looks: Sequence[int]) -> Slowdown:
     """Judge at one look whether the newer commit is slower by more than the limit.
 
-    `worse` has one value for each pair of commits, positive where the newer one is slower; `noise` one for each pair of launches of the older
-    commit. Both estimate the deviation of a pair, unless pairs of two commits vary more: a commit may be noisier than the one before it.
+    `worse` has one value for each pair of commits, positive where the newer one is slower. Their own deviation alone says how far to trust them: a
+    commit may be noisier than the one before it, and launches of that one say nothing of it.
 
     Raises:
-        ValueError: fewer than two pairs of either, or a value that is not finite.
+        ValueError: fewer than two pairs, or a value that is not finite.
     """
-    from scipy import stats as sps  # start-up time: reports of all commands import this module
-
-    n, m = len(worse), len(noise)
-    if n < 2 or m < 2:
-        raise ValueError(f"a slowdown needs at least 2 pairs of commits and 2 of one commit, found {n} and {m}")
-    if not all(math.isfinite(v) for v in (*worse, *noise)):
+    n = len(worse)
+    if n < 2:
+        raise ValueError(f"a slowdown needs at least 2 pairs of commits, found {n}")
+    if not all(math.isfinite(v) for v in worse):
         raise ValueError("a difference is not finite")
-    mean, own = plain.fmean(worse), plain.stdev(worse)
-    alone = statistics.aa_deviation(noise)
-    own_freedom, freedom = n - 1, n - 1 + m
-    deviation = math.sqrt((own_freedom * own**2 + m * alone**2) / freedom)
-    if own > math.sqrt(float(sps.f.ppf(1 - _NOISIER, own_freedom, m))) * alone:
-        deviation, freedom = own, own_freedom
+    mean, deviation = plain.fmean(worse), plain.stdev(worse)
     error = deviation / math.sqrt(n)
-    low = mean - float(sps.t.ppf(1 - _REGRESSION_ERROR / len(looks), freedom)) * error
-    high = mean + float(sps.t.ppf(1 - _PASS_ERROR / len(looks), freedom)) * error
+    low = mean - statistics.t_quantile(2 * _REGRESSION_ERROR / len(looks), n - 1) * error
+    high = mean + statistics.t_quantile(2 * _PASS_ERROR / len(looks), n - 1) * error
     if low > limit:
         return Slowdown("regression", mean, low, high)
     if high < limit:
         return Slowdown("pass", mean, low, high)
-    need = _pairs_needed(mean, deviation, limit, m, looks)
-    hopeless = _pairs_needed(0.0, deviation, limit, m, looks) is None
+    need = _pairs_needed(mean, deviation, limit, looks)
+    hopeless = _pairs_needed(0.0, deviation, limit, looks) is None
     return Slowdown("too_noisy" if hopeless else "undecided", mean, low, high, need)
 
 
-def _pairs_needed(mean: float, deviation: float, limit: float, noise_pairs: int, looks: Sequence[int]) -> int | None:
+def _pairs_needed(mean: float, deviation: float, limit: float, looks: Sequence[int]) -> int | None:
     """The first look, beyond those planned, that would probably settle a slowdown of `mean`."""
-    from scipy import stats as sps  # start-up time: reports of all commands import this module
-
     step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
     error = _PASS_ERROR if mean < limit else _REGRESSION_ERROR
-    likely = float(sps.norm.ppf(statistics.POWER))
+    likely = plain.NormalDist().inv_cdf(statistics.POWER)
     for pairs in range(looks[0], MOST_PAIRS + 1, step):
         every = len([*looks, *range(looks[-1] + step, pairs + 1, step)])
-        quantile = float(sps.t.ppf(1 - error / every, pairs - 1 + noise_pairs))
-        if (quantile + likely) * deviation / math.sqrt(pairs) <= abs(limit - mean):
+        if (statistics.t_quantile(2 * error / every, pairs - 1) + likely) * deviation / math.sqrt(pairs) <= abs(limit - mean):
             return pairs
     return None
 
@@ -136,13 +125,40 @@ def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allow
 
 
 def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
-    """Two commits with one seed train alike: no step more is skipped, and losses and gradient norms agree step by step."""
-    return [_skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
+    """Two commits with one seed train alike: all that was told is told still, no step more is skipped, and losses and gradient norms agree step by step."""
+    return [_told(pairs), _skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
 
 
-def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], limit: float, allowed: Mapping[str, float]) -> list[Condition]:
-    """Costs that a step's time does not show: peak memory, and the process's time outside its steps."""
-    return [_memory(pairs, runs, allowed.get("memory", _MEMORY)), _process(pairs, runs, allowed.get("process", limit))]
+def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
+    """A cost that a step's time does not show: peak memory."""
+    return [_memory(pairs, runs, allowed.get("memory", _MEMORY))]
+
+
+def rest_worse(pairs: Sequence[Pair], strict: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    """By pair, how much longer a launch of the newer commit takes beside its timed steps, as a share of the older one's whole launch.
+
+    That is start-up, warm-up, what lies between steps, and the end: work that moved there saves nothing. `strict` holds the environments, of which
+    those of commands say how many steps a line of the log covers.
+    """
+    return [(_rest(b, strict) - _rest(a, strict)) / a.wall_s for a, b in pairs]
+
+
+def _rest(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> float:
+    every = int(strict.get(run.strict_sha, {}).get("trainer", {}).get("log_every", 1))
+    return run.wall_s - every * math.fsum(s.seconds for s in timed(run))
+
+
+def _told(pairs: Sequence[Pair]) -> Condition:
+    """What every launch of the older commit tells, the newer one tells too: a figure that is no longer logged is not one that stayed as it was."""
+    before, after = (set.intersection(*(_fields(run) for run in side)) for side in zip(*pairs, strict=True))
+    lost = sorted(before - after)
+    return Condition(name="fields", ok=not lost, detail=f"no longer told: {', '.join(lost)}" if lost else "")
+
+
+def _fields(run: Run) -> set[str]:
+    """The figures that a launch tells; a log without one leaves None, or zeros."""
+    told = {name for name in _TOLD if any(getattr(s, name) for s in timed(run))}
+    return told | {name for name, value in run.metrics.items() if value is not None}
 
 
 def _skipped(pairs: Sequence[Pair]) -> Condition:
@@ -192,22 +208,36 @@ def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condi
     return Condition(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
 
 
-def _process(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
-    """Whether the process takes longer outside its steps: work that moved from inside a step to between two steps saves nothing."""
-    name = "process"
-    before = [_outside(r) for r in runs if r.variant == "baseline" and r.outcome == "ok" and r.role != "burn_in"]
-    after = [_outside(b) for _, b in pairs]
-    if len(before) < 3 or min(before) < 0:
-        return Condition(name=name, ok=True, detail="not compared: too few launches, or steps that take longer than their process")
-    inside = plain.median(math.fsum(s.seconds for s in a.samples) for a, _ in pairs)
-    slack = max(allowed * inside, _REPEATS / 2 * (max(before) - min(before)))
-    more = plain.median(after) - plain.median(before)
-    return Condition(
-        name=name,
-        ok=more <= slack,
-        detail="" if more <= slack else f"the process takes {more:.1f} s longer outside its steps, at most {slack:.1f} s is explained",
-    )
+def in_words(found: Slowdown, metric: metrics.Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
+    """The answer as a sentence, and how many pairs would settle it; `limit` is a share."""
+    log = metric.scale == "log_ratio"
+    mean, low, high = (100 * (math.expm1(v) if log else v) for v in (found.mean, found.low, found.high))
+    unit = "%" if log else "points"
+    said, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
+    shown = f"{metric.name}: {said} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
+    above = f"a slowdown above {100 * limit:g} {unit}"
+    if found.answer == "regression":
+        return f"{shown}: {above} is certain", None
+    if found.answer == "pass":
+        refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
+        return f"{shown}: {above} is ruled out{refresh if high < -100 * limit else ''}", None
+    if found.answer == "too_noisy":
+        cause = cause_of_noise(runs, guards.aa_differences(runs, metric))
+        return f"{shown}: too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit", None
+    need = found.pairs_needed
+    more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
+    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
 
 
-def _outside(run: Run) -> float:
-    return run.wall_s - math.fsum(s.seconds for s in run.samples)
+def rest_in_words(rest: Slowdown, allowed: float) -> str:
+    """The answer about what launches take beside their timed steps, as a sentence; `allowed` is a share of the older commit's launch."""
+    mean, low, high, limit = (100 * v for v in (rest.mean, rest.low, rest.high, allowed))
+    shown = f"beside its timed steps a launch takes {mean:+.1f} % of the older one's time [{low:+.1f}, {high:+.1f}]: more than {limit:g} %"
+    enough = f"state --allow process={max(1, math.ceil(high))}%"
+    said = {
+        "pass": "is ruled out",
+        "regression": "is certain",
+        "undecided": f"is neither shown nor ruled out; run more pairs or longer launches, or {enough}",
+        "too_noisy": f"cannot be seen through its noise; let launches last longer, or {enough}",
+    }
+    return f"{shown} {said[rest.answer]}"

@@ -86,6 +86,7 @@ def t_quantile(alpha: float, freedom: int) -> float:
     return _ppf(1 - alpha / 2, freedom)
 
 
+@cache
 def _ppf(probability: float, freedom: int) -> float:
     """The value below which a variable of Student's t distribution lies with this probability."""
     from scipy.stats import t  # half a second, which commands that judge nothing do without

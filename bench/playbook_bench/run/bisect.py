@@ -23,6 +23,8 @@ from playbook_bench.run.series import Progress
 NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
 """What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
 EXIT_CODES = {"found": 0, "suspects": 3, "no_trouble": 3}
+_ANY = 9.99
+"""An allowance for which no launch is too long."""
 _LEFT_OPEN = frozenset({"ok", "refused"})
 
 
@@ -74,6 +76,8 @@ def run(
         LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
     """
     options = options or Options()
+    # What a launch takes beside its steps varies more than they do, and would leave good commits open.
+    limits = replace(limits or gate.Limits(), allowed={"process": _ANY, **(limits.allowed if limits else {})})
     found_case = case if isinstance(case, Case) else load_case(case)
     repository = gate.repository_of(found_case, root)
     history, reference = commits(repository, good, bad), checkout.commit_of(repository, good)

@@ -14,10 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from playbook.errors import ConfigError, LaunchError
-from playbook.paths import repo_root
+from playbook.errors import ConfigError, FileError, LaunchError
+from playbook.paths import KINDS, repo_root
+from playbook.records.case import Case, load_case
+from playbook.yaml_files import Strict, parse, validate
 from playbook_bench.machine import detect
 
+_ANCHORS = "gate-anchors.yaml"
+"""In `bench/baselines/`: by case, the oldest commit whose speed was accepted."""
 _GIT_TIMEOUT_S = 120
 _CONFIGS = Path("trainer/configs")
 _PREFIX, _LOCK = "playbook-gate-", "lock"
@@ -31,6 +35,19 @@ except ImportError:
 print(json.dumps(tree.load(Path(sys.argv[1]), json.loads(sys.argv[2])).model_dump(mode="json")))
 """
 """Run in a tree of any age; the configuration was a module before it was a package."""
+
+
+class Anchor(Strict):
+    """A commit whose speed was accepted, and why it is this one."""
+
+    commit: str
+    reason: str
+
+
+class Anchors(Strict):
+    """The file of anchors."""
+
+    anchors: dict[str, Anchor]
 
 
 def repository(root: Path | None) -> Path:
@@ -112,6 +129,44 @@ def commit_of(root: Path, reference: str) -> str:
         "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
     )
     raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
+
+
+def text_at(root: Path, reference: str, path: Path) -> str | None:
+    """A file's text as a commit has it; None where it has no such file.
+
+    Raises:
+        ConfigError: as `commit_of`.
+    """
+    found = git(root, ["show", f"{commit_of(root, reference)}:{path.as_posix()}"])
+    return found.stdout if found.returncode == 0 else None
+
+
+def case_at(root: Path, reference: str, file: Path) -> Case | None:
+    """The case of a file as a commit has it; None where the file lies outside of the repository, or was not there yet.
+
+    Raises:
+        ConfigError: this playbook does not read it any more.
+    """
+    path = file.resolve()
+    text = text_at(root, reference, path.relative_to(root)) if path.is_relative_to(root) else None
+    if text is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="playbook-case-") as folder:
+        (Path(folder) / path.name).write_text(text, encoding="utf-8")
+        try:
+            return load_case(Path(folder) / path.name)
+        except FileError as e:
+            raise ConfigError(f"the case {path.name} as it stood at {reference} cannot be read: {e}; name a later commit") from e
+
+
+def anchor_of(case: str, root: Path, reference: str) -> str | None:
+    """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was none."""
+    path = Path(KINDS["baselines"]) / _ANCHORS
+    text = text_at(root, reference, path)
+    if text is None and (root / path).is_file():
+        text = (root / path).read_text(encoding="utf-8")
+    found = validate(*parse(text, str(path)), Anchors, str(path)).anchors.get(case) if text else None
+    return found.commit if found else None
 
 
 def state_of(root: Path) -> str:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import KINDS, data_root
-from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
-from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical
-from playbook.yaml_files import Strict, load
+from playbook.paths import data_root
+from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, case_file, load_case
+from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical, digest
 from playbook_bench.commands import trees
 from playbook_bench.commands.variant import Command
 from playbook_bench.judge import effects, guards, metrics, receipt, slowdown, verdict
@@ -37,21 +36,6 @@ from playbook_trainer.config.tree import flatten
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
 Status = Literal["pass", "regression", "undecided", "too_noisy", "error"]
 _WORST_FIRST: tuple[Status, ...] = ("error", "regression", "too_noisy", "undecided", "pass")
-_ANCHORS = "gate-anchors.yaml"
-"""In `bench/baselines/`: by case, the oldest commit whose speed was accepted."""
-
-
-class Anchor(Strict):
-    """A commit whose speed was accepted, and why it is this one."""
-
-    commit: str
-    reason: str
-
-
-class Anchors(Strict):
-    """The file of anchors."""
-
-    anchors: dict[str, Anchor]
 
 
 @dataclass(frozen=True)
@@ -116,6 +100,7 @@ def run(
 ) -> GateResult:
     """Compare the commit `baseline`, and the case's anchor, with the working tree, or with what is `judged` instead, a commit or a folder of files, on the case's baseline configuration.
 
+    A case named by its file is that of the baseline: a change that edits its case too is judged by both, and the worse answer counts.
     A case that launches a command is judged in the repository around the working folder, any other in that of this code, unless `root` names one.
 
     Raises:
@@ -125,12 +110,34 @@ def run(
     options, limits, progress = options or Options(), limits or Limits(), progress or Silent()
     if options.pairs is not None and options.pairs > slowdown.MOST_PAIRS:
         raise ConfigError(f"--pairs is {options.pairs}; expected at most {slowdown.MOST_PAIRS}")
-    case = _as_gate_case(case_id if isinstance(case_id, Case) else load_case(case_id))
+    case = case_id if isinstance(case_id, Case) else load_case(case_id)
+    repository = repository_of(case, root)
+    before = None if isinstance(case_id, Case) else checkout.case_at(repository, baseline, case_file(case_id))
+    if before is None or before == case:
+        return _run(case, baseline, options, limits, progress, root, judged, anchor)
+    progress.note(f"the case {case.id} has changed since {baseline}: it is judged as it was, and as it is")
+    was, now = (_run(each, baseline, options, limits, progress, root, judged, anchor) for each in (before, case))
+    worse = was if _WORST_FIRST.index(was.status) <= _WORST_FIRST.index(now.status) else now
+    sentence = f"the case has changed since {baseline}; as it was: {was.sentence}; as it is now: {now.sentence}"
+    return replace(worse, sentence=sentence, runs=[*was.runs, *now.runs])
+
+
+def _run(
+    case: Case,
+    baseline: str,
+    options: Options,
+    limits: Limits,
+    progress: Progress,
+    root: Path | None,
+    judged: str | Path | None,
+    anchor: str | None,
+) -> GateResult:
+    case = _as_gate_case(case)
     metric = metrics.get(case.metric or "")
     machine = detect.detect()
     profile = requirements.require_profile(case, machine, options.profile)
     repository = repository_of(case, root)
-    anchor = anchor or (_anchor_of(case.id, repository if case.command else None) if root is None or case.command else None)
+    anchor = anchor or (checkout.anchor_of(case.id, repository, baseline) if root is None or case.command else None)
     if anchor and checkout.commit_of(repository, anchor) == checkout.commit_of(repository, baseline):
         anchor = None
     references = {"baseline": baseline, **({"anchor": anchor} if anchor else {})}
@@ -158,7 +165,18 @@ def run(
             _measure(running, metric, limits)
     if kept and options.journal is None and running.plan.stopped != "budget":
         kept.remove()
-    return _judge_all(running, metric, limits, blank, anchor)
+    found = _judge_all(running, metric, limits, blank, anchor)
+    if not _changed(repository, baseline, judged):
+        found = replace(found, sentence=f"nothing changed since {baseline}, and any difference is noise; {found.sentence}")
+    return found
+
+
+def _changed(repository: Path, baseline: str, judged: str | Path | None) -> bool:
+    """Whether the files that git knows of differ from those of the baseline; what a folder of files holds is not asked."""
+    if isinstance(judged, Path):
+        return True
+    state = trees.tree_of(repository, judged) if judged else trees.working_tree(repository)
+    return state != trees.tree_of(repository, baseline)
 
 
 def repository_of(case: Case, root: Path | None) -> Path:
@@ -179,7 +197,7 @@ def _default_journal(
     candidate = variants["candidate"]
     state = candidate.files.tree if isinstance(candidate, Command) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
-    words = ["gate", case.id, *commits, state, str(options.pairs), str(options.seed)]
+    words = ["gate", digest(case.model_dump(mode="json"), 16), *commits, state, str(options.pairs), str(options.seed)]
     return journal.of_command(options.results, words, detect.place(), detect.exported())
 
 
@@ -200,15 +218,6 @@ def _commands(case: Case, profile: str, repository: Path, states: Mapping[str, s
         command = resolve(case, "baseline", profile, here, tree)
         found[variant] = replace(command, variant=variant) if isinstance(command, Command) else command
     return found
-
-
-def _anchor_of(case: str, repository: Path | None) -> str | None:
-    """The commit that the repository's file of anchors names for the case; None is that of this code."""
-    path = (repository / KINDS["baselines"] if repository else data_root("baselines")) / _ANCHORS
-    if not path.is_file():
-        return None
-    found = load(path, Anchors)[0].anchors.get(case)
-    return found.commit if found else None
 
 
 def _as_gate_case(case: Case) -> Case:
@@ -320,8 +329,9 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
-    found = _slowdown(running, metric, limits, _against(running.runs, reference))
-    return found is None or found.answer != "undecided"
+    runs = _against(running.runs, reference)
+    found, rest = _slowdown(running, metric, limits, runs), _rest(running, limits, runs)
+    return found is None or rest is None or _worst(found.answer, rest.answer) != "undecided"
 
 
 def _against(runs: Sequence[Run], reference: str) -> list[Run]:
@@ -333,13 +343,28 @@ def _against(runs: Sequence[Run], reference: str) -> list[Run]:
 
 
 def _slowdown(running: Series, metric: Metric, limits: Limits, runs: Sequence[Run]) -> slowdown.Slowdown | None:
-    noise = guards.aa_differences(runs, metric)
     values = [(metric.value(a), metric.value(b)) for a, b in guards.pairs_of(runs)]
-    if len(values) < 2 or len(noise) < 2 or any(x is None for pair in values for x in pair):
+    if len(values) < 2 or any(x is None for pair in values for x in pair):
         return None
     worse = [-guards.compare(metric, a, b) for a, b in values if a is not None and b is not None]
     limit = math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
-    return slowdown.judge_slowdown(worse, noise, limit, running.plan.looks)
+    return slowdown.judge_slowdown(worse, limit, running.plan.looks)
+
+
+def _rest(running: Series, limits: Limits, runs: Sequence[Run]) -> slowdown.Slowdown | None:
+    """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is allowed."""
+    pairs = guards.pairs_of(runs)
+    if len(pairs) < 2:
+        return None
+    return slowdown.judge_slowdown(slowdown.rest_worse(pairs, running.strict), _allowed_rest(limits), running.plan.looks)
+
+
+def _allowed_rest(limits: Limits) -> float:
+    return limits.allowed.get("process", limits.limit)
+
+
+def _worst(*answers: Status) -> Status:
+    return min(answers, key=_WORST_FIRST.index)
 
 
 def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None) -> GateResult:
@@ -348,7 +373,7 @@ def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResul
     if anchor is None or found.status == "error":
         return found
     since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor")
-    status = min((found.status, since.status), key=_WORST_FIRST.index)
+    status = _worst(found.status, since.status)
     needed = [r.pairs_needed for r in (found, since) if r.status == "undecided"]
     more = None if not needed or None in needed else max(n for n in needed if n is not None)
     return replace(
@@ -369,7 +394,7 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     cut = f"stopped after {len(pairs)} of the {first} pairs that the gate needs, without a failure; raise --budget (or --pairs)"
     if not pairs:
         return replace(blank, status="undecided", sentence=cut)
-    alike, cost = _alike(running, runs, metric, limits, pairs, reference), slowdown.same_cost(pairs, runs, limits.limit, limits.allowed)
+    alike, cost = _alike(running, runs, metric, limits, pairs, reference), slowdown.same_cost(pairs, runs, limits.allowed)
     blank = replace(blank, gates=[*alike, *cost])
     if broken := [f"{g.name}: {g.detail}" for g in alike if not g.ok]:
         return replace(blank, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
@@ -381,10 +406,16 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, backend))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
-    if found is None or len(pairs) < first:
+    rest = _rest(running, limits, runs)
+    if found is None or rest is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
-    sentence, needed = _sentence(found, metric, limits, runs, len(pairs))
-    return replace(blank, status=found.answer, sentence=sentence, pairs_needed=needed)
+    sentence, needed = slowdown.in_words(found, metric, limits.limit, runs, len(pairs))
+    told = slowdown.rest_in_words(rest, _allowed_rest(limits))
+    if rest.answer != "pass":
+        sentence = f"{sentence}; {told}"
+        needed = max(needed or 0, rest.pairs_needed or 0) or None
+    gates = [*blank.gates, Condition(name="process", ok=rest.answer == "pass", detail=told)]
+    return replace(blank, status=_worst(found.answer, rest.answer), sentence=sentence, pairs_needed=needed, gates=gates)
 
 
 def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
@@ -400,29 +431,6 @@ def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, found: Compa
     shown = f"{metric.name} {effects.show_effect(found)}" + (f", {100 * allowed:g} % is allowed" if allowed else "")
     status: Status = "regression" if worse or dearer else "pass"
     return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=found)
-
-
-def _sentence(found: slowdown.Slowdown, metric: Metric, limits: Limits, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
-    """The answer in words, and how many pairs would settle it."""
-    log = metric.scale == "log_ratio"
-    mean, low, high = (100 * (math.expm1(v) if log else v) for v in (found.mean, found.low, found.high))
-    unit = "%" if log else "points"
-    said, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
-    shown = f"{metric.name}: {said} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
-    above = f"a slowdown above {100 * limits.limit:g} {unit}"
-    if found.answer == "regression":
-        return f"{shown}: {above} is certain", None
-    if found.answer == "pass":
-        return f"{shown}: {above} is ruled out", None
-    if found.answer == "too_noisy":
-        cause = slowdown.cause_of_noise(runs, guards.aa_differences(runs, metric))
-        return (
-            f"{shown}: too noisy to see {above} even with {slowdown.MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit",
-            None,
-        )
-    need = found.pairs_needed
-    more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
-    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
 
 
 def _alike(

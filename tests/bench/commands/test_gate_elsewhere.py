@@ -59,7 +59,10 @@ def repo(tmp_path, monkeypatch):
 
 
 def run(**more):
-    return gate.run("bench/step-time.yaml", more.pop("baseline", "HEAD~1"), Options(profile="cpu", seed=1, **more))
+    limits = more.pop("limits", None) or gate.Limits(
+        allowed={"process": 9.0}
+    )  # launches of a fraction of a second are mostly start-up, which varies
+    return gate.run("bench/step-time.yaml", more.pop("baseline", "HEAD~1"), Options(profile="cpu", seed=1, **more), limits)
 
 
 @pytest.mark.parametrize(("slower", "status"), [(0.2, "regression"), (0.0, "pass")])
@@ -101,6 +104,62 @@ def test_steps_that_are_slow_in_part_are_a_regression(repo, fault):
     repo(fault=fault)
     found = run()
     assert found.status == "regression", found.sentence
+
+
+def edited(repo, old, new):
+    case = repo.root / "bench" / "step-time.yaml"
+    case.write_text(case.read_text().replace(old, new))
+
+
+def test_a_change_that_edits_its_case_is_judged_by_the_case_of_the_baseline_too(repo):
+    """The new case says that nothing is slower, and passed."""
+    edited(repo, '"50"]', '"50", --slower, "0"]')
+    repo(slower=0.3)
+    found = run()
+    assert found.status == "regression", found.sentence
+    assert found.sentence.startswith("the case has changed since HEAD~1; as it was: step_seconds: slower by ")
+    assert "; as it is now: step_seconds" in found.sentence
+    assert "is ruled out" in found.sentence
+
+
+@pytest.mark.full
+def test_a_case_of_the_baseline_that_cannot_be_read_is_said(repo):
+    edited(repo, "metric:", "metrik:")
+    repo("broken")
+    edited(repo, "metrik:", "metric:")
+    repo("mended")
+    with pytest.raises(ConfigError, match=r"step-time.yaml as it stood at HEAD~1 cannot be read: .*name a later commit"):
+        run()
+    edited(repo, "pairs: [4, 8]", "pairs: [4, 8, 12]")
+    assert run(baseline="HEAD").sentence.startswith("the case has changed since HEAD; as it was: ")
+
+
+def test_the_same_files_are_said_to_be_the_same(repo):
+    """A clean tree against its own commit passed without a word."""
+    found = run(baseline="HEAD")
+    assert found.sentence.startswith("nothing changed since HEAD, and any difference is noise; step_seconds"), found.sentence
+
+
+def test_a_gain_beyond_the_limit_asks_for_a_new_baseline(repo):
+    repo(slower=-0.2)
+    found = run()
+    assert (found.status, "compare the next commits with this one" in found.sentence) == ("pass", True), found.sentence
+
+
+@pytest.mark.full
+def test_work_before_the_first_step_is_judged_by_the_rule_of_steps(repo):
+    """Two seconds of start-up more passed where launches of the older commit varied by one."""
+    repo(fault="slow start")
+    found = run(limits=gate.Limits(allowed={"process": 0.5}))
+    assert found.status == "regression", found.sentence
+    assert "beside its timed steps a launch takes +" in found.sentence
+    assert "more than 50 % is certain" in found.sentence
+
+
+def test_a_figure_that_a_commit_stops_logging_is_missed(repo):
+    repo(fault="no loss")
+    found = run()
+    assert (found.status, "fields: no longer told: loss" in found.sentence) == ("error", True), found.sentence
 
 
 @pytest.mark.full

@@ -441,12 +441,12 @@ def test_an_interaction_needs_all_its_cells() -> None:
 # The gate's decision.
 
 
-def settles(looks: list[int], deviation: float, distance: float, error: float, noise: int) -> int:
+def settles(looks: list[int], deviation: float, distance: float, error: float) -> int:
     """The first look that would settle it, looks added at the distance of the last two."""
     step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
     for pairs in range(looks[0], 1000, step):
         taken = looks + list(range(looks[-1] + step, pairs + 1, step))
-        reach = stats.t.ppf(1 - error / len(taken), pairs - 1 + noise) + stats.norm.ppf(0.8)
+        reach = stats.t.ppf(1 - error / len(taken), pairs - 1) + stats.norm.ppf(0.8)
         if reach * deviation / math.sqrt(pairs) <= distance:
             return pairs
     return 1000
@@ -457,8 +457,8 @@ def settles(looks: list[int], deviation: float, distance: float, error: float, n
 def test_the_gate_names_the_first_look_that_would_probably_settle_it(looks: list[int], mean: float, error: float) -> None:
     limit, seen = math.log1p(0.03), set()
     for spread in np.linspace(0.008, 0.022, 15):
-        found = slowdown.judge_slowdown([mean + spread, mean - spread], [spread] * 2, limit, looks)
-        need = settles(looks, math.sqrt(4 * spread**2 / 3), abs(limit - mean), error, 2)
+        found = slowdown.judge_slowdown([mean + spread, mean - spread], limit, looks)
+        need = settles(looks, math.sqrt(2) * spread, abs(limit - mean), error)
         if found.answer == "undecided":
             assert found.pairs_needed == (need if need <= 100 else None)
             seen.add(need)
@@ -470,7 +470,7 @@ def test_a_hundred_pairs_are_the_most_that_are_asked_for(looks: list[int], most:
     """The deviations are those at which so many pairs just settle that there is no slowdown, and just do not."""
     limit, found = math.log1p(0.03), {}
     for deviation in np.linspace(0.05, 0.06, 25):
-        answer = slowdown.judge_slowdown([deviation, -deviation] * 2, [deviation] * 4, limit, looks)
+        answer = slowdown.judge_slowdown([deviation, -deviation] * 2, limit, looks)
         found[answer.answer] = max(found.get(answer.answer, 0), answer.pairs_needed or 0)
     assert found == {"undecided": most, "too_noisy": 0}
     assert (slowdown.LIMIT, slowdown.MOST_PAIRS) == (0.03, 100)

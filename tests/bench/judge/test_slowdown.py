@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from test_verdict import make_run
 
@@ -22,9 +23,9 @@ def around(mean: float, deviation: float, n: int = 4) -> list[float]:
 
 def launch(variant: str = "baseline", pair: int = 0, wall_s: float = 10.0, role: str = "measure", **steps: object) -> Run:
     """Six steps of a second; `steps` holds a field of every step, or a list of one value for each."""
-    fields = {"seconds": 1.0, "loss": 2.0, "grad_norm": 1.0, "peak_memory_bytes": 1000, **steps}
+    fields = {"seconds": 1.0, "loss": 2.0, "grad_norm": 1.0, "peak_memory_bytes": 1000, "useful_tokens": 1, **steps}
     at = lambda value, i: value[i] if isinstance(value, list) else value  # noqa: E731
-    samples = [Sample(step=i, timed=True, useful_tokens=1, raw_tokens=1, **{k: at(v, i) for k, v in fields.items()}) for i in range(6)]
+    samples = [Sample(step=i, timed=True, raw_tokens=1, **{k: at(v, i) for k, v in fields.items()}) for i in range(6)]
     return make_run(variant, pair, wall_s=wall_s, role=role, samples=samples)
 
 
@@ -40,9 +41,7 @@ def series(
 def gates(which: str, made: tuple[list[Pair], list[Run]], allowed: dict[str, float] | None = None) -> dict[str, str]:
     """What each condition that does not hold says."""
     pairs, runs = made
-    found = (
-        slowdown.same_training(pairs, runs, allowed or {}) if which == "training" else slowdown.same_cost(pairs, runs, 0.03, allowed or {})
-    )
+    found = slowdown.same_training(pairs, runs, allowed or {}) if which == "training" else slowdown.same_cost(pairs, runs, allowed or {})
     return {g.name: g.detail for g in found if not g.ok}
 
 
@@ -70,67 +69,67 @@ def test_an_allowance_of_nothing_lets_what_is_equal_pass() -> None:
     assert gates("cost", series(), {"memory": 0.0, "process": 0.0}) == {}
 
 
-# By hand, from tables of Student's t: with 4 pairs and 4 of noise the deviation has 7 degrees of freedom, and with three looks the one-sided rates
-# are 0.025 / 3 (t = 3.128) and 0.001 / 3 (t = 5.795). Pairs of deviation 0.004 (sample: 0.004619) and noise of 0.004 pool to 0.004276.
+# By hand, from tables of Student's t: 4 pairs have 3 degrees of freedom, and with three looks the one-sided rates are 0.025 / 3 (t = 4.857) and
+# 0.001 / 3 (t = 14.82). Pairs of deviation 0.001 (sample: 0.001155) give an error of 0.000577.
 @pytest.mark.parametrize(
     ("mean", "answer"),
     [
         (0.0, "pass"),
         (-0.05, "pass"),
-        (0.0170, "pass"),  # 0.02956 - 5.795 * 0.002138 = 0.01717
-        (0.0177, "undecided"),
-        (0.0360, "undecided"),  # 0.02956 + 3.128 * 0.002138 = 0.03625
-        (0.0365, "regression"),
+        (0.0209, "pass"),  # 0.02956 - 14.82 * 0.000577 = 0.02100
+        (0.0212, "undecided"),
+        (0.0322, "undecided"),  # 0.02956 + 4.857 * 0.000577 = 0.03236
+        (0.0325, "regression"),
     ],
 )
 def test_a_slowdown_passes_or_fails_only_where_its_interval_says_so(mean: float, answer: str) -> None:
-    found = slowdown.judge_slowdown(around(mean, 0.004), around(0.0, 0.004), LIMIT, LOOKS)
+    found = slowdown.judge_slowdown(around(mean, 0.001), LIMIT, LOOKS)
     assert found.answer == answer
     assert found.mean == pytest.approx(mean)
-    assert found.low == pytest.approx(mean - 3.128 * 0.002138, abs=2e-5)
-    assert found.high == pytest.approx(mean + 5.795 * 0.002138, abs=2e-5)
+    assert found.low == pytest.approx(mean - 4.857 * 0.000577, abs=2e-5)
+    assert found.high == pytest.approx(mean + 14.82 * 0.000577, abs=2e-5)
 
 
-def test_a_noisier_commit_is_held_to_its_own_noise() -> None:
-    """Pairs vary twice as much as the noise does, so they alone count: 3 degrees of freedom, t = 4.857 for 0.025 / 3 (here one look: 3.182)."""
-    found = slowdown.judge_slowdown(around(0.0, 0.01), around(0.0, 0.005), LIMIT, (4,))
-    assert found.low == pytest.approx(-3.182 * 0.011547 / 2, rel=1e-3)
-    calm = slowdown.judge_slowdown(around(0.0, 0.001), around(0.0, 0.005), LIMIT, (4,))
-    assert calm.low == pytest.approx(-2.365 * math.sqrt((3 * 0.0011547**2 + 4 * 0.005**2) / 7) / 2, rel=1e-3), "and a quieter one to both"
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_slowdown_at_the_limit_passes_in_one_series_of_a_thousand_however_noisy_the_newer_commit_is(times: int) -> None:
+    """A test whether its launches vary more than those of the older one let 0.4 % pass: few launches seldom show it."""
+    draw = np.random.default_rng(times)
+    launches = draw.normal(0, 0.01, (30_000, 12)), draw.normal(LIMIT, times * 0.01, (30_000, 12))
+    worse = launches[1] - launches[0]
+    passed = np.zeros(len(worse), bool)
+    for look in LOOKS:
+        # The bound is linear in mean and deviation: two calls give it for all series.
+        high = slowdown.judge_slowdown(around(0.0, 1.0, look), 9.0, LOOKS).high / math.sqrt(look / (look - 1))
+        passed |= worse[:, :look].mean(1) + high * worse[:, :look].std(1, ddof=1) < LIMIT
+    assert passed.mean() <= 0.0016  # 0.1 %, and three standard errors
 
 
 @pytest.mark.parametrize(
     ("mean", "deviation", "answer"),
-    [(0.0, 0.02, "undecided"), (0.02, 0.01, "undecided"), (0.0, 0.06, "too_noisy"), (0.03, 0.06, "too_noisy")],
+    [(0.0, 0.02, "undecided"), (0.02, 0.008, "undecided"), (0.0, 0.06, "too_noisy"), (0.03, 0.06, "too_noisy")],
 )
 def test_what_no_number_of_pairs_would_rule_out_is_too_noisy(mean: float, deviation: float, answer: str) -> None:
-    found = slowdown.judge_slowdown(around(mean, deviation), around(0.0, deviation), LIMIT, LOOKS)
+    found = slowdown.judge_slowdown(around(mean, deviation), LIMIT, LOOKS)
     assert found.answer == answer
 
 
 def test_the_number_of_pairs_that_would_settle_it() -> None:
     """Looks go on at their distance of four, each with a smaller part of the error rate, until the interval and 80 % power fit into the distance."""
-    need = {d: slowdown.judge_slowdown(around(0.02, d), around(0.0, d), LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
-    assert need == {0.004: 8, 0.006: 12, 0.01: 32, 0.02: None}
-    assert slowdown.judge_slowdown(around(0.04, 0.01), around(0.0, 0.01), LIMIT, LOOKS).pairs_needed == 16, (
-        "a regression is cheaper to show"
-    )
-    assert slowdown.judge_slowdown(around(LIMIT, 0.004), around(0.0, 0.004), LIMIT, LOOKS).pairs_needed is None
-    assert slowdown.judge_slowdown(around(0.02, 0.006), around(0.0, 0.006), LIMIT, (4,)).pairs_needed % 4 == 0, (
-        "of one look, its own distance"
-    )
+    need = {d: slowdown.judge_slowdown(around(0.02, d), LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
+    assert need == {0.004: 12, 0.006: 16, 0.01: 36, 0.02: None}
+    assert slowdown.judge_slowdown(around(0.04, 0.01), LIMIT, LOOKS).pairs_needed == 20, "a regression is cheaper to show"
+    assert slowdown.judge_slowdown(around(LIMIT, 0.004), LIMIT, LOOKS).pairs_needed is None
+    assert slowdown.judge_slowdown(around(0.02, 0.006), LIMIT, (4,)).pairs_needed % 4 == 0, "of one look, its own distance"
 
 
-@pytest.mark.parametrize(
-    ("worse", "noise"), [([0.0], [0.0, 0.1]), ([0.0, 0.1], [0.0]), ([0.0, math.nan], [0.0, 0.1]), ([0.0, 0.1], [0.0, math.inf])]
-)
-def test_too_few_pairs_or_no_number_give_no_answer(worse: list[float], noise: list[float]) -> None:
+@pytest.mark.parametrize("worse", [[0.0], [0.0, math.nan], [math.inf, 0.1]])
+def test_too_few_pairs_or_no_number_give_no_answer(worse: list[float]) -> None:
     with pytest.raises(ValueError, match=r"at least 2 pairs|not finite"):
-        slowdown.judge_slowdown(worse, noise, LIMIT, LOOKS)
+        slowdown.judge_slowdown(worse, LIMIT, LOOKS)
 
 
-def test_two_pairs_of_each_are_enough_for_an_answer() -> None:
-    assert slowdown.judge_slowdown([0.0, 0.0], [0.0001, -0.0001], LIMIT, (2,)).answer == "pass"
+def test_two_pairs_are_enough_for_an_answer() -> None:
+    assert slowdown.judge_slowdown([0.0, 0.0], LIMIT, (2,)).answer == "pass"
 
 
 def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
@@ -236,45 +235,61 @@ def test_memory_may_not_grow_by_more_than_is_allowed(before: int, after: int, al
 
 def test_memory_that_the_older_commit_does_not_report_is_said_to_be_not_compared() -> None:
     pairs, runs = series(before={"peak_memory_bytes": 0}, after={"peak_memory_bytes": 5})
-    assert [(g.ok, g.detail) for g in slowdown.same_cost(pairs, runs, 0.03, {}) if g.name == "memory"] == [
+    assert [(g.ok, g.detail) for g in slowdown.same_cost(pairs, runs, {}) if g.name == "memory"] == [
         (True, "not compared: the older commit reports none")
     ]
 
 
+def warmed(run: Run, seconds: float = 1.0) -> Run:
+    """A run whose first step is warm-up and takes so long; its launch is longer by what that is more than a second."""
+    first = run.samples[0].model_copy(update={"timed": False, "seconds": seconds})
+    return run.model_copy(update={"samples": [first, *run.samples[1:]], "wall_s": run.wall_s + seconds - 1.0})
+
+
 @pytest.mark.parametrize(
-    ("wall_s", "noise", "allowed", "said"),
+    ("after", "worse"),
     [
-        (10.17, [{}, {}], {}, None),  # steps take 6 s, of which 3 % are 0.18 s
-        (10.19, [{}, {}], {}, "the process takes 0.2 s longer outside its steps, at most 0.2 s is explained"),
-        (9.0, [{}, {}], {}, None),
-        (10.59, [{}, {}], {"process": 0.1}, None),
-        (10.61, [{}, {}], {"process": 0.1}, "the process takes 0.6 s longer outside its steps, at most 0.6 s is explained"),
-        (11.9, [{}, {"wall_s": 11.0}], {}, None),  # launches of the older commit differ by 1 s: twice that counts
-        (12.1, [{}, {"wall_s": 11.0}], {}, "the process takes 2.1 s longer outside its steps, at most 2.0 s is explained"),
+        ({"wall_s": 11.0}, 0.1),
+        ({"wall_s": 9.0}, -0.1),
+        ({"seconds": 0.5}, 0.3),  # steps take 3 s less, and the launch as long as before
+        ({"seconds": 0.5, "wall_s": 7.0}, 0.0),
     ],
 )
-def test_time_that_moved_out_of_the_steps_is_not_gained(wall_s: float, noise: list[dict], allowed: dict, said: str | None) -> None:
-    """A step that waits between two steps looks faster: the process takes as long as before."""
-    assert gates("cost", series(after={"wall_s": wall_s}, noise=noise), allowed).get("process") == said
+def test_time_that_moved_out_of_the_steps_is_not_gained(after: dict, worse: float) -> None:
+    """It is a share of the older commit's launch, of 10 s."""
+    assert slowdown.rest_worse(series(after=after)[0], {}) == pytest.approx([worse, worse])
 
 
-def test_a_faster_step_whose_process_takes_as_long_is_refused() -> None:
-    assert "the process takes 3.0 s longer outside its steps" in gates("cost", series(after={"seconds": 0.5}))["process"]
-    assert gates("cost", series(after={"seconds": 0.5, "wall_s": 7.0})) == {}
+def test_a_longer_first_step_counts_although_it_is_not_timed() -> None:
+    pairs = [(warmed(a), warmed(b, 4.0)) for a, b in series()[0]]
+    assert slowdown.rest_worse(pairs, {}) == pytest.approx([0.3, 0.3])
 
 
-@pytest.mark.parametrize("wall_s", [6.0, 6.5])
-def test_a_process_that_is_hardly_longer_than_its_steps_is_compared_too(wall_s: float) -> None:
-    short = {"wall_s": wall_s}
-    assert "longer outside its steps" in gates("cost", series(before=short, after={"wall_s": 9.0}, noise=[short, short]))["process"]
+def test_a_line_of_a_log_counts_for_all_of_its_steps() -> None:
+    pairs = series(before={"wall_s": 70.0}, after={"wall_s": 70.0, "seconds": 0.9})[0]
+    assert slowdown.rest_worse(pairs, {"s": {"trainer": {"log_every": 10}}}) == pytest.approx([6 / 70] * 2)
 
 
-@pytest.mark.parametrize(("pairs", "noise", "before"), [(1, [{}], {}), (2, [{}, {}], {"wall_s": 5.0})])
-def test_too_few_launches_or_a_clock_that_is_off_compare_no_process(pairs: int, noise: list[dict], before: dict) -> None:
-    found = slowdown.same_cost(*series(pairs, before, {"wall_s": 100.0}, noise), 0.03, {})
-    assert [(g.ok, g.detail) for g in found if g.name == "process"] == [
-        (True, "not compared: too few launches, or steps that take longer than their process")
-    ]
+def test_start_up_that_varies_is_no_excuse() -> None:
+    """Half of the time between lines of a log passed where start-up varied by as much; now it is open."""
+    found = slowdown.judge_slowdown([0.02, 0.3, 0.1, 0.22], 0.1, LOOKS)
+    assert found.answer in ("undecided", "too_noisy")
+    assert "--allow process=" in slowdown.rest_in_words(found, 0.1)
+
+
+@pytest.mark.parametrize("lost", ["loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes"])
+def test_a_figure_that_a_commit_tells_no_longer_is_missed(lost: str) -> None:
+    absent = None if lost in ("loss", "grad_norm") else 0
+    told = {"images": 1}
+    found = gates("training", series(before=told, after={**told, lost: absent}))
+    assert found["fields"] == f"no longer told: {lost}"
+    assert "fields" not in gates("training", series(before={**told, lost: absent}, after=told))
+
+
+def test_a_reported_metric_that_vanishes_is_missed() -> None:
+    pairs, runs = series()
+    pairs = [(a.model_copy(update={"metrics": {"mfu": 0.3, "hfu": None}}), b) for a, b in pairs]
+    assert gates("training", (pairs, runs)) == {"fields": "no longer told: mfu"}
 
 
 def effect(low: float | None, high: float | None, **fields: object) -> Comparison:
@@ -327,7 +342,3 @@ def test_norms_of_nothing_are_alike() -> None:
     """As of a trainer that clips to zero, or of losses that vanish: equal is equal at any allowance."""
     made = series(before={"grad_norm": 0.0, "loss": 0.0}, after={"grad_norm": 0.0, "loss": 0.0})
     assert gates("training", made) == gates("training", made, {"loss": 0.0, "grad_norm": 0.0}) == {}
-
-
-def test_three_launches_of_the_older_commit_are_enough_to_compare_processes() -> None:
-    assert "process" in gates("cost", series(1, after={"wall_s": 100.0}, noise=[{}, {}]))

@@ -34,6 +34,7 @@ def row(told, step, seconds):
         "no throughput": {"seconds": None},
         "no tokens": {"tokens": None},
         "fewer tokens": {"tokens": 900},
+        "no loss": {"loss": None},
         "other loss": {"loss": 1.5 * sound["loss"]},
     }
     return {k: v for k, v in {**sound, **changed.get(told.fault, {})}.items() if v is not None}
@@ -45,6 +46,8 @@ def main():
     launch = 0.01 * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
     if told.fast and told.fault != "no path":
         print("the fast path is on")
+    if told.fault == "slow start":
+        time.sleep(2)
     if told.fault == "hang":
         time.sleep(3600)
     if told.fault == "no memory":
