@@ -311,15 +311,16 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
     """One discarded launch of each commit, the older one against itself, then pairs. What cannot be used ends it at the first launch that shows it."""
     looks, count = running.plan.looks, len(running.variants)
     aa_pairs = 0 if metric.deterministic else schedule.AA_PAIRS
-    running.expected = schedule.launches(looks, running.plan.pairs_limit, aa_pairs, count) if aa_pairs else count
+    twice = metric.deterministic and bool(running.case.command)  # a command's count is one only where launches repeat it
+    running.expected = schedule.launches(looks, running.plan.pairs_limit, aa_pairs, count) if aa_pairs else count * (1 + twice)
     running.progress.series(f"gate {running.case.id}", running.expected)
-    if metric.deterministic:
-        series.measure_pairs(running, lambda s, n: True)
-        return
-    for spec in schedule.burn_in(running.variants):
+    for spec in schedule.burn_in(running.variants) if twice or not metric.deterministic else ():
         ended = running.run(spec)
         if ended.outcome != "ok" or guards.complete(ended, metric):
             return
+    if metric.deterministic:
+        series.measure_pairs(running, lambda s, n: True)
+        return
     # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
     noise = aa.measure(running, metric, aa_pairs)
     if len(noise) < 2 * aa_pairs or noise[-1].outcome != "ok":
@@ -394,6 +395,9 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     cut = f"stopped after {len(pairs)} of the {first} pairs that the gate needs, without a failure; raise --budget (or --pairs)"
     if not pairs:
         return replace(blank, status="undecided", sentence=cut)
+    if metric.deterministic and not metrics.as_told(metric, running.case, runs).deterministic:
+        text = f"{metric.name} differs between launches of one commit, so that a pair of them tells nothing; fix its seed, or gate a time"
+        return replace(blank, status="undecided", sentence=text)
     alike, cost = _alike(running, runs, metric, limits, pairs, reference), slowdown.same_cost(pairs, runs, limits.allowed)
     blank = replace(blank, gates=[*alike, *cost])
     if broken := [f"{g.name}: {g.detail}" for g in alike if not g.ok]:

@@ -162,6 +162,15 @@ def test_a_figure_that_a_commit_stops_logging_is_missed(repo):
     assert (found.status, "fields: no longer told: loss" in found.sentence) == ("error", True), found.sentence
 
 
+def test_a_count_that_does_not_repeat_tells_nothing(repo):
+    """The same commit with another loss at each launch was a regression, or passed, by chance."""
+    edited(repo, "metric: step_seconds", "metric: final_loss")
+    repo(fault="unseeded")
+    repo(fault="unseeded", noise=0.003)
+    found = run()
+    assert (found.status, "final_loss differs between launches of one commit" in found.sentence) == ("undecided", True), found.sentence
+
+
 @pytest.mark.full
 def test_five_small_regressions_in_a_row_are_seen_from_the_anchor(repo):
     anchor = repo.git("rev-parse", "HEAD")
