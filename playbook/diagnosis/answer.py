@@ -13,6 +13,7 @@ from playbook.diagnosis.actions import Action, Gain, actions
 from playbook.diagnosis.claims import Knowledge, Said
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice.anchored import anchored, scale_of, scaled
 from playbook.planner.choice.search import Choice
 from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB, stages
@@ -87,7 +88,7 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
             "best": best and _predicted(best.time, best.plan),
             "nothing_fits": _obstacle(found),
         },
-        "published": runs and _published(runs),
+        "published": runs and runs.document(q),
         "position": _position(speed, mine, best, runs),
         "walls": [{**asdict(w), "beyond": w.beyond} for w in told],
         "walls_from": "trace" if seen.trace else "the planner's breakdown of " + ("your layout" if mine else "the fastest layout"),
@@ -101,11 +102,15 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
 @lru_cache(maxsize=16)
 def _planned(question: Question) -> explain.Answer:
     """The planner's answer; a server is asked about one setting several times."""
-    return explain.answer(question, 3)
+    return anchored(explain.answer(question, 3))
 
 
 def _time(where: Setting) -> StepTime | None:
-    return step_time(where.plan, where.question.cluster) if where.plan else None
+    """The predicted step of the layout that runs, scaled to published runs."""
+    if where.plan is None:
+        return None
+    time = step_time(where.plan, where.question.cluster)
+    return scaled(time, scale_of(where.question, time, fp8=where.precision == "fp8"))
 
 
 def _peak(plan: Plan | None) -> float:
@@ -123,11 +128,6 @@ def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
 def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
     near = found.obstacle
     return {"settings": plain_data.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
-
-
-def _published(runs: published.Published) -> dict[str, Any]:
-    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset", "run")} | {"predicted": r.predicted} for r in runs.rows]
-    return {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "count": runs.count, "rows": rows}
 
 
 def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:

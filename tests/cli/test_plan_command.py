@@ -89,7 +89,7 @@ def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
 
     shown = run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--anchor", str(table)).stdout.splitlines()
     (line,) = (line for line in shown if line.startswith("anchored"))
-    assert line == f"anchored 1 run, x{speeds[0]['value'] / speeds[1]['value']:.2f}"
+    assert line == f"anchored 1 run and published runs, x{speeds[0]['value'] / speeds[1]['value']:.2f}"
 
 
 @pytest.mark.parametrize(
@@ -192,3 +192,21 @@ def test_an_answer_takes_seconds_and_the_pages_is_still_among_the_best(run, plac
     again = parse(model, words)
     assert again.broken() == []
     assert step_time(again, cluster(found["question"]["hardware"])).tokens_per_s_per_gpu.value > 0.9 * best
+
+
+def test_a_published_layout_that_was_faster_leads_the_table(run) -> None:
+    asked = ("qwen3_30b_a3b", "--gpus", "16", "--hardware", "h100")
+    shown = run(*asked).stdout
+    found = json.loads(run(*asked, "--json").stdout)
+    fastest = max(found["published"]["rows"], key=lambda r: r["tokens_per_s_per_gpu"])
+    assert fastest["tokens_per_s_per_gpu"] > found["plans"][0]["tokens_per_s_per_gpu"]["value"]
+    assert shown.splitlines()[2].startswith("published ")
+    assert f"{fastest['tokens_per_s_per_gpu']:,.0f}" in shown.splitlines()[2]
+    far = 1 - fastest["predicted"] / fastest["tokens_per_s_per_gpu"]
+    assert f"of {fastest['id']} the planner says {fastest['predicted']:,.0f}, {far:.0%} too slow" in shown
+    assert fastest["link"].startswith("https://")
+    assert f"{fastest['id']}, {fastest['link']}" in shown
+
+    plain = run(*asked, "--no-published").stdout
+    assert not [line for line in plain.splitlines() if line.startswith(("published", "anchored", "ran "))]
+    assert run("llama3_70b", "--gpus", "8", "--hardware", "h200", "--top", "1").stdout.count("\nran ") == 0  # of other GPUs none is shown

@@ -49,8 +49,8 @@ def split(plan: Plan) -> list[list[int]] | None:
     return [sizes[stage :: plan.pp] for stage in range(plan.pp)] if len(set(sizes)) > 1 else None
 
 
-def document(found: Answer) -> dict[str, Any]:
-    """The answer of `playbook plan --json` and of the tool `plan_layout`.
+def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer of `playbook plan --json` and of the tool `plan_layout`, with the nearest published runs.
 
     Units: GiB, tokens per second and GPU, seconds.
     """
@@ -65,6 +65,7 @@ def document(found: Answer) -> dict[str, Any]:
             "gbs": question.global_batch, "goal": question.goal, "backend": question.backend, "allow": sorted(question.allow),
             "fix": list(question.fixed), "memory_gib": question.capacity / GIB,
         },
+        "published": published,
         "plans": [_row(c) for c in found.choices],
         "ties": found.ties,
         "runner_up": lost(found.choices[0], found.choices[1]) if len(found.choices) > 1 else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
@@ -12,21 +12,28 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
+from playbook.errors import ConfigError
+from playbook.planner.models import named
 from playbook.planner.runs.table import Run
+from playbook.planner.time.cluster import cluster
 
 _Vector = npt.NDArray[np.float64]
 
 _CONFIGURATION = ("model", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "ep", "layers", "hidden", "heads")
 _CHOICES = ("vpp", "etp", "dispatcher", "recompute", "cuda_graph", "offload")
 _KINDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("hardware",), 0.05),
+    (("preset", "generation", "batch"), 0.1),
     (("source_group",), 0.05),
     (("source_group", "hardware", "precision"), 0.1),
     (("source_group", "model", "hardware"), 0.1),
-    (("source_group", "model", "hardware", "precision"), 0.1),
+    (("source_group", "model", "hardware", "precision"), 0.05),
     (("source_group", "model", "hardware", "precision", "tp", "pp", "ep", "fsdp"), 0.2),
 )
-"""Kinds of runs, and what being of one adds to the correlation of two predictions' errors."""
+"""Kinds of runs, and what being of one adds to the correlation of two predictions' errors.
+
+Only the first holds between sources. Its weight is that of greatest likelihood, a tenth to a third whichever source is left out, at its lower end:
+docs/experiments/planner-accuracy.md.
+"""
 _PARTS = 0.4
 """The most that steps of the same parts add for runs of the same people, whose hosts, networks and versions are the same."""
 _OWN_GROUP = ("source_group",)
@@ -75,11 +82,17 @@ class Anchors:
         for i, anchor in enumerate(self._anchors):
             self._configurations[configuration(anchor.run)].append(i)
 
-    def scale(self, asked: Anchor, *, leave_out: bool = False) -> Scale:
-        """The scale for a run, whose own error is not looked at. With `leave_out`, runs of the same configuration do not count."""
+    def scale(self, asked: Anchor, *, leave_out: str = "") -> Scale:
+        """The scale for a run, whose own error is not looked at.
+
+        With `leave_out`, runs of the same configuration do not count; where it is `source`, none of the same source does either.
+        """
         near = self._covariance(asked)
         same = self._configurations.get(configuration(asked.run), []) if leave_out else []
         out = [i for i in same if _alike(self._anchors[i].run, asked.run)]
+        if leave_out == "source":
+            group = asked.run.word("source_group")
+            out = sorted({*out, *(i for i, a in enumerate(self._anchors) if a.run.word("source_group") == group)})
         near[out] = 0.0
         weights = self._inverse @ near
         if out:  # the inverse without these rows, from the whole one
@@ -144,7 +157,32 @@ def _alike(a: Run, b: Run) -> bool:
 
 
 def _key(run: Run, columns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(_plain(run, c) for c in columns)
+    return tuple(_KEYS[c](run) if c in _KEYS else _plain(run, c) for c in columns)
+
+
+def _batch(run: Run) -> str:
+    """Nothing where the batch is stated, else the run's own name: where it is a guess, the error is the guess's, and no other run shares it."""
+    return "" if run.word("mbs") or run.word("gbs") else run.id
+
+
+@lru_cache(maxsize=1024)
+def _preset(name: str) -> str:
+    return named(name) or _letters(name)
+
+
+@lru_cache(maxsize=1024)
+def _generation(hardware: str) -> str:
+    """The letters before a product's number: H100, H200 and H800 are one generation, B200 and GB200 another."""
+    try:
+        name = cluster(hardware).name
+    except ConfigError:
+        return _letters(hardware)
+    return re.sub("^g|[0-9_].*", "", name)
+
+
+_KEYS: dict[str, Callable[[Run], str]] = {
+    "preset": lambda run: _preset(run.word("model")), "generation": lambda run: _generation(run.word("hardware")), "batch": _batch
+}  # fmt: skip
 
 
 def _plain(run: Run, column: str) -> str:
