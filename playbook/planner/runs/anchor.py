@@ -31,8 +31,7 @@ _KINDS: tuple[tuple[tuple[str, ...], float], ...] = (
 )
 """Kinds of runs, and what being of one adds to the correlation of two predictions' errors.
 
-Only the first holds between sources. Its weight is that of greatest likelihood, a tenth to a third whichever source is left out, at its lower end:
-docs/experiments/planner-accuracy.md.
+Only the first holds between sources; how its weight was chosen: docs/experiments/planner-accuracy.md.
 """
 _PARTS = 0.4
 """The most that steps of the same parts add for runs of the same people, whose hosts, networks and versions are the same."""
