@@ -160,7 +160,8 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
 )
 def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
     asked = [*words, "--gbs", "256"]
-    predicted = json.loads(run(*asked, "--json").stdout)["plans"][0]
+    loss = ["--fix", "loss=native"] if target == "megatron-lm" else []  # the only one that its runs have
+    predicted = json.loads(run(*asked, *loss, "--json").stdout)["plans"][0]
     shown = run(*asked, "--export", target).stdout
     monkeypatch.chdir(tmp_path)
     took = f"elapsed time per iteration (ms): {predicted['seconds'] * 1100:.1f}"
