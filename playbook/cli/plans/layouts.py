@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook import files
-from playbook.cli.options import AsJson, tokens
+from playbook.cli.options import AsJson, machines, tokens
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
+from playbook.planner.shapes import DEEPEST
 from playbook.text import count
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _TOP_PARTS = 5
 _MEMORY = 0.92
+_GPUS, _KIND = 8, "h100"
+"""What is planned for where nothing is said."""
 _SILENT = ("cp", "vpp", "ep", "etp")
 """Degrees that are not shown where all plans have one."""
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
-_Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1 << 20, help="Number of GPUs; with --goal gpus it is found.")]
+_Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
 _Hardware = Annotated[str, typer.Option("--hardware", "--gpu", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
 _Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
 _Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
@@ -41,9 +44,13 @@ _Published = Annotated[
     bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
 ]
 _Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
-_Export = Annotated[
-    str | None, typer.Option("--export", help="Print the best plan for megatron-lm, megatron-bridge, torchtitan or playbook.")
+_Layers = Annotated[
+    int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")
 ]
+_Export = Annotated[
+    str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
+]
+_Slurm = Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")]
 _EmitCase = Annotated[
     Path | None,
     typer.Option("--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."),
@@ -56,8 +63,8 @@ _Against = Annotated[
 
 def plan_for(
     model: _Model,
-    gpus: _Gpus = 8,
-    hardware: _Hardware = "h100",
+    gpus: _Gpus = "",
+    hardware: _Hardware = "",
     seq: _Seq = 4096,
     gbs: _Gbs = 0,
     goal: _Goal = "tokens/s",
@@ -68,7 +75,9 @@ def plan_for(
     anchor: _Anchor = None,
     published: _Published = True,
     top: _Top = 5,
+    layers: _Layers = None,
     export: _Export = None,
+    slurm: _Slurm = False,
     emit_case: _EmitCase = None,
     case_gpus: _CaseGpus = 1,
     against: _Against = None,
@@ -83,15 +92,18 @@ def plan_for(
     from playbook.planner.models import find, named
     from playbook.planner.time.cluster import cluster
 
-    shape = find(model)
+    shape = find(model) if layers is None else find(model).of_depth(layers)
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
-    fixed = tuple(_words(fix or []))
+    fixed = _fixed(tuple(_words(fix or [])), export)
     allowed = frozenset(a for a in allow.split(",") if a)
-    question = Question(shape, name, cluster(hardware), gpus, seq, gbs, goal, memory, backend, fixed, allowed)
+    number, kind = machines(gpus or None, hardware or None)
+    question = Question(shape, name, cluster(kind or _KIND), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
     if emit_case is None and (against or case_gpus != 1):
         raise ConfigError(
             "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
         )
+    if slurm and export is None:
+        raise ConfigError("--slurm speaks of the script that --export prints; add --export, or leave it out")
     found = explain.answer(question, top)
     if anchor is not None and emit_case is not None:
         raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
@@ -100,7 +112,7 @@ def plan_for(
     if emit_case is not None and found.choices:
         _emit(found, emit_case, case_gpus, _words(against or []))
     elif export is not None and found.choices:
-        _print_export(found.choices[0].plan, export, hardware)
+        _print_export(found.choices[0].plan, export, question.cluster.name, slurm=slurm)
     elif as_json or found.choices:
         runs = _nearest(found) if published else None
         print_json(plain_data.document(found, runs.document(question) if runs else None)) if as_json else _show(found, runs)
@@ -108,6 +120,16 @@ def plan_for(
         _explain(found)
     if not found.choices:
         raise typer.Exit(USAGE)
+
+
+def _fixed(words: tuple[str, ...], export: str | None) -> tuple[str, ...]:
+    """What the reader fixed, and what every run of the trainer has that the plan is for."""
+    if export is None:
+        return words
+    from playbook_trainer.export.plans import SETTINGS
+
+    named = {word.partition("=")[0] for word in words}
+    return words + tuple(word for word in SETTINGS.get(export, ()) if word.partition("=")[0] not in named)
 
 
 def _words(given: list[str]) -> list[str]:
@@ -133,10 +155,10 @@ def _nearest(found: Answer) -> Published | None:
     return of_plan(found)
 
 
-def _print_export(plan: Plan, target: str, hardware: str) -> None:
-    from playbook.cli.plans.export import exported
+def _print_export(plan: Plan, target: str, hardware: str, *, slurm: bool) -> None:
+    from playbook_trainer.export.plans import launchable
 
-    say(exported(plan, target, hardware).rstrip())
+    say(launchable(plan, target, hardware).text(slurm=slurm).rstrip())
 
 
 def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
@@ -166,6 +188,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
 
 def _show(found: Answer, runs: Published | None) -> None:
     from playbook.planner.choice.explain import PARTS, lost, next_run
+    from playbook.planner.choice.plain_data import pipeline_string
 
     q, best = found.question, found.choices[0]
     say(
@@ -184,6 +207,9 @@ def _show(found: Answer, runs: Published | None) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
+    layout = pipeline_string(best.plan)
+    if layout:
+        say(f"pipeline {layout}")
     peaks = [s.peak / _GIB for s in best.stages]
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
