@@ -16,22 +16,23 @@ from playbook.errors import ConfigError
 from playbook.planner.models import named
 from playbook.planner.runs.table import Run
 from playbook.planner.time.cluster import cluster
+from playbook.planner.time.spread import has_experts
 
 _Vector = npt.NDArray[np.float64]
 
 _CONFIGURATION = ("model", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "ep", "layers", "hidden", "heads")
 _CHOICES = ("vpp", "etp", "dispatcher", "recompute", "cuda_graph", "offload")
 _KINDS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("experts", "generation", "batch"), 0.05),
     (("preset", "generation", "batch"), 0.1),
     (("source_group",), 0.05),
     (("source_group", "hardware", "precision"), 0.1),
     (("source_group", "model", "hardware"), 0.1),
-    (("source_group", "model", "hardware", "precision"), 0.05),
     (("source_group", "model", "hardware", "precision", "tp", "pp", "ep", "fsdp"), 0.2),
 )
 """Kinds of runs, and what being of one adds to the correlation of two predictions' errors.
 
-Only the first holds between sources; how its weight was chosen: docs/experiments/planner-accuracy.md.
+Only the first two hold between sources; how their weights were chosen: docs/experiments/planner-accuracy.md.
 """
 _PARTS = 0.4
 """The most that steps of the same parts add for runs of the same people, whose hosts, networks and versions are the same."""
@@ -69,8 +70,8 @@ class Anchors:
 
     def __init__(self, anchors: Sequence[Anchor]) -> None:
         self._anchors = list(anchors)
-        self._codes = [_Codes([_key(a.run, columns) for a in self._anchors]) for columns, _ in _KINDS]
-        self._groups = _Codes([_key(a.run, _OWN_GROUP) for a in self._anchors])
+        self._codes = [_Codes([_key(a, columns) for a in self._anchors]) for columns, _ in _KINDS]
+        self._groups = _Codes([_key(a, _OWN_GROUP) for a in self._anchors])
         self._shared = np.array([_shared(a) for a in self._anchors])
         self._parts = _unit(np.array([a.parts for a in self._anchors]))
         rows = [self._covariance(a) for a in self._anchors]
@@ -103,10 +104,10 @@ class Anchors:
     def _covariance(self, asked: Anchor) -> _Vector:
         """Of the asked prediction's error with that of each anchor's."""
         found = sum(
-            (weight * codes.same(_key(asked.run, columns)) for (columns, weight), codes in zip(_KINDS, self._codes, strict=True)),
+            (weight * codes.same(_key(asked, columns)) for (columns, weight), codes in zip(_KINDS, self._codes, strict=True)),
             np.zeros(len(self._anchors)),
         )
-        found = found + _PARTS * self._groups.same(_key(asked.run, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
+        found = found + _PARTS * self._groups.same(_key(asked, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
         return np.asarray(_shared(asked) * self._shared * found)
 
 
@@ -155,8 +156,8 @@ def _alike(a: Run, b: Run) -> bool:
     return configuration(a) == configuration(b) and all(x == y or not x or not y for x, y in said)
 
 
-def _key(run: Run, columns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(_KEYS[c](run) if c in _KEYS else _plain(run, c) for c in columns)
+def _key(anchor: Anchor, columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_KEYS[c](anchor) if c in _KEYS else _plain(anchor.run, c) for c in columns)
 
 
 def _batch(run: Run) -> str:
@@ -179,9 +180,12 @@ def _generation(hardware: str) -> str:
     return re.sub("^g|[0-9_].*", "", name)
 
 
-_KEYS: dict[str, Callable[[Run], str]] = {
-    "preset": lambda run: _preset(run.word("model")), "generation": lambda run: _generation(run.word("hardware")), "batch": _batch
-}  # fmt: skip
+_KEYS: dict[str, Callable[[Anchor], str]] = {
+    "preset": lambda a: _preset(a.run.word("model")),
+    "generation": lambda a: _generation(a.run.word("hardware")),
+    "batch": lambda a: _batch(a.run),
+    "experts": lambda a: str(has_experts(a.parts)),
+}
 
 
 def _plain(run: Run, column: str) -> str:
