@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
-from math import exp, log
+from math import log
 from typing import Any
 
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.errors import ConfigError
-from playbook.paths import data_root
 from playbook.planner import flops
 from playbook.planner.choice.explain import Answer
 from playbook.planner.choice.space import Question
 from playbook.planner.models import named
 from playbook.planner.models import published as shape_of
-from playbook.planner.runs.anchor import Anchor, newest
+from playbook.planner.runs.anchor import newest
 from playbook.planner.runs.predict import Prediction, predict
-from playbook.planner.runs.published import RUNS, scaling, table
+from playbook.planner.runs.published import cells, link, others, table
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import cluster
@@ -63,10 +61,7 @@ class Row:
         Scaled to the other published runs; those of its configuration do not count.
         """
         found = predict(self.run) if self.run.word("mbs") and self.run.word("gbs") else ""
-        if not isinstance(found, Prediction):
-            return None
-        scale = scaling().scale(Anchor(self.run, 0.0, found.spread, found.parts), leave_out="configuration")
-        return found.tokens_per_s_per_gpu * exp(scale.log)
+        return others(self.run, found) if isinstance(found, Prediction) else None
 
     def other(self, q: Question) -> str:
         """How the run is no run of the question: another GPU, another length."""
@@ -128,7 +123,7 @@ def _nearest_to(q: Question, precision: str) -> Published | None:
     None where nothing is comparable: on another GPU, or of another model, the work per token must be alike.
     """
     rows = [r for r in _rows() if r.precision == precision]
-    mine = [r for r in rows if r.preset == q.model]
+    mine = [r for r in rows if r.preset == q.model and r.shape.layers == q.shape.layers]
     here = [r for r in mine if r.hardware == q.cluster.name]
     same = [r for r in here if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
     work = flops.per_token(q.shape, q.seq_len)
@@ -166,9 +161,7 @@ def _far(row: Row, q: Question) -> float:
 @cache
 def _rows() -> Sequence[Row]:
     """Pre-training runs of known models whose speed is known: the newest release of each configuration."""
-    path = data_root("tables") / RUNS
-    with path.open(encoding="utf-8", newline="") as file:
-        about = {row["id"]: row for row in csv.DictReader(file)}
+    about = cells()
     latest = newest(run for run, _ in table())
     found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
     for run, shown in table():
@@ -191,27 +184,11 @@ def _rows() -> Sequence[Row]:
         row = Row(
             run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, " ".join((*degrees, *options)), options, tokens,
             tokens * work / peak, run.word("release_or_date"), about[run.id]["source"],
-            _link(run, about[run.id]["source"]), shape, run,
+            link(run.word("source_group"), about[run.id]["source"]), shape, run,
         )  # fmt: skip
         key = (row.preset, row.hardware, row.gpus, precision, seq_len, degrees, round(tokens))
         found[key] = max(found.get(key, row), row, key=lambda r: len(r.layout))
     return list(found.values())
-
-
-def _link(run: Run, source: str) -> str:
-    """The page of a run's source: a paper, a repository, or the file that it names; nothing of one that is none of these."""
-    first, _, after = source.partition(" ")
-    if first == "arXiv":
-        return f"https://arxiv.org/abs/{after.split()[0].rstrip(',;:')}" if after else ""
-    if run.word("pages"):
-        return run.word("pages") + first
-    return (
-        f"https://github.com/{first}"
-        if first.count("/") == 1 and "." not in first.partition("/")[0]
-        else f"https://{first}"
-        if "/" in first
-        else ""
-    )
 
 
 def _said(run: Run, columns: Sequence[str]) -> tuple[str, ...]:

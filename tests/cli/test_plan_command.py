@@ -15,11 +15,13 @@ import pytest
 
 from playbook.cli import exit_codes
 from playbook.cli.app import app
-from playbook.paths import repo_root
+from playbook.paths import data_root, repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
+from playbook.planner.runs.check import check
+from playbook.planner.runs.published import RUNS
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.config.dry_run import dry_run
@@ -82,9 +84,9 @@ def test_nothing_fits_is_exit_code_2_and_says_what_would(run) -> None:
 def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
     table = tmp_path / "mine.csv"
     table.write_text("model,hardware,gpus,seq_len,mbs,gbs,tp,pp,precision,tokens_per_s_per_gpu\nqwen3_8b,H100,8,4096,1,64,1,1,bf16,4000\n")
-    plain, scaled = (
+    alone, plain, scaled = (
         json.loads(run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--json", *more).stdout)["plans"][0]
-        for more in ([], ["--anchor", str(table)])
+        for more in (["--no-published"], [], ["--anchor", str(table)])
     )
     assert scaled["layout"] == plain["layout"]
     speeds = scaled["tokens_per_s_per_gpu"], plain["tokens_per_s_per_gpu"]
@@ -93,7 +95,7 @@ def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
 
     shown = run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--anchor", str(table)).stdout.splitlines()
     (line,) = (line for line in shown if line.startswith("anchored"))
-    assert line == f"anchored 1 run and published runs, x{speeds[0]['value'] / speeds[1]['value']:.2f}"
+    assert line == f"anchored 1 run and published runs, x{speeds[0]['value'] / alone['tokens_per_s_per_gpu']['value']:.2f}"
 
 
 @pytest.mark.parametrize(
@@ -278,4 +280,22 @@ def test_a_published_layout_that_was_faster_leads_the_table(run) -> None:
 
     plain = run(*asked, "--no-published").stdout
     assert not [line for line in plain.splitlines() if line.startswith(("published", "anchored", "ran "))]
-    assert run("llama3_70b", "--gpus", "8", "--hardware", "h200", "--top", "1").stdout.count("\nran ") == 0  # of other GPUs none is shown
+    other = [
+        line for line in run("llama3_8b", "--gpus", "8", "--hardware", "h200", "--top", "1").stdout.splitlines() if line.startswith("ran ")
+    ]
+    assert other == ["ran      nothing that was published: no run of llama3_8b on h200 in bf16"]
+    cut = run("qwen3_30b_a3b", "--layers", "8", "--gpus", "16", "--hardware", "h100", "--top", "1").stdout
+    assert "of qwen3_30b_a3b on h100" in cut, "runs of all 48 layers are none of eight"
+
+
+def test_an_id_of_a_published_run_resolves(run, capsys) -> None:
+    lines = dict(line.split(None, 1) for line in run("run", "r294").stdout.splitlines() if not line.startswith("assumes"))
+    assert (lines["model"], lines["tokens_per_s_per_gpu"], lines["gpus"]) == ("Qwen3-30B-A3B", "13011.4", "16")
+    assert lines["link"].startswith("https://github.com/")
+    found = json.loads(run("run", "r294", "--json").stdout)
+    row = next(r for r in check(data_root("tables") / RUNS, leave_out="configuration") if r.run.id == "r294")
+    assert found["predicted"] == pytest.approx(row.prediction.tokens_per_s_per_gpu)
+    assert found["scaled"] == pytest.approx(row.interval.value, rel=1e-3)
+    assert exit_codes.run(app, ["plan", "run", "r29"]) == exit_codes.USAGE
+    assert "no published run 'r29'; expected an id" in capsys.readouterr().err
+    assert "not known" in json.loads(run("run", "r003", "--json").stdout)["why"]

@@ -115,7 +115,9 @@ def plan_for(
         _print_export(found.choices[0].plan, export, question.cluster.name, slurm=slurm)
     elif as_json or found.choices:
         runs = _nearest(found) if published else None
-        print_json(plain_data.document(found, runs.document(question) if runs else None)) if as_json else _show(found, runs)
+        print_json(plain_data.document(found, runs.document(question) if runs else None)) if as_json else _show(
+            found, runs, published=published
+        )
     else:
         _explain(found)
     if not found.choices:
@@ -186,7 +188,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(found: Answer, runs: Published | None) -> None:
+def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
     from playbook.planner.choice.explain import PARTS, lost, next_run
     from playbook.planner.choice.plain_data import pipeline_string
 
@@ -223,6 +225,8 @@ def _show(found: Answer, runs: Published | None) -> None:
         )
     if found.anchored:
         say(f"anchored {found.anchored}")
+    if published and not runs:
+        say(f"ran      nothing that was published: no run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
     for row in runs.rows if runs else ():
         other = row.other(q)
         say(

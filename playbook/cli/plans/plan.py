@@ -79,6 +79,25 @@ def plan_check(
         _show(rows)
 
 
+@_plan_app.command("run")
+def plan_run(
+    name: Annotated[str, typer.Argument(metavar="ID", help="A published run, as plans and diagnoses name it, such as r294.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one published run: what was set and measured, its page, and what is predicted for it."""
+    from playbook.planner.runs.published import one
+
+    found = one(name)
+    if as_json:
+        print_json(found)
+        return
+    wide = max(map(len, found))
+    for key, value in found.items():
+        for part in value if isinstance(value, list) else [value]:
+            if part and key != "schema":
+                say(f"{key:{wide}}  {f'{part:,.0f} tokens/s/GPU' if isinstance(part, float) else part}")
+
+
 def _show(rows: list[Row]) -> None:
     from playbook.planner.runs.check import groups, impossible, ranking, total
 
