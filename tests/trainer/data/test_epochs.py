@@ -51,8 +51,8 @@ def test_after_an_epoch_every_sample_was_read_and_one_step_before_not(
     given = config(texts(50), eval__path=texts(3, "eval"), **words)
     resolved = with_steps(given.model_copy(update={"train": given.train.model_copy(update={"epochs": 1})}))
     wanted = {f"<train {i}>" for i in range(50)}
-    assert documents(given, "train", resolved.train.steps * batch) == wanted
-    assert documents(given, "train", (resolved.train.steps - 1) * batch) < wanted
+    assert documents(resolved, "train", resolved.train.steps * batch) == wanted
+    assert documents(resolved, "train", (resolved.train.steps - 1) * batch) < wanted
     if not pack:
         assert resolved.train.steps == -(-50 // batch)
 

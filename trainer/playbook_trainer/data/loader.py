@@ -28,8 +28,9 @@ from playbook_trainer.data.collate import collate
 from playbook_trainer.data.image_decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
 from playbook_trainer.data.packing import LaneState
+from playbook_trainer.data.reader import Lost
 from playbook_trainer.data.resume import identity, other_stream
-from playbook_trainer.data.rows import Lost, Rows, check_data, count_steps, make_rows
+from playbook_trainer.data.rows import Rows, check_data, count_steps, make_rows
 from playbook_trainer.data.sources.streams import Split
 from playbook_trainer.data.tokenizer import refuse_bytes
 from playbook_trainer.exit_codes import RunError

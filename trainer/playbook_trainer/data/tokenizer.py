@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
@@ -13,11 +18,20 @@ _BYTE_VOCABULARY = 1024
 """No model of bytes and special tokens has more ids."""
 
 
+_LINE = re.compile(r"\n(?=\S)")
+_BLOCK = 2**20
+"""Characters that are tokenized at once: a token takes some hundred bytes while it is."""
+
+
 class Tokenizer(Protocol):
     """Turns text into token ids."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without any special token."""
+        ...
+
+    def encode_long(self, text: str) -> NDArray[Any]:
+        """As `encode`, for texts of any length; one of more than a million characters is tokenized in blocks that end with a line."""
         ...
 
 
@@ -27,6 +41,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """The bytes of `text`."""
         return list(text.encode("utf-8"))
+
+    def encode_long(self, text: str) -> NDArray[Any]:
+        """The bytes of `text`."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
 
 class FileTokenizer:
@@ -66,6 +84,20 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_long(self, text: str) -> NDArray[Any]:
+        """The ids of `text`."""
+        return np.concatenate([np.asarray(self.encode(text[a:b]), dtype=np.uint32) for a, b in pairwise(_borders(text))])
+
+
+def _borders(text: str) -> list[int]:
+    """Where blocks begin and end: before a line that begins with no space, else before a word, else anywhere."""
+    borders = [0]
+    while (start := borders[-1]) + _BLOCK < len(text):
+        window = text[start + 1 : start + _BLOCK]
+        line = max((match.end() for match in _LINE.finditer(window)), default=0)
+        borders.append(start + 1 + (line or max(0, window.rfind(" ")) or len(window)))
+    return [*borders, len(text)]
 
 
 def load_tokenizer(name: str, model: ModelConfig, *, prepared: bool = False) -> Tokenizer:
