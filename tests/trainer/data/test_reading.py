@@ -7,7 +7,7 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from PIL import Image
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.data.loader import build_loader, with_steps
-from playbook_trainer.data.rows import make_rows
+from playbook_trainer.data.rows import epoch_plan, make_rows
+from playbook_trainer.data.sources.streams import Split
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 EOS, IMAGE = 256, 258
@@ -55,7 +56,7 @@ def letters(lengths: list[int]) -> list[str]:
     """Texts of these lengths, in which no place is like another: every three letters count on."""
     text = "".join(chr(97 + n // 676 % 26) + chr(97 + n // 26 % 26) + chr(97 + n % 26) for n in range(sum(lengths) // 3 + 1))
     ends = np.cumsum([0, *lengths])
-    return [text[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [text[a:b] for a, b in pairwise(ends)]
 
 
 def cut(texts: list[str], seq_len: int) -> Counter[bytes]:
@@ -90,8 +91,8 @@ def test_an_epoch_reads_every_piece_of_every_text_once(
     """All steps but the last hold each piece at most once; what is beyond is of the next epoch, and less than one step."""
     texts, folder = letters(lengths), tmp_path_factory.mktemp("texts")
     path = text_file(folder, texts, layout)
-    held_out = {"eval__path": str(path), "eval__every": 1}  # so that nothing is held out
-    words = {"data__seq_len": seq_len, "data__pack_buffer": buffer, "data__pack": pack, "train__global_batch_size": batch}
+    held_out: dict[str, Any] = {"eval__path": str(path), "eval__every": 1}  # so that nothing is held out
+    words: dict[str, Any] = {"data__seq_len": seq_len, "data__pack_buffer": buffer, "data__pack": pack, "train__global_batch_size": batch}
     resolved = with_steps(settings_of(path, train__epochs=1, **words, **held_out))
     expected, steps = cut(texts, seq_len), resolved.train.steps
     assert expected <= of_rows(resolved, iter(range(steps * batch)))
@@ -109,8 +110,6 @@ def test_an_epoch_reads_every_piece_of_every_text_once(
 
 
 def make_rows_of_an_epoch(given: TrainerConfig) -> int:
-    from playbook_trainer.data.rows import epoch_plan
-
     return epoch_plan(given).rows(0)
 
 
@@ -136,9 +135,10 @@ def test_few_long_texts_hold_out_a_tenth_of_their_pieces(texts: int, tmp_path: P
     path = text_file(tmp_path, letters(lengths), "txt")
     given = settings_of(path, data__seq_len=16, data__pack=False, train__global_batch_size=2)
     total = cut(letters(lengths), 16).total()
+    splits: tuple[Split, ...] = ("train", "eval")
     seen = {}
-    for split in ("train", "eval"):
-        rows = make_rows(given, split)  # type: ignore[arg-type]
+    for split in splits:
+        rows = make_rows(given, split)
         seen[split] = {d.tokens.tobytes() for k in range(8 * total) for d in rows.row(k)}
     assert not seen["train"] & seen["eval"]
     assert len(seen["train"]) + len(seen["eval"]) == total
@@ -200,7 +200,7 @@ def test_an_epoch_reads_every_sample_and_image_once(
 ) -> None:
     folder = tmp_path_factory.mktemp("samples")
     expected = samples(folder, counts, sizes, layout)
-    words = {"data__seq_len": 1024, "data__pack": pack, "train__global_batch_size": batch, "train__epochs": 1}
+    words: dict[str, Any] = {"data__seq_len": 1024, "data__pack": pack, "train__global_batch_size": batch, "train__epochs": 1}
     given = with_steps(settings_of(folder, VL, **words, eval__path=str(folder), eval__every=1))
     rows, seen, images = make_rows(given, "train"), Counter[tuple[int, bytes]](), 0
     every = make_rows_of_an_epoch(given)
@@ -241,7 +241,13 @@ def test_a_run_over_epochs_goes_on_where_it_stood_on_other_ranks(workers: int, a
 
 def test_a_sample_that_is_left_out_is_counted_once_an_epoch(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"} if i % 7 else {"txt": 1}) + "\n" for i in range(40)))
-    words = {"data__on_bad_sample": "skip", "data__seq_len": 16, "data__pack": False, "eval__path": str(tmp_path), "eval__every": 1}
+    words: dict[str, Any] = {
+        "data__on_bad_sample": "skip",
+        "data__seq_len": 16,
+        "data__pack": False,
+        "eval__path": str(tmp_path),
+        "eval__every": 1,
+    }
     given = with_steps(settings_of(tmp_path, train__epochs=2, train__global_batch_size=1, **words))
     loader = build_loader(given, dp_rank=0, dp_size=1)
     list(islice(loader, given.train.steps))

@@ -200,6 +200,33 @@ def test_biases_of_routers_are_not_rounded_with_the_weights(tmp_path: Path) -> N
     assert all((bias - biases).abs().max() < 2.1e-3 for bias in found)
 
 
+BALANCED = ("moe.aux_loss_coeff=0.5", "model.num_layers=2", "train.micro_batch_size=2", "train.global_batch_size=4")
+PADDED: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "packed": (MOE, 1, ()),
+    "rows": (MOE, 1, ("data.pack=false",)),
+    "packed, sequence parallel": (MOE, 2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "rows, stages, recomputed": (MOE, 2, ("data.pack=false", "parallel.pp=2", "train.recompute=full")),
+    "images": (VISION, 1, ("data.seq_len=512",)),
+}
+
+
+@pytest.mark.timeout(400)
+def test_balancing_losses_leave_padding_out_on_both_backends(tmp_path: Path) -> None:
+    jobs, equal = [], {}
+    for name, (path, ranks, words) in PADDED.items():
+        alone = tuple(word for word in words if not word.startswith(("parallel", "train.recompute")))
+        equal[name] = f"torch {path} {alone}".replace("/", " ")
+        if equal[name] not in {job.name for job in jobs}:
+            jobs.append(Job(equal[name], 1, (path, *COMMON, *BALANCED, *alone)))
+        jobs.append(Job(name, ranks, (path, *COMMON, *BALANCED, "backend=megatron", *words)))
+    errors = train_all(jobs, tmp_path, timeout=380, script=ROOT / "tests/support/megatron/megatron_many.py")
+    assert not any(errors.values()), errors
+    for name, expected in equal.items():
+        far = difference(tmp_path / name, tmp_path / expected)
+        assert far["loss"] < 2e-5, (name, far)
+        assert far["grad_norm"] < 2e-4, (name, far)
+
+
 FSDP = ("megatron.data_parallel=megatron_fsdp",)
 SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
     "dp 2": (2, FSDP, (0, 16)),

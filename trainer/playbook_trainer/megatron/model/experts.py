@@ -5,14 +5,19 @@ Suffixes: R rows routed to this rank, D hidden size, F expert width on this rank
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.torch.model.decoder import grouped_product
+from playbook_trainer.torch.parallel.axes import Axes
 
 
 class Experts(SequentialMLP):
@@ -35,6 +40,34 @@ class Experts(SequentialMLP):
         gate_RF, up_RF = grouped_product(rows_RD, w13_EFD, ends_E).chunk(2, dim=1)
         act_RF = (silu(gate_RF) * up_RF * probs_R.unsqueeze(1)).to(rows_RD.dtype)
         return grouped_product(act_RF, w2_EDF, ends_E)
+
+
+def balances(config: TrainerConfig) -> bool:
+    """Whether something evens out the experts' load, by counts of tokens among which padding must not be."""
+    return config.model.num_experts > 0 and (config.moe.aux_loss_coeff > 0 or config.model.router_bias)
+
+
+def mask_padding(chunks: Sequence[nn.Module], axes: Axes) -> None:
+    """Let routers leave padding out of what they count, wherever their layers are.
+
+    megatron-core 0.16.1 cuts the mask over tensor-parallel ranks on the first pipeline stage alone, and takes it for one of experts where it
+    counts choices for the bias.
+    """
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router.routing = partial(_routing, router.routing, axes)
+        router._apply_expert_bias = partial(_apply_bias, router._apply_expert_bias)
+
+
+def _routing(original: Callable[..., Any], axes: Axes, logits: Tensor, padding_mask: Tensor | None = None, **given: Any) -> Any:
+    if padding_mask is None:
+        return original(logits, **given)
+    if padding_mask.numel() != logits.shape[:2].numel():
+        padding_mask = padding_mask.chunk(axes.tp.size)[axes.tp.rank]
+    return original(logits, padding_mask=padding_mask, **given)
+
+
+def _apply_bias(original: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None, **given: Any) -> None:
+    original(routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1), **given)
 
 
 def _is_grouped(rows_RD: Tensor) -> bool:
