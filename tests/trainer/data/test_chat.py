@@ -125,9 +125,9 @@ def test_what_is_no_conversation_is_named(entry: dict[str, Any], expected: str, 
 def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path: Path) -> None:
     given = data(tmp_path, [BOTH[0]] * 2)
     (tmp_path / "model" / "chat_template.jinja").write_text(
-        TEMPLATE.replace("message.content is string %}", "message.content is string %}{{ loop.last }}")
+        TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last or message.role == 'user' else '...' }}")
     )
-    with pytest.raises(DataError, match="renders answer 1 otherwise once more turns follow"):
+    with pytest.raises(DataError, match="renders answer 1 otherwise once more turns follow, or leaves it out"):
         check(config(VL, **given))
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for")
     with pytest.raises(ConfigError, match="no Jinja that can be read"):
@@ -176,3 +176,67 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
         "chat_template.jinja",
         weights.SINGLE,
     }
+
+
+QWEN3 = """{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}{% if loop.last %}{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}{% endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""As Qwen3's own, in short: thoughts of the last answer alone, tools and calls."""
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+CALLS = {
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+    "messages": [
+        {"role": "user", "content": "Blue?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "It says so."},
+    ],
+}
+
+
+def test_tools_calls_and_thoughts_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    words = data(tmp_path, [CALLS] * 2)
+    (tmp_path / "model" / "chat_template.jinja").write_text(QWEN3)
+    cfg = config(VL, **words, data__pack=False)
+    (document,) = make_rows(cfg, "train").row(0)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = theirs.apply_chat_template(CALLS["messages"], tools=CALLS["tools"], tokenize=False)
+    assert document.tokens.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    labels = collate([[document]], cfg.model, cfg.data).labels_N
+    said = theirs.decode(labels[labels != IGNORE].tolist())
+    assert said == "<tool_call>look</tool_call><|im_end|>\n<think>\nIt says so.\n</think>\n\nYes.<|im_end|>\n"
+
+
+def test_two_answers_of_a_template_that_thinks_in_the_last_alone(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    turns = [("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second.")]
+    words = data(tmp_path, [{"messages": [{"role": role, "content": content} for role, content in turns]}] * 2)
+    (tmp_path / "model" / "chat_template.jinja").write_text(QWEN3)
+    cfg = config(VL, **words, data__pack=False)
+    (document,) = make_rows(cfg, "train").row(0)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    labels = collate([[document]], cfg.model, cfg.data).labels_N
+    said = theirs.decode(labels[labels != IGNORE].tolist())
+    assert said == "First.<|im_end|>\n<think>\n\n</think>\n\nSecond.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (CALLS, "does not show 'tools'"),
+        ({"messages": CALLS["messages"]}, "does not show the tool_calls of turn 1"),
+        ({**BOTH[0], "images": None, "imgs": ["0.jpg"]}, "no image is named under image or images"),
+    ],
+)
+def test_what_a_template_does_not_show_is_refused(entry: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said):
+        check(config(VL, **data(tmp_path, [entry] * 2)))

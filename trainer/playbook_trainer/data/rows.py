@@ -300,7 +300,7 @@ def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversat
 
     def documents(conversation: Conversation) -> list[Document]:
         place, files = conversation.place, conversation.images
-        text, spans = template.render(conversation.messages, place)
+        text, spans = template.render(conversation.messages, place, conversation.tools)
         found, starts = tokenizer.encode_with_places(text)
         ids, at = np.asarray(found, dtype=np.int64), np.asarray(starts)
         taught = np.any([(a <= at) & (at < b) for a, b in spans], axis=0)

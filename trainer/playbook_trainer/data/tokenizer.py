@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -118,9 +119,15 @@ def refuse_bytes(config: TrainerConfig) -> None:
         ConfigError: `init.weights` has a tokenizer, or more ids than bytes, and `data.tokenizer` is byte.
     """
     data, weights = config.data, config.init.weights
-    if weights is None or data.tokenizer != "byte" or data.kind == "mock" or data.source == "generated":
+    if weights is None or data.kind == "mock" or data.source == "generated":
         return
     own = Path(weights) / "tokenizer.json"
+    if data.tokenizer != "byte":
+        if own.is_file() and not _same(own, Path(data.tokenizer)):
+            raise ConfigError(
+                f"data.tokenizer {data.tokenizer} is another than the one that the weights in {weights} know text by: set data.tokenizer: {own}"
+            )
+        return
     if own.is_file():
         raise ConfigError(
             f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: {own}"
@@ -130,6 +137,17 @@ def refuse_bytes(config: TrainerConfig) -> None:
             f"data.tokenizer is byte, and the weights in {weights} have {config.model.vocab_size} ids, which are not of bytes: "
             "set data.tokenizer to the tokenizer.json that was published with them"
         )
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two files of tokenizers hold the same, however they are written; one that is not there is refused elsewhere."""
+    try:
+        first, second = one.read_bytes(), other.read_bytes()
+        return first == second or json.loads(first) == json.loads(second)
+    except OSError:
+        return True
+    except (ValueError, RecursionError):
+        return False
 
 
 def _check_special(model: ModelConfig, least: int) -> None:

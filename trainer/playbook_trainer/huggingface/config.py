@@ -237,6 +237,28 @@ _OWN_FIELDS = {
 """Their name to ours, of what stands at the top of a file or in its text_config."""
 
 
+_VISION_THETA = 10_000.0
+"""With which the vision tower turns positions. Source: transformers, Qwen3VLVisionRotaryEmbedding."""
+
+
+def text_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part about the text model; transformers 5.24 saves the number of experts under a new name."""
+    text = dict(_part(settings, "text_config") or settings)
+    if "num_local_experts" in text and "n_routed_experts" not in text:
+        text.setdefault("num_experts", text["num_local_experts"])
+    return text
+
+
+def for_transformers_4(text: Mapping[str, Any]) -> dict[str, Any]:
+    """A text model's part with what transformers 4 looks for where transformers 5 has written it elsewhere alone."""
+    part, rope = text_of(text), _part(text, "rope_parameters")
+    if rope and part.get("rope_theta") is None:
+        stretch = {key: value for key, value in rope.items() if key != "rope_theta"}
+        plain = stretch.get("rope_type", "default") == "default" and set(stretch) <= {"rope_type"}
+        part |= {"rope_theta": rope.get("rope_theta"), "rope_scaling": part.get("rope_scaling") or (None if plain else stretch)}
+    return part
+
+
 def fields_of(path: Path) -> dict[str, Any]:
     """The fields of our model that a published `config.json` describes, as a preset holds them.
 
@@ -244,7 +266,7 @@ def fields_of(path: Path) -> dict[str, Any]:
         ConfigError: it describes none that this trainer trains.
     """
     settings = read_json(path)
-    kind, text, vision = str(settings.get("model_type")), _part(settings, "text_config") or settings, _part(settings, "vision_config")
+    kind, text, vision = str(settings.get("model_type")), text_of(settings), _part(settings, "vision_config")
     if kind not in _KINDS:
         raise ConfigError(f"{path} is of model_type {kind!r}; this trainer trains {', '.join(_KINDS)}")
     rope = _rope(text)
@@ -252,6 +274,12 @@ def fields_of(path: Path) -> dict[str, Any]:
     for name in ("eos_token_id", "pad_token_id"):  # of several, the first ends an answer
         if isinstance(fields.get(name), list):
             fields[name] = next(iter(fields[name]), None)
+    if fields.get("eos_token_id") is None:
+        fields["eos_token_id"] = _end_of(path.parent)
+    if fields.get("rope_theta") is None:
+        raise ConfigError(
+            f"{path} has no rope_theta, and versions of transformers take different ones then: add the one that the model was trained with"
+        )
     if kind == "deepseek_v3":
         fields |= _deepseek_fields(text, fields, rope)
     elif fields.get("num_experts"):
@@ -267,6 +295,18 @@ def fields_of(path: Path) -> dict[str, Any]:
         ) from e
     check_config(model, path)
     return model.model_dump(exclude={"name"})
+
+
+def _end_of(folder: Path) -> Any:
+    """The token that ends an answer, by generation_config.json, where config.json does not name it."""
+    file = folder / "generation_config.json"
+    ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    first = next(iter(ids), None) if isinstance(ids, list) else ids
+    if first is None:
+        raise ConfigError(
+            f"{folder}: neither config.json nor generation_config.json has eos_token_id, with which every text and answer ends: add it"
+        )
+    return first
 
 
 def _taken(part: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
@@ -313,6 +353,11 @@ def check_config(config: ModelConfig, path: Path) -> None:
         for key, (value, ours_name) in ours.items()
         if key in theirs and theirs[key][0] != value
     ]
+    untrained = {
+        "vision_config.rope_theta": (_rope(_part(settings, "vision_config")).get("rope_theta"), _VISION_THETA),
+        "attention_dropout": (text_of(settings).get("attention_dropout"), 0),
+    }
+    different += [f"{key} {value!r}, here {ours!r}" for key, (value, ours) in untrained.items() if value not in (None, ours)]
     if different:
         raise ConfigError(f"{path} describes another model than model.name {config.name}: {'; '.join(different)}; change model.*")
 
@@ -336,7 +381,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple[Any, str | None]]:
     """The entries of a `config.json` that say what is computed: their name to value and our name."""
-    vision, text = _part(settings, "vision_config"), _part(settings, "text_config") or settings
+    vision, text = _part(settings, "vision_config"), text_of(settings)
     if settings.get("model_type") == "qwen3_moe":
         text = {"norm_topk_prob": False, **text}  # what transformers takes where a file does not say
     rope = _rope(text)
@@ -345,6 +390,8 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
         rope, yarn = _stretched(rope), {**_YARN_FIELDS, "attention_factor": None, "truncate": None}
     # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
     widths: Mapping[str, str | None] = {k: v for k, v in _MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
+    if not config.first_dense_layers:  # the width of layers that there are none of
+        widths = {k: v for k, v in widths.items() if v != "ffn_size"}
     if config.attention == "gqa":
         widths = {"head_dim": "head_dim"} | (_MOE_FIELDS if config.num_experts else _DENSE_FIELDS)
     top = {"model_type": None} | {f"{name}_token_id": f"{name}_token_id" for name in ("image", "vision_start", "vision_end")}

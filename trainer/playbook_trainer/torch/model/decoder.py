@@ -315,7 +315,8 @@ class Layer(nn.Module):
         """One decoder layer."""
         with self.attn_norm.kept_until_read(x_ND) as h_ND:
             x_ND = x_ND + self.attn(h_ND, seq)
-        mlp = partial(self.moe, real_N=seq.real_N) if hasattr(self, "moe") else self.mlp
+        moe: Any = getattr(self, "moe", None)
+        mlp = self.mlp if moe is None else partial(moe, real_N=seq.real_N)
         with self.mlp_norm.kept_until_read(x_ND) as h_ND:
             return x_ND + (checkpoint(mlp, h_ND, use_reentrant=False) if self.again else mlp(h_ND))
 
