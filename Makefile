@@ -3,6 +3,7 @@
 #   make demo     four claims get a verdict on this machine's CPU, in less than five minutes
 #   make test     what every commit runs, in five minutes on two cores: most tests, and one real run of each kind
 #   make test-all every test that needs no GPU, no Slurm and no browser
+#   make targets  the trainers that plans are exported to, unpacked into .venv/targets; tests read exports back with their code
 #   make test-slurm  jobs of a real Slurm, two virtual nodes on this machine; needs Debian's slurm-wlm and munge
 #   make check    lint, types, import rules, schemas, cards, skills
 #   make parity   the tables of parity, anew from the tests that make the comparisons
@@ -22,7 +23,7 @@ SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
 # Tests of one module share what its fixtures have launched, so a module stays on one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope
 
-.PHONY: help demo test test-all test-rest test-slurm test-browser check docs parity clean
+.PHONY: help demo targets test test-all test-rest test-slurm test-browser check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,12 +31,30 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/playbook demo
 
-test: $(VENV)/.dev
+# Of Python 3.12 and for GPUs: unpacked, not installed. The tests themselves fetch nothing.
+TARGETS := megatron-core==0.19.2 megatron-bridge==0.6.2
+# torchtitan's wheels lie in one folder, as one would install them.
+TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 tyro==1.0.17 spmd_types==0.2.3 einops==0.8.2 \
+	docstring_parser==0.18.0 shtab==1.13.0 typeguard==4.6.1
+DOWNLOAD := $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	--implementation cp --platform manylinux_2_28_x86_64 --platform any
+
+targets: $(VENV)/.targets
+
+$(VENV)/.targets: Makefile | $(VENV)/.dev
+	@for release in $(TARGETS); do name=$${release%%=*}; rm -rf $(VENV)/targets/$$name && \
+	$(DOWNLOAD) --dest $(VENV)/targets/wheels $$release && \
+	$(BIN)/python -m zipfile -e $(VENV)/targets/wheels/$$(echo $$name | tr - _)-*.whl $(VENV)/targets/$$name || exit; done
+	@rm -rf $(VENV)/targets/torchtitan* && $(DOWNLOAD) --dest $(VENV)/targets/torchtitan-wheels $(TORCHTITAN) && \
+	for wheel in $(VENV)/targets/torchtitan-wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel $(VENV)/targets/torchtitan-0.3.0 || exit; done
+	@touch $@
+
+test: $(VENV)/.dev $(VENV)/.targets
 	$(PYTEST)
 	$(BIN)/playbook cards check
 
 # One worker more than cores, for these tests wait for their ranks a quarter of the time; modules in the order of tests/conftest.py, the longest first.
-test-rest: $(VENV)/.dev
+test-rest: $(VENV)/.dev $(VENV)/.targets
 	$(PYTEST) -n $$(( $$(nproc) + 1 )) --no-loadscope-reorder -m full
 
 test-all: test test-rest

@@ -7,6 +7,16 @@ import re
 COMMUNICATION = re.compile(r"nccl|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 """Libraries that send: those of collectives, and those of experts' exchanges, whose kernels lie below namespaces of their own."""
 
+_COLLECTIVES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("all-to-all", re.compile(r"all_?to_?all|dispatch|combine", re.IGNORECASE)),
+    ("all-gather", re.compile(r"all_?gather", re.IGNORECASE)),
+    ("reduce-scatter", re.compile(r"reduce_?scatter", re.IGNORECASE)),
+    ("all-reduce", re.compile(r"all_?reduce", re.IGNORECASE)),
+    ("send-recv", re.compile(r"send_?recv|isend|irecv", re.IGNORECASE)),
+)
+"""Kinds of collectives by name, the first that fits; NCCL's kernel for an all-to-all is the one that sends and receives pairs."""
+
+
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("collectives", COMMUNICATION),
     ("copies", re.compile(r"^(memcpy|memset)\b", re.IGNORECASE)),
@@ -37,6 +47,12 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 """Classes of device work by name, the first that fits. Products keep the tensor cores busy; elementwise work (and reductions, sorts, optimizer) moves memory."""
 OTHER = "other"
+
+
+def collective(name: str) -> str:
+    """The kind of a collective's kernel by its name without arguments; `OTHER` where no pattern knows it."""
+    bare = name.split("(", 1)[0]
+    return next((kind for kind, pattern in _COLLECTIVES if pattern.search(bare)), OTHER)
 
 
 def kernel_class(name: str) -> str:

@@ -48,8 +48,8 @@
       lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
     const share = tokens / row.tokens_per_mfu;
-    if (share > 1) {
-      const check = "expected at most 100 %. Check batch and GPUs, and that tokens/s are of one GPU";
+    if (share > row.reached) {
+      const check = `expected at most ${percent(row.reached)}, which the best matrix product reaches. Check your token count: batch, GPUs, and that tokens/s are of one GPU`;
       return answer.replaceChildren(element("p", `That means ${whole(tokens)} tokens/s on each GPU, ${percent(share)} of its peak; ${check}.`, {id: "pb-position"}));
     }
     const speed = given > 0 && isFinite(tokens);

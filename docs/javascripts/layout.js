@@ -166,6 +166,7 @@ var PlaybookLayout = (function () {
     const [keys, values] = s.mamba ? [s.mamba.groups, s.mamba.heads] : s.linear ? [s.linear.key_heads, s.linear.value_heads] : [0, 0];
     if (keys % both || values % both)
       found.push(`${keys} key and ${values} value heads of linear attention do not divide over tp x cp = ${both}; change tp or cp`);
+    if (s.expert_bias && p.etp > 1) found.push(`experts with biases are not split, found etp ${p.etp}; set etp to 1`);
     return found;
   }
 

@@ -160,6 +160,7 @@ def library_here() -> Library:
     """Cards and skills that ship, with evidence from this folder's runs and from the repository."""
     from playbook.cli.diagnosis.changes import changed
     from playbook.mcp.server import Library
+    from playbook_trainer.export.plans import launchable
 
     cards, mine, reader = load_all(), here(), Reader()
     return Library(
@@ -169,6 +170,7 @@ def library_here() -> Library:
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         changed=changed,
+        exported=lambda plan, target, hardware: launchable(plan, target, hardware).text(),
         version=__version__,
     )
 

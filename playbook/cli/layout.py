@@ -38,16 +38,20 @@ _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 @_layout_app.command("check")
 def layout_check(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
     """Check a layout against every rule and suggest the nearest legal ones; exit code 2 if a rule is broken."""
+    from playbook.planner.choice.plain_data import pipeline_string
     from playbook.planner.nearest_layouts import nearest
 
     plan = _plan(model, settings, gpus)
     broken = plan.broken()
+    pipeline = None if broken else pipeline_string(plan)
     near = nearest(plan) if broken else []
     if as_json:
         offers = [{"changes": n.changes, "distance": n.distance, "layout": degrees(n.plan)} for n in near]
-        print_json({"legal": not broken, "layout": degrees(plan), "broken": broken, "nearest": offers})
+        print_json({"legal": not broken, "layout": degrees(plan), "broken": broken, "nearest": offers, "pipeline_layout": pipeline})
     elif not broken:
         say(f"legal: {_line(plan)}")
+        if pipeline:
+            say(f"layers do not divide into {plan.pp * plan.vpp} chunks: it starts with --pipeline-model-parallel-layout '{pipeline}'")
     else:
         _explain(broken, near)
     if broken:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
+from playbook.diagnosis.seen import changed, composition
 from playbook.diagnosis.setting import Setting
-from playbook.planner import memory
-from playbook.planner.choice import space
+from playbook.planner.choice import space, unknowns
 from playbook.planner.choice.search import Choice
 from playbook.planner.plan import Plan
 from playbook.planner.time import spread
@@ -18,6 +18,11 @@ from playbook.planner.time.step import step_time
 _LEAST = 0.005
 """Gains below this are not worth an action."""
 _CHUNKS = (2, 3, 4, 6, 8, 12)
+_BATCHES = (2, 4, 8, 16, 32, 64)
+_MOST_TOKENS = 1 << 26
+"""Tokens of a step above which no batch is proposed. Source: DeepSeek-V3, arXiv 2412.19437, section 4.2: 15,360 samples of 4,096 tokens."""
+_BUBBLE = 0.05
+"""Share of a step from which on the pipeline's bubble is a wall."""
 _LIGHTER = {True: ("V10.c", "V10", "W1", "W1.d", "L3.b", "L4.c"), False: ("W1.f", "V10.c", "D2")}
 """Claims about less recompute: where some is left, and where none is."""
 
@@ -71,18 +76,17 @@ def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
     """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
     if on.broken():
         return None
-    held = _held(on)
-    if held > max(where.question.capacity, _held(off)):  # a layout that runs fits, whatever the estimate says
+    held = unknowns.held(on)
+    if held > max(where.question.capacity, unknowns.held(off)):  # a layout that runs fits, whatever the estimate says
         return None
     cluster = where.question.cluster
-    before, after = step_time(off, cluster), step_time(on, cluster)
-    ratio = before.seconds.value / after.seconds.value * (on.global_batch / off.global_batch)
-    wide = exp(spread.QUANTILE * spread.between(before.parts, after.parts))
+    before, after = step_time(off, cluster).parts, step_time(on, cluster).parts
+    shares = composition(before, where.seen)
+    left = changed(shares, before, after)
+    unchanged = 1 - sum(shares.values())  # what was seen and no plan knows, such as a wait for data
+    ratio = on.global_batch / off.global_batch / (unchanged * on.global_batch / off.global_batch + sum(left.values()))
+    wide = exp(spread.QUANTILE * spread.between(shares, left))
     return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), held
-
-
-def _held(plan: Plan) -> float:
-    return max(stage.peak for stage in memory.stages(plan))
 
 
 def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], wanted: Mapping[str, Any], **about: Any) -> Iterator[Action]:
@@ -121,13 +125,18 @@ def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
             return
 
 
+def _from_least(where: Setting, base: Plan) -> list[tuple[str, ...]]:
+    """The plan's own recompute, then all others from the least on."""
+    return list(dict.fromkeys([base.options.recompute, *space.ladder(replace(where.question, fixed=()))]))
+
+
 def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
     """A larger micro-batch, with more recompute where it needs room."""
     if where.plan is None:
         return
     best: Action | None = None
     for mbs in (base.mbs * 2, base.mbs * 4):
-        for rung in dict.fromkeys([base.options.recompute, *space.ladder(replace(where.question, fixed=()))]):
+        for rung in _from_least(where, base):
             on = replace(base, mbs=mbs, options=replace(base.options, recompute=rung))
             if base.global_batch % (mbs * base.dp) or (base.vpp > 1 and on.microbatches % base.pp):
                 continue
@@ -156,6 +165,31 @@ def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
         yield Action(
             "interleave", f"{on.vpp} chunks of layers on each stage", ("bubble",), base, on, tried[0], ("W4",), ("W4.b",), held=tried[1]
         )
+
+
+def _batch(where: Setting, base: Plan) -> Iterator[Action]:
+    """More micro-batches for a pipeline that waits for them: as few as take the bubble under its threshold."""
+    if where.plan is None or base.pp == 1:
+        return
+    best: Action | None = None
+    before = step_time(base, where.question.cluster).parts
+    shares = composition(before, where.seen)
+    for factor in _BATCHES:
+        left = changed(shares, before, step_time(best.on, where.question.cluster).parts) if best else shares
+        enough = left.get("bubble", 0.0) <= _BUBBLE * sum(left.values())
+        if enough or (best is not None and factor * base.global_batch * base.seq_len > _MOST_TOKENS):
+            break
+        for rung in _from_least(where, base):
+            on = replace(base, gbs=factor * base.global_batch, options=replace(base.options, recompute=rung))
+            tried = _try(where, base, on)
+            if tried:
+                best = Action(
+                    "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on, tried[0],
+                    also=("W4.b",), held=tried[1], note="changes the optimization: learning rate and number of steps go with the batch",
+                )  # fmt: skip
+                break
+    if best:
+        yield best
 
 
 def _dispatcher(where: Setting, base: Plan) -> Iterator[Action]:
@@ -229,7 +263,7 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
 
 
 _MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
-    _recompute, _micro_batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks,
+    _recompute, _micro_batch, _batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks,
 )  # fmt: skip
 
 

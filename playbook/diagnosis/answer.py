@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from playbook.diagnosis import likely_walls, published
+from playbook.diagnosis import seen as sight
 from playbook.diagnosis.actions import Action, Gain, actions
 from playbook.diagnosis.claims import Knowledge, Said
 from playbook.diagnosis.setting import Measured, Setting
-from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice import explain, plain_data, unknowns
 from playbook.planner.choice.search import Choice
 from playbook.planner.choice.space import Question
-from playbook.planner.memory import GIB, stages
+from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
 from playbook.planner.time.step import StepTime, step_time
 
@@ -61,41 +62,47 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
 
     Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
     """
+    where = replace(where, seen={**(sight.of_trace(seen.trace) if seen.trace else {}), **where.seen})
     found = _planned(where.question)
     best = found.choices[0] if found.choices else None
     mine = _time(where)
     runs = published.nearest(where)
-    told = _walls(where, mine, best, seen)
+    told = _walls(where, mine, seen)
     time = mine or (best.time if best else None)
-    parts = time.parts if time else {}
+    parts = sight.composition(time.parts, where.seen) if time else {}
     most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
     listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
-    first = next((w.name for w in told if w.share is not None), "") if seen.trace else ""
-    listed.sort(
-        key=lambda e: (first not in e["walls"] if first else False, -(e["expected"] or 0.0), -(e["planner"] or {"value": 0.0})["value"])
-    )
+    first = next((w.name for w in told if w.share is not None), "") if where.seen else ""
+    listed.sort(key=partial(_place, first))
     q = where.question
     return {
         "schema": SCHEMA,
         "setting": {
             "model": q.model, "hardware": q.cluster.name, "gpus": q.gpus, "seq_len": q.seq_len, "gbs": q.global_batch,
-            "precision": where.precision, "framework": where.framework, "layout": list(where.known) or None,
+            "precision": where.precision, "framework": where.framework, "layout": list(where.known) or None, "seen": dict(where.seen),
         },
         "measured": speed and asdict(speed),
         "predicted": {
-            "yours": mine and {**_predicted(mine, where.plan), "fits": _peak(where.plan) <= q.cluster.memory_gib},
+            "yours": mine and {**_predicted(mine, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan, q.cluster.memory_gib)},
             "best": best and _predicted(best.time, best.plan),
             "nothing_fits": _obstacle(found),
         },
         "published": runs and _published(runs),
         "position": _position(speed, mine, best, runs),
         "walls": [{**asdict(w), "beyond": w.beyond} for w in told],
-        "walls_from": "trace" if seen.trace else "the planner's breakdown of " + ("your layout" if mine else "the fastest layout"),
+        "walls_from": _walls_from(where, seen),
         "how_to_tell": "" if seen.trace else _how(where),
         "actions": [*_trace_first(where, speed, time, seen), *listed][:_MOST],
         "assumptions": _assumptions(where, mine, best, seen),
         "confidence": _confidence(where, speed, mine, runs, seen),
     }  # fmt: skip
+
+
+def _place(wall: str, entry: Mapping[str, Any]) -> tuple[bool, int, float, float]:
+    """By the gain to expect; where a wall was seen, first what works on that wall alone, then what else shortens it."""
+    on_wall = wall in entry["walls"] and entry["expected"] is not None
+    gain = -(entry["expected"] or 0.0), -(entry["planner"] or {"value": 0.0})["value"]
+    return bool(wall) and not on_wall, len(entry["walls"]) if wall and on_wall else 0, *gain
 
 
 @lru_cache(maxsize=16)
@@ -110,7 +117,7 @@ def _time(where: Setting) -> StepTime | None:
 
 def _peak(plan: Plan | None) -> float:
     """GiB of the fullest rank."""
-    return max(s.peak for s in stages(plan)) / GIB if plan else 0.0
+    return unknowns.held(plan) / GIB if plan else 0.0
 
 
 def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
@@ -164,12 +171,22 @@ def _range(runs: published.Published) -> str:
     return f"{low if low == high else f'{low} to {high}'} {unit}"
 
 
-def _walls(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[likely_walls.Wall]:
+def _walls(where: Setting, mine: StepTime | None, seen: Seen) -> list[likely_walls.Wall]:
+    """The walls of what runs; none where neither its layout is known nor anything was seen of it."""
     if seen.trace:
         return likely_walls.traced(seen.trace)
     if where.plan and mine:
-        return likely_walls.predicted(mine, where.plan, where.question.cluster)
-    return likely_walls.predicted(best.time, best.plan, where.question.cluster) if best else []
+        return likely_walls.predicted(mine, where.plan, where.question.cluster, where.seen)
+    return likely_walls.only(where.seen)
+
+
+def _walls_from(where: Setting, seen: Seen) -> str:
+    if seen.trace:
+        return "trace"
+    of_yours = "the planner's breakdown of your layout"
+    if where.seen:
+        return f"what you saw{f', and {of_yours} for the rest' if where.plan else ''}"
+    return of_yours if where.plan else ""
 
 
 def _how(where: Setting) -> str:
@@ -192,7 +209,7 @@ class _Light:
 
 def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, seen: Seen) -> list[dict[str, Any]]:
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
-    if seen.trace or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
+    if where.seen or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
         return []
     title = "trace three steps first: the run is slower than its layout's prediction allows for"
     if where.plan is None:
@@ -248,7 +265,7 @@ def _expected(action: Action, effect: Gain | None, light: _Light) -> float | Non
 
     What the fastest layout has too gains no more than what lies between the run and that layout, or a published run that is faster still.
     """
-    share = light.parts.get(action.part, 0.0) / sum(light.parts.values()) if action.part else 1.0
+    share = light.parts.get(action.part, 0.0) if action.part else 1.0
     gains = [action.gain.value] if action.gain else []
     gains += [1 / (1 - share * (1 - 1 / (1 + effect.value))) - 1] if effect and effect.value > -1 else []
     if _capped(action, light):
@@ -258,7 +275,8 @@ def _expected(action: Action, effect: Gain | None, light: _Light) -> float | Non
 
 def _capped(action: Action, light: _Light) -> bool:
     """Whether the fastest layout has the action too, and what is known to be faster lies nearer than its gain."""
-    beyond = action.on.options.graphs or (action.on.options.fp8 and not action.off.options.fp8)
+    new_fp8 = action.on.options.fp8 and not action.off.options.fp8
+    beyond = action.on.options.graphs or new_fp8 or action.on.global_batch != action.off.global_batch
     return action.gain is not None and light.most is not None and not beyond and light.most < action.gain.value
 
 
@@ -289,7 +307,7 @@ def _confidence(
     lacks = [
         *(["a speed"] if speed is None else []),
         *(["the layout"] if mine is None else []),
-        *(["a trace"] if not seen.trace else []),
+        *(["a trace"] if not where.seen else []),
         *(["a published run of this model on this GPU at a like length"] if runs is None or runs.by != "tokens" else []),
     ]
     warnings = []
@@ -299,8 +317,9 @@ def _confidence(
         first, last = (n / GIB for n in seen.grown)
         warnings.append(f"memory grew from {first:.1f} to {last:.1f} GiB within the log: a run that goes on so ends out of memory")
     doubts = []
-    if mine and _peak(where.plan) > where.question.cluster.memory_gib:
-        doubts.append(f"your layout needs {_peak(where.plan):.0f} GiB by the estimate, more than the GPU has: is it what runs?")
+    over = unknowns.over(where.plan, where.question.cluster.memory_gib) if where.plan else ""
+    if over:
+        doubts.append(f"your layout {over}: is it what runs?")
     if mine and speed and speed.tokens_per_s_per_gpu > mine.tokens_per_s_per_gpu.high:
         doubts.append("the run is faster than its layout is predicted to be: is that layout what runs?")
     level = "low" if doubts else ("high", "medium", "medium", "low", "low")[len(lacks)]

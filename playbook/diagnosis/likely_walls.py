@@ -1,14 +1,19 @@
-"""Which wall a step runs into: from the planner's breakdown of a plan, or from a trace."""
+"""Which wall a step runs into: from the planner's breakdown of a plan, what its reader saw, or a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+from playbook.diagnosis import seen as sight
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
+
+_LEAST = 0.01
+"""A share under this is not told by its name."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ _KINDS: Mapping[str, _Kind] = {
     "exposed communication": _Kind(("tp", "ep", "cp", "pp", "dp"), "exposed", 0.15, "collectives run and nothing is computed beside them"),
     "data wait": _Kind((), "data_wait", 0.10, "the GPU is idle while the host fetches a batch"),
     "bubble": _Kind(
-        ("bubble",), "", 0.05, "the first and the last stage are idle at the ends of a step; twice the batch makes tokens faster"
+        ("bubble",), "", 0.05, "the first and the last stage are idle at the ends of a step; more micro-batches make tokens faster"
     ),
     "stragglers": _Kind(("stragglers",), "", 0.10, "the same collective takes longer on some ranks: trace two of them"),
     "memory": _Kind((), "", 0.05, "layers are computed again in the backward pass, or state travels to the host, so that the run fits"),
@@ -51,25 +56,39 @@ _KINDS: Mapping[str, _Kind] = {
 """The thresholds of what a trace shows are those of `playbook bench trace --file`; a predicted share is held against the same."""
 
 
-def predicted(time: StepTime, plan: Plan, cluster: Cluster) -> list[Wall]:
-    """The walls of a plan, the largest that count first. What the host fetches is not predicted."""
-    whole = time.seconds.value
-    shares = {name: sum(time.parts.get(p, 0.0) for p in kind.parts) / whole for name, kind in _KINDS.items() if kind.parts}
-    shares["memory"] = max(0.0, 1 - step_time(_lean(plan), cluster).seconds.value / whole)
-    return _ordered({name: shares.get(name) for name in _KINDS})
+def predicted(time: StepTime, plan: Plan, cluster: Cluster, seen: Mapping[str, float] = MappingProxyType({})) -> list[Wall]:
+    """The walls of a plan, the largest that count first; what was `seen` goes before what is predicted. What the host fetches is not predicted."""
+    parts = sight.composition(time.parts, seen)
+    shares = {name: sum(parts.get(p, 0.0) for p in kind.parts) for name, kind in _KINDS.items() if kind.parts}
+    lean = sight.changed(parts, time.parts, step_time(_lean(plan), cluster).parts)
+    shares["memory"] = max(0.0, sum(parts.values()) - sum(lean.values()))
+    told = sight.walls(seen)
+    return _ordered({name: max(told[name], shares.get(name, 0.0)) if name in told else shares.get(name) for name in _KINDS}, seen)
+
+
+def only(seen: Mapping[str, float]) -> list[Wall]:
+    """The walls that were seen, of a run of which nothing is predicted."""
+    return _ordered(sight.walls(seen), seen)
 
 
 def traced(found: Mapping[str, Any]) -> list[Wall]:
     """The walls of a trace as `playbook bench trace --file FILE --json` gives them."""
     shares = {name: found.get(kind.traced) for name, kind in _KINDS.items() if kind.traced}
     shares["compute-bound"] = found["computing"]
-    return _ordered(shares)
+    return _ordered(shares, sight.of_trace(found))
 
 
-def _ordered(shares: Mapping[str, float | None]) -> list[Wall]:
+def _ordered(shares: Mapping[str, float | None], seen: Mapping[str, float]) -> list[Wall]:
     """Those beyond their thresholds first, each by its share; what nothing tells last."""
-    walls = [Wall(name, share, _KINDS[name].threshold, _KINDS[name].sign) for name, share in shares.items()]
+    walls = [Wall(name, share, _KINDS[name].threshold, f"{_KINDS[name].sign}{_of_it(name, seen)}") for name, share in shares.items()]
     return sorted(walls, key=lambda w: (not w.beyond, w.share is None, -(w.share or 0.0)))
+
+
+def _of_it(wall: str, seen: Mapping[str, float]) -> str:
+    """What was seen of a wall under names of its own, the largest first."""
+    named = {name: share for name, share in seen.items() if sight.KINDS[name].wall == wall and name != "communication" and share >= _LEAST}
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(named.items(), key=lambda n: -n[1]))
+    return f" (seen: {listed})" if listed else ""
 
 
 def _lean(plan: Plan) -> Plan:

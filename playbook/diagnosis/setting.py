@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from playbook.errors import ConfigError
 from playbook.planner import flops
+from playbook.planner.choice import unknowns
 from playbook.planner.choice.space import Question
-from playbook.planner.plan import Plan, idle, parse
+from playbook.planner.plan import Plan, idle, parse, whole
+from playbook.planner.runs import spelling
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import cluster
+from playbook.planner.time.cluster import Cluster, cluster, on_network
 
 FRAMEWORKS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
 _ALLOWED = {
@@ -38,6 +39,10 @@ class Setting:
     assumed: tuple[str, ...]
     said: str
     """The model as the question names it."""
+    plan: Plan | None = None
+    """What runs: what is known of it, and what was taken for granted where it says nothing; None where nothing is known."""
+    seen: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the step that were seen, by the words of `playbook.diagnosis.seen`."""
 
     @property
     def precision(self) -> str:
@@ -55,29 +60,18 @@ class Setting:
         """Model FLOPs, without recompute."""
         return flops.per_token(self.question.shape, self.question.seq_len)
 
-    @cached_property
-    def plan(self) -> Plan | None:
-        """What runs, as far as it is known; None where nothing of the layout is.
-
-        Raises:
-            ConfigError: a word is no setting, or the layout breaks a rule.
-        """
-        if not self.known:
-            return None
-        plan = _plan(self.question, self.known)
-        if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
-            plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
-        nothing = idle(plan, [word.partition("=")[0] for word in self.known])
-        if nothing:
-            raise ConfigError(f"layout: {nothing[0]}")
-        return plan.require()
+    @property
+    def reached(self) -> float:
+        """The share of the peak that the best matrix product reaches on this GPU: no step of training is above it."""
+        machine = self.question.cluster
+        return machine.fp8_reached if self.precision == "fp8" else machine.bf16_reached
 
 
 def setting(
     shape: Shape,
     model: str,
     hardware: str,
-    gpus: int,
+    gpus: int | None,
     *,
     seq_len: int | None,
     gbs: int | None,
@@ -85,23 +79,33 @@ def setting(
     framework: str = FRAMEWORKS[0],
     backend: str | None = None,
     said: str = "",
+    network: str = "",
 ) -> Setting:
     """The setting of a question, with what is taken for granted where it says nothing.
 
+    `known` are words of a layout as `playbook plan` and published runs print them; those for GPUs, sequence and batch stand for `gpus`, `seq_len`
+    and `gbs`.
+
     Raises:
-        ConfigError: hardware, framework or a word of the layout is not known, or the layout breaks a rule.
+        ConfigError: hardware, framework or a word of the layout is not known, contradicts another, or the layout breaks a rule.
     """
     if framework not in FRAMEWORKS:
         raise ConfigError(f"framework is '{framework[:40]}'; expected one of {', '.join(FRAMEWORKS)}")
-    names = [word.partition("=")[0] for word in known]
-    taken = sorted({"gpus", "seq_len", "gbs", "layers", "backend"} & set(names))
-    if taken:
-        raise ConfigError(f"layout has {', '.join(taken)}; the options for GPUs, sequence, batch and framework say that")
-    allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     backend = backend or ("torch" if framework == "torchtitan" else "megatron")
+    counts, known = _counts(spelling.settings(known, backend), {"gpus": gpus, "seq_len": seq_len, "gbs": gbs})
+    gpus, seq_len, gbs = counts["gpus"], counts["seq_len"], counts["gbs"]
+    if gpus is None:
+        raise ConfigError("the GPUs are not named; give --gpus N, such as --gpus 64")
+    names = [word.partition("=")[0] for word in known]
+    taken = sorted({"layers", "backend"} & set(names))
+    if taken:
+        raise ConfigError(f"layout has {', '.join(taken)}; the model and the framework say that")
+    allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
-    asked = Question(shape, model, cluster(hardware), gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
-    assumed = [] if seq_len else ["sequences of 4096 tokens"]
+    machine = on_network(hardware, network) if network else cluster(hardware)
+    asked = Question(shape, model, machine, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
+    assumed = [machine.network] if network else [_network(machine)] if gpus > machine.domain else []
+    assumed += [] if seq_len else ["sequences of 4096 tokens"]
     if "fp8" in allow and not asked.cluster.has_fp8:
         raise ConfigError(f"layout has fp8, and {asked.cluster.name} has no 8-bit products; leave it out")
     if not gbs:
@@ -110,10 +114,49 @@ def setting(
     if known and "mbs" not in names:
         assumed.append("micro-batches of 1")
     if known:
-        assumed.append("what the layout does not name is at its default: no recompute, no CUDA graphs, the optimizer's state sharded")
-    found = Setting(asked, tuple(known), framework, tuple(assumed), said or model)
-    _ = found.plan  # its words are checked here
-    return found
+        assumed.append("what the layout does not name is at its default: no CUDA graphs, the optimizer's state sharded")
+    plan, filled = _own(asked, known) if known else (None, ())
+    return Setting(asked, tuple(known), framework, (*assumed, *filled), said or model, plan)
+
+
+def _counts(words: Sequence[str], options: Mapping[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
+    """GPUs, sequence and batch by the options and by the words of a layout, and the other words.
+
+    Raises:
+        ConfigError: a word is no count, or both name one and differ.
+    """
+    found, others = dict(options), []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in options:
+            others.append(word)
+            continue
+        stated = whole(key, value)
+        if found[key] not in (None, stated):
+            raise ConfigError(f"layout has {word[:40]}, and elsewhere it is {found[key]}; expected one value")
+        found[key] = stated
+    return found, others
+
+
+def _network(machine: Cluster) -> str:
+    return f"network: {machine.nic_bytes_per_s / 1e9:g} GB/s for each GPU between nodes, {machine.provenance['nic_gb_s'].partition(':')[0]}; --network names another"
+
+
+def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:
+    """The plan that runs, and what of it was filled in.
+
+    Raises:
+        ConfigError: a word is no setting, or the layout breaks a rule.
+    """
+    plan, names = _plan(question, known), [word.partition("=")[0] for word in known]
+    if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
+        plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
+    nothing = idle(plan, names)
+    if nothing:
+        raise ConfigError(f"layout: {nothing[0]}")
+    plan, chunked = unknowns.chunked(plan, names)
+    plan, filled = unknowns.fitted(plan.require(), question.cluster.memory_gib, names)
+    return plan, (*chunked, *filled)
 
 
 def _plan(question: Question, known: Sequence[str]) -> Plan:
@@ -176,9 +219,10 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
         "tokens per second and GPU": value,
     }[name]
     share = speed * where.flops_per_token / where.peak
-    if share > 1:
+    if share > where.reached:
         raise ConfigError(
-            f"{name} {value:g} means {speed:,.0f} tokens/s on each GPU, {share:.0%} of its peak; expected at most 100 %."
-            f" Check batch ({q.global_batch} samples of {q.seq_len}), GPUs ({q.gpus}), and that tokens/s are of one GPU"
+            f"{name} {value:g} means {speed:,.0f} tokens/s on each GPU, {share:.0%} of its peak in {where.precision}; expected at most"
+            f" {where.reached:.0%}, which the best matrix product reaches on {q.cluster.name}. Check your token count: batch ({q.global_batch} samples of"
+            f" {q.seq_len}), GPUs ({q.gpus}), that tokens/s are of one GPU, and that FLOPs are without recompute"
         )
     return Measured(speed, share, tokens / speed, figures.said or name)

@@ -197,6 +197,16 @@ class PlanAnswer(BaseModel):
     assumptions: list[str]
 
 
+class ExportAnswer(BaseModel):
+    """A layout in the words of a trainer."""
+
+    target: str
+    verdict: str
+    """fits, tight or does not fit, on the GPU that is named."""
+    text: str
+    """A shell script: environment, files and the launcher's line."""
+
+
 class DiagnosisAnswer(BaseModel):
     """Where a run stands, which wall is likely, and what to try, best first. Units: tokens per second and GPU, seconds, GiB; shares of 1."""
 

@@ -110,6 +110,10 @@ def _plans(answer: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([f"cannot be told apart: {', '.join(tied)}"] if tied else [])])
 
 
+def _export(answer: Mapping[str, Any]) -> str:
+    return f"{answer['verdict']}\n{answer['text']}"
+
+
 def _diagnosis(answer: Mapping[str, Any]) -> str:
     lines = [answer["position"], f"wall: {', '.join(w['name'] for w in answer['walls']) or 'unknown'}"]
     for action in answer["actions"]:
@@ -141,6 +145,7 @@ SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "check_layout": _layout,
     "estimate_memory": _memory,
     "plan_layout": _plans,
+    "export_layout": _export,
     "diagnose": _diagnosis,
 }
 """The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -13,9 +13,19 @@ from pydantic import Field
 
 from playbook.diagnosis.answer import Exporter, diagnose
 from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.seen import parsed
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import PlaybookError
-from playbook.mcp.answers import DiagnosisAnswer, LayoutAnswer, MemoryAnswer, NearLayout, PlanAnswer, PlannedLayout, StageMemory
+from playbook.mcp.answers import (
+    DiagnosisAnswer,
+    ExportAnswer,
+    LayoutAnswer,
+    MemoryAnswer,
+    NearLayout,
+    PlanAnswer,
+    PlannedLayout,
+    StageMemory,
+)
 from playbook.planner import layout, memory
 from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.space import Question
@@ -97,6 +107,21 @@ def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
     return parse(named(model) or "given", settings, gpus=gpus, shape=shape_of(model))
 
 
+Export = Callable[[Plan, str, str], str]
+"""A plan in the words of a trainer: the plan, the trainer and the kind of GPU."""
+
+
+def export_answer(plan: Plan, target: str, hardware: str, export: Export) -> ExportAnswer:
+    """What `playbook plan --export` prints of a legal layout, with its verdict on that GPU.
+
+    Raises:
+        PlaybookError: the plan breaks a rule, or the trainer has no words for it.
+    """
+    gpu = cluster(hardware)
+    verdict = memory.verdict(memory.peak(plan), gpu.memory_gib)
+    return ExportAnswer(target=target, verdict=verdict, text=export(plan, target, gpu.name))
+
+
 def _arguments(text: str) -> str:
     """A text that names options of `playbook plan`, with the arguments of `plan_layout` in their place."""
     return re.sub(r"--([a-z]+)", lambda m: _ARGUMENTS.get(m[1], m[1]), text)
@@ -150,6 +175,8 @@ class Asked:
     global_batch_size: int
     layout: tuple[str, ...]
     framework: str
+    network: str
+    saw: tuple[str, ...]
 
 
 def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: Exporter) -> DiagnosisAnswer:
@@ -158,12 +185,12 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: E
     Raises:
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
-    layout_ = [w for w in asked.layout if w != f"gpus={asked.gpus}"]
     where = setting(
-        shape_of(asked.model), named(asked.model) or "given", asked.hardware, asked.gpus, seq_len=asked.seq_len,
-        gbs=asked.global_batch_size or None, known=layout_, framework=asked.framework,
+        shape_of(asked.model), named(asked.model) or "given", asked.hardware, asked.gpus, seq_len=asked.seq_len or None,
+        gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework, network=asked.network,
         said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip
+    where = replace(where, seen=parsed(asked.saw))
     found = diagnose(where, measured(where, figures), known, export)
     runs = found["published"]
     return DiagnosisAnswer(

@@ -39,6 +39,7 @@ from playbook.mcp.answers import (
     DiagnosisAnswer,
     EvidenceList,
     EvidenceRow,
+    ExportAnswer,
     LayoutAnswer,
     MemoryAnswer,
     PageHit,
@@ -68,7 +69,8 @@ _READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
-    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with list_cards and choose by title and summary, or say that none fits; search serves flags and error texts; then"
+    "Start with plan_layout for what to run and its speed, or with diagnose for a run that is slow: give it the layout that runs and what was seen of a step;"
+    " export_layout gives the flags. Performance guidance for training large models, stated as claims with verdicts from matched runs: for what to set and why, list_cards and choose by title and summary, or say that none fits; search serves flags and error texts; then"
     " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
     " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
     " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
@@ -91,6 +93,7 @@ _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
 _Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
+_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
@@ -106,6 +109,7 @@ class Library:
     today: Callable[[], date]
     plan: Callable[[Card], Plan]
     changed: Exporter
+    exported: planning.Export
     version: str
 
     def stock(self) -> Stock:
@@ -171,6 +175,7 @@ def server(library: Library) -> MCPServer[Any]:
     _evidence(out, library)
     _layout(out)
     _memory(out)
+    _export(out, library)
     _diagnosis(out, library)
     _resources(out, library)
     return out
@@ -290,6 +295,21 @@ def _memory(out: MCPServer[Any]) -> None:
             return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
 
 
+def _export(out: MCPServer[Any], library: Library) -> None:
+    @out.tool(title="Export a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    def export_layout(
+        model: planning.Model,
+        gpus: _Gpus,
+        hardware: planning.Gpu,
+        settings: planning.Settings,
+        framework: Annotated[_Target, Field(description="Whose script.")] = "megatron-lm",
+    ) -> ExportAnswer:
+        """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
+        with _told():
+            plan = planning.plan_of(model, gpus, settings)
+            return bounded(planning.export_answer(plan, framework, hardware, library.exported), "ask for another framework")
+
+
 def _diagnosis(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
     def diagnose(
@@ -300,13 +320,17 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         step_time_s: Annotated[float | None, _figure("Or seconds of a step.")] = None,
         tokens_per_s: Annotated[float | None, _figure("Or tokens per second and GPU.")] = None,
         layout: planning.Settings = [],  # noqa: B006
-        seq_len: _Seq = 4096,
+        saw: Annotated[
+            list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Shares of a step, such as all-to-all=40%.")
+        ] = [],  # noqa: B006
+        network: Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")] = "",
+        seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
         framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",
     ) -> DiagnosisAnswer:
         """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
         with _told():
-            asked = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework)
+            asked = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
             stock = library.stock()
             known = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)

@@ -194,10 +194,14 @@ TIGHT = 0.05
 """The share of a GPU's memory that an estimate should leave: its own error, and what the allocator and the driver take."""
 
 
+def fits(peak_bytes: float, gpu_gib: float) -> bool:
+    """Whether a peak is at most what the driver shows of a GPU's memory: the meaning of *fits* in every command."""
+    return peak_bytes <= gpu_gib * GIB
+
+
 def verdict(peak_bytes: float, gpu_gib: float) -> str:
     """Whether a peak fits a GPU: fits, tight, or does not fit."""
-    share = peak_bytes / (gpu_gib * GIB)
-    return "does not fit" if share > 1 else "tight" if share > 1 - TIGHT else "fits"
+    return "does not fit" if not fits(peak_bytes, gpu_gib) else "fits" if fits(peak_bytes, gpu_gib * (1 - TIGHT)) else "tight"
 
 
 def peak(plan: Plan) -> float:

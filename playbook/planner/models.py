@@ -130,6 +130,12 @@ def _published() -> dict[str, dict[str, Any]]:
     return {name.replace("_", ""): row for name, row in table.items()}
 
 
+def fields_of(name: str) -> Config:
+    """The published fields of a model known by name, as its file here has them; none for another name."""
+    known = named(name)
+    return read(_files()[known])[0] if known else {}
+
+
 def from_file(path: Path) -> Shape:
     """The shape that a `config.json` of Hugging Face or a YAML preset describes.
 

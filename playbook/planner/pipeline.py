@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from playbook.errors import ConfigError
+
+_WRITTEN_OUT = 4
+"""Layers of a chunk from which on they are counted instead of listed."""
 
 
 def split(layers: int, pp: int, vpp: int = 1) -> list[int]:
@@ -31,6 +35,20 @@ def split(layers: int, pp: int, vpp: int = 1) -> list[int]:
     sizes[0] -= 1
     sizes[-1] -= 1
     return sizes
+
+
+def string(sizes: Sequence[int], mtp: int = 0) -> str:
+    """Chunks as `--pipeline-model-parallel-layout` takes them: E the embedding, t a layer, m a depth of prediction, L the loss, | between chunks.
+
+    Source: Megatron-LM, `megatron/core/transformer/pipeline_parallel_layer_layout.py` (`parse_str_to_list`, `validate_layer_layout`).
+    """
+    first, *middle = [f"{_layers(n)}|" for n in sizes[:-1]] or [""]
+    runs = ((chunk, len(list(same))) for chunk, same in groupby(middle))
+    return f"E{first}{''.join(f'({c})*{n}' if n > 2 else c * n for c, n in runs)}{_layers(sizes[-1])}{'m' * mtp}L"
+
+
+def _layers(count: int) -> str:
+    return "t" * count if count < _WRITTEN_OUT else f"t*{count}"
 
 
 def indices(sizes: Sequence[int], pp: int, stage: int) -> list[list[int]]:

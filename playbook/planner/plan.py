@@ -154,12 +154,11 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
 
 
 def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
-    numbers = {k: _number(k, v) for k, v in values.items() if k in _NUMBERS}
+    numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
     layers = numbers.pop("layers", None)
     if layers is not None:
-        dense = layers if shape.dense_layers == shape.layers else min(layers, shape.dense_layers)
-        shape = replace(shape, layers=layers, dense_layers=dense, blocks=(shape.blocks * layers)[:layers])
+        shape = shape.of_depth(layers)
     if options.backend == "torch" and "sharding" not in values:
         options = replace(options, sharding="fsdp2")
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
@@ -168,7 +167,12 @@ def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
 
 
-def _number(key: str, text: str) -> int:
+def whole(key: str, text: str) -> int:
+    """The whole number of a setting.
+
+    Raises:
+        ConfigError: it is none, or not one that the setting takes.
+    """
     least, most = 0 if key == "gbs" else 1, DEEPEST if key == "layers" else LARGEST
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
         raise ConfigError(f"{key} is '{text[:40]}'; expected a whole number from {least} to {most}")
@@ -192,8 +196,8 @@ def _option(key: str, text: str) -> Any:
             raise ConfigError(f"{key} is '{text[:40]}'; set it to true or false")
         return text == "true"
     if kind == "int":
-        return _number(key, text)
+        return whole(key, text)
     if kind.startswith("tuple"):
         parts = [p for p in text[:1000].split(",") if p]
-        return tuple(_number(key, p) for p in parts) if "int" in kind else tuple(parts)
+        return tuple(whole(key, p) for p in parts) if "int" in kind else tuple(parts)
     return text[:100]

@@ -293,6 +293,10 @@ WIDTHS = (
         lambda c: f"{c.linear_heads[0]} key and {c.linear_heads[1]} value heads of linear attention do not divide over tp x cp = {c.tp * c.cp}",
         "change {tp} or {cp}",
     ),
+    Rule(
+        "bias-etp", lambda c: c.model.expert_bias and c.etp > 1, "model etp",
+        lambda c: f"experts with biases are not split, found etp {c.etp}", "set {etp} to 1",
+    ),
 )
 """MLPs split their width over TP, experts over ETP, linear attention its heads over TP x CP."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 LARGEST = 1 << 30
 """No degree, length or count above this is taken from outside."""
@@ -121,3 +121,8 @@ class Shape:
     def expert_hidden(self) -> int:
         """Values of a token that experts read and write."""
         return self.latent or self.hidden
+
+    def of_depth(self, layers: int) -> Shape:
+        """The same model with so many layers; dense ones come first, and a hybrid's pattern goes on or ends."""
+        dense = layers if self.dense_layers == self.layers else min(layers, self.dense_layers)
+        return replace(self, layers=layers, dense_layers=dense, blocks=(self.blocks * layers)[:layers])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from playbook.cards.load import card_of, load_all
 from playbook.cards.model import Slug
@@ -184,6 +184,7 @@ class Case(Strict):
     profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ...
 
+    `like` begins from another profile of the case, its values for single variants included: `h100x4: {like: h200x4, model.num_layers: 12}`.
     More ranks than one on a profile of one GPU take turns on it: such a case may judge what is counted (bytes, collectives, memory), and no time.
     """
     variant_profiles: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
@@ -197,6 +198,21 @@ class Case(Strict):
     function: str | None = None
     """For `arithmetic` and `invariant`: the name of a function in the harness's table."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _profiles_in_full(self) -> Self:
+        """Write out every profile that begins from another."""
+        full = {name: values for name, values in self.profiles.items() if "like" not in values}
+        for name in self.profiles.keys() - full.keys():
+            other, changes = self.profiles[name]["like"], {k: v for k, v in self.profiles[name].items() if k != "like"}
+            if not isinstance(other, str) or other not in full:
+                raise ValueError(
+                    f"profile '{name}' is like {str(other)[:40]!r}; expected one that is written out: {', '.join(sorted(full))}"
+                )
+            self.profiles[name] = {**full[other], **changes}
+            if other in self.variant_profiles:
+                self.variant_profiles.setdefault(name, self.variant_profiles[other])
+        return self
 
     @field_validator("kind")
     @classmethod

@@ -419,14 +419,16 @@ def _with_memory(records: Iterable[Record]) -> list[Record]:
 
 
 def _labels(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
-    """For each kind of machine, a name that no other kind has."""
+    """For each kind of machine, a name that no other kind has on which something ran: what was only computed sets no other apart."""
     names: dict[str, dict[tuple[Any, ...], str]] = {}
+    ran: dict[str, set[tuple[Any, ...]]] = {}
     for r in records:
-        machine = r.content.measured.machine if isinstance(r.content, Evidence) else r.content.machine
-        names.setdefault(machine.name, {})[r.kind] = f"{FROM}{r.origin}" if r.origin else ""
-    # By the kind, and not by the machine of one of its records, which may not know the memory that it is taken to have.
-    every = {name: {k[:-1] for k in alike} for name, alike in names.items()}
-    return {k: told_apart(name, k[:-1], every[name]) + by for name, alike in names.items() for k, by in alike.items()}
+        content = r.content.measured if isinstance(r.content, Evidence) else r.content
+        name = content.machine.name
+        names.setdefault(name, {})[r.kind] = f"{FROM}{r.origin}" if r.origin else ""
+        # By the kind, and not by the machine of one of its records, which may not know the memory that it is taken to have.
+        ran.setdefault(name, set()).update([] if isinstance(content, Measured) and not content.runs else [r.kind[:-1]])
+    return {k: told_apart(name, k[:-1], ran[name]) + by for name, alike in names.items() for k, by in alike.items()}
 
 
 def _foreign(record: Record, claims: Claims | None) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +15,6 @@ import pytest
 
 from playbook.cli import exit_codes
 from playbook.cli.app import app
-from playbook.cli.plans.export import configuration
 from playbook.paths import repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
@@ -23,6 +24,9 @@ from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
+from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.export.plans import TARGETS
+from playbook_trainer.export.releases import RELEASES
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import DECISIONS, MARK, PAGE
@@ -117,21 +121,91 @@ def test_a_sequence_is_spelled_as_in_a_table_of_runs(run, seq: str, tokens: int)
     assert (found["question"]["seq_len"], found["question"]["hardware"]) == (tokens, "h200")
 
 
-@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "torchtitan", "playbook"])
-def test_the_winner_is_exported(run, target: str) -> None:
-    shown = run("qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target)
+@pytest.mark.parametrize("target", ["torchtitan", "accelerate"])
+def test_plans_of_the_torch_backend_are_exported_to_trainers_on_it(run, target: str) -> None:
+    asked = ["qwen3_8b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,pp=1,cp=1", "--export", target]
+    shown = run(*asked, "--backend", "torch")
     assert shown.exit_code == 0
-    assert "not expressible: parallel" not in shown.stdout
+    assert shown.stdout.splitlines()[1].startswith(f"# for {target} ")
+    assert run(*asked, "--backend", "megatron").exit_code == 2
+    job = run(*asked, "--backend", "torch", "--slurm")
+    assert (job.exit_code, "#SBATCH --gpus-per-node=8" in job.stdout) == ((0, True) if target == "torchtitan" else (2, False))
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"torchtitan", "accelerate"}))
+def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_log_is_set_beside(run, target: str) -> None:
+    asked = ["qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target]
+    shown = run(*asked)
+    assert shown.exit_code == 0
     assert re.search(r"global.batch.size.*64", shown.stdout)
-    # Pasted into a run of one's own it must not change what the model learns.
-    assert not re.search(
-        r"\blr\b|learning_rate|steps|iters|aux.loss|load.balancing|capacity|router.dtype|seed|data.path|checkpoint\.",
-        without_comments(shown.stdout),
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("#!")
+    assert lines[1].startswith(f"# for {RELEASES.get(target, 'playbook')}")
+    beside = lines[-1].removeprefix("# beside the prediction: ")
+    log = (
+        "playbook diagnose run --gpu h100"
+        if target == "playbook"
+        else "playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h100"
     )
+    assert beside.startswith(log)
+    sbatch = run(*asked, "--slurm").stdout
+    assert "#SBATCH --nodes=1" in sbatch
+    assert "\nsrun torchrun" in sbatch
+    assert subprocess.run(["bash", "-n"], input=sbatch + shown.stdout, text=True, check=False).returncode == 0
 
 
-def without_comments(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge"])
+@pytest.mark.parametrize(
+    "words", [["mixtral_8x7b", "--gpus", "64"], ["gpt_oss_20b", "--gpus", "2", "--layers", "4"], ["llama3_70b", "--gpus", "64"]]
+)
+def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
+    asked = [*words, "--gbs", "256"]
+    predicted = json.loads(run(*asked, "--json").stdout)["plans"][0]
+    shown = run(*asked, "--export", target).stdout
+    monkeypatch.chdir(tmp_path)
+    took = f"elapsed time per iteration (ms): {predicted['seconds'] * 1100:.1f}"
+    lines = (f" iteration {i:8}/      20 | {took} | global batch size:   256 | lm loss: 2.0E+00 |\n" for i in range(1, 21))
+    (tmp_path / "train.log").write_text("".join(lines))
+    command = shlex.split(shown.splitlines()[-1].partition(": ")[2])
+    told = json.loads(run(*command[2:], "--json", command=command[1]).stdout)
+    assert told["predicted"]["yours"]["tokens_per_s_per_gpu"]["value"] == pytest.approx(predicted["tokens_per_s_per_gpu"]["value"])
+    assert told["measured"]["tokens_per_s_per_gpu"] == pytest.approx(predicted["tokens_per_s_per_gpu"]["value"] / 1.1, rel=1e-3)
+
+
+def test_a_model_is_cut_in_layers_to_be_tried_on_few_gpus(run) -> None:
+    shown = run("gpt_oss_20b", "--gpus", "2", "--gbs", "16", "--layers", "4", "--export", "megatron-lm")
+    assert "--num-layers 4" in shown.stdout
+    assert "layers=4" in shown.stdout.splitlines()[-1]
+    check = next(
+        line for line in run("gpt_oss_20b", "--gpus", "2", "--gbs", "16", "--layers", "4").stdout.splitlines() if line.startswith("check")
+    )
+    assert "layers=4" in check
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["qwen3_vl_8b", "--export", "megatron-lm"],
+        ["llama3_8b", "--export", "nemo"],
+        ["llama3_8b", "--slurm"],
+        ["gpt_oss_20b", "--export", "playbook"],
+    ],
+)
+def test_what_cannot_be_exported_ends_with_one_message_and_exit_code_2(capsys, words: list[str]) -> None:
+    assert exit_codes.run(app, ["plan", *words, "--gpus", "8", "--gbs", "64"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.strip().splitlines()) == 1
+
+
+def test_a_plan_of_unlike_chunks_comes_with_its_layout_string(run) -> None:
+    asked = ("llama3_70b", "--gpus", "64", "--gbs", "1024", "--fix", "tp=2,cp=2,pp=8,vpp=8")
+    string = "Et|(tt|)*17(t|)*45L"
+    assert f"pipeline {string}" in run(*asked).stdout
+    assert json.loads(run(*asked, "--json").stdout)["plans"][0]["pipeline_layout"] == string
+    assert f"--pipeline-model-parallel-layout '{string}'" in run(*asked, "--export", "megatron-lm").stdout
+    checked = run("check", "--model", "llama3_70b", "gpus=64", "tp=2", "cp=2", "pp=8", "vpp=8", "gbs=1024", command="layout")
+    assert f"'{string}'" in checked.stdout
 
 
 @pytest.mark.parametrize(
@@ -146,12 +220,6 @@ def test_the_exported_winner_passes_the_trainers_own_checks(model: str, gpus: in
     report = dry_run(load(path), gpus)
     assert report.layout["microbatches"] == best.plan.microbatches
     assert max(s.peak for s in report.stages) == pytest.approx(best.peak, rel=0.02)
-
-
-def test_a_model_that_this_trainer_does_not_train_has_its_layout_exported(run) -> None:
-    shown = run("llama3_8b", "--gpus", "8", "--gbs", "64", "--export", "megatron-lm")
-    assert "--tensor-model-parallel-size" in shown.stdout
-    assert run("llama3_8b", "--gpus", "8", "--gbs", "64", "--export", "playbook").exit_code == 2
 
 
 @pytest.mark.parametrize(

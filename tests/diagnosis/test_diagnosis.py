@@ -126,7 +126,12 @@ def test_a_speed_that_cannot_be_is_refused(figures, says):
 
 @pytest.mark.parametrize(
     ("layout", "says"),
-    [(("tp=3",), "tp 3"), (("colour=red",), "not a setting"), (("gpus=8",), "options for GPUs"), (("cp_comm=p2p",), "cp 1")],
+    [
+        (("tp=3",), "tp 3"),
+        (("colour=red",), "not a setting"),
+        (("gpus=8",), "layout has gpus=8, and elsewhere it is 64"),
+        (("cp_comm=p2p",), "cp 1"),
+    ],
 )
 def test_a_layout_that_cannot_run_is_refused(layout, says):
     with pytest.raises(ConfigError, match=says):

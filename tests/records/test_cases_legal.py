@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import yaml
 
 from playbook.cards.load import load_all
 from playbook.errors import ConfigError
-from playbook.records.case import LAUNCHED_KINDS, list_cases, load_case
+from playbook.paths import data_root
+from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
 from playbook_bench.judge.curve_rules import named
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import automatic, checks
@@ -41,6 +43,34 @@ def test_what_one_gpu_is_to_measure_fits_it_by_the_planner(case):
         peak = max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages)
         # Of ranks that share the GPU, each has a CUDA context too, and keeps memory that it has freed.
         assert variant.ranks * peak < (0.85 * 139 * 2**30 if variant.shared else 141e9), name
+
+
+H100 = [(case, name) for case in CASES for name in case.profiles if name.startswith("h100x") and case.trainer]
+
+
+@pytest.mark.parametrize(("case", "profile"), H100, ids=lambda v: v if isinstance(v, str) else v.id)
+def test_what_h100s_are_to_measure_fits_80_gb_by_the_planner(case, profile):
+    for name, variant in resolve_all(case, profile).items():
+        peak = max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages)
+        sharing = variant.ranks if variant.shared else 1
+        assert sharing * peak < 0.92 * 79 * 2**30, name
+
+
+def test_a_profile_begins_from_another_with_its_values_for_single_variants():
+    text = (data_root("cases") / "fused-loss.yaml").read_text(encoding="utf-8")
+    case = Case.model_validate(yaml.safe_load(text))
+    h200, h100 = case.profiles["h200x1"], case.profiles["h100x1"]
+    assert h100 == h200
+    told = yaml.safe_load(text)
+    told["profiles"]["h100x1"] = {"like": "h200x1", "model.num_layers": 3}
+    told["variant_profiles"] = {"h200x1": {"candidate": {"train.steps": 9}}}
+    case = Case.model_validate(told)
+    assert case.profiles["h100x1"] == {**h200, "model.num_layers": 3}
+    assert case.variant_profiles["h100x1"] == {"candidate": {"train.steps": 9}}
+    for other in ("h300x1", "h100x1", 7):
+        told["profiles"]["h100x1"] = {"like": other}
+        with pytest.raises(ValueError, match=r"expected one that is written out: .*h200x1"):
+            Case.model_validate(told)
 
 
 @pytest.mark.parametrize("case", ONE_GPU, ids=lambda c: c.id)

@@ -79,7 +79,7 @@ def diagnosis(page: Any, root: str, asked: Mapping[str, Any], answer: Mapping[st
     if "error" in answer:
         return [
             w
-            for w in ("on each GPU", "expected at most 100 %", "that tokens/s are of one GPU")
+            for w in ("on each GPU", "%, which the best matrix product reaches", "Check your token count", "that tokens/s are of one GPU")
             if w not in said or w not in answer["error"]
         ]
     fastest = answer["predicted"]["best"]

@@ -22,8 +22,13 @@ def ran(name: str, speed: float, turn: int = 0, gib: float = 100.0) -> dict[str,
     return {"name": name, "turn": turn, "outcome": "ok", "tokens_per_s_per_gpu": speed, "peak_memory_bytes": gib * tool.GIB}
 
 
+def gpu(row: dict) -> str:
+    return row.get("hardware", tool.USUAL)
+
+
 def test_all_models_and_layouts_are_registered() -> None:
-    assert [sum(r["gpus"] == n for r in ROWS) for n in (4, 2)] == [4 * 6, 4 * 5]
+    for hardware in ("h200", "h100"):
+        assert [sum(r["gpus"] == n and gpu(r) == hardware for r in ROWS) for n in (4, 2)] == [4 * 6, 4 * 5]
     assert len({tool.name_of(r) for r in ROWS}) == len(ROWS)
     for row in ROWS:
         speed = row["predicted"]["tokens_per_s_per_gpu"]
@@ -35,11 +40,11 @@ def test_every_registered_configuration_can_run_and_fits(row: dict, monkeypatch:
     monkeypatch.setattr(megatron, "installed", lambda module: True)
     config = tree.load(tool.ROOT / tool.CONFIG, row["settings"])
     checks.check(config, row["gpus"])
-    assert max(s.peak for s in dry_run.dry_run(config, row["gpus"]).stages) < 0.92 * tool._capacity()
+    assert max(s.peak for s in dry_run.dry_run(config, row["gpus"]).stages) < 0.92 * tool.cluster(gpu(row)).memory_gib * tool.GIB
 
 
 def test_each_is_run_once_and_then_the_two_fastest_of_a_model_in_turns() -> None:
-    rows = [r for r in ROWS if r["gpus"] == 2 and r["model"] == "moe-64"]
+    rows = [r for r in ROWS if r["gpus"] == 2 and r["model"] == "moe-64" and gpu(r) == "h200"]
     names = [tool.name_of(r) for r in rows]
     first = tool.todo(rows, [], 2, again=False)
     assert sorted(first) == sorted((n, 0) for n in names)
@@ -55,7 +60,7 @@ def test_each_is_run_once_and_then_the_two_fastest_of_a_model_in_turns() -> None
 
 
 def test_the_report_tells_errors_and_whether_the_choice_was_right() -> None:
-    rows = [r for r in ROWS if r["gpus"] == 2 and r["model"] == "moe-64" and r["settings"]["data.seq_len"] == 4096]
+    rows = [r for r in ROWS if r["gpus"] == 2 and r["model"] == "moe-64" and r["settings"]["data.seq_len"] == 4096 and gpu(r) == "h200"]
     said = {tool.name_of(r): r["predicted"] for r in rows}
     best = max(said, key=lambda n: said[n]["tokens_per_s_per_gpu"]["value"])
     as_said = [ran(n, p["tokens_per_s_per_gpu"]["value"] * 1.25, gib=p["memory_gib"]) for n, p in said.items()]
@@ -74,7 +79,7 @@ def test_variants_of_cases_are_rows_too() -> None:
     assert names[:2] == ["1/predicted-moe-32k-torch/first-ep1", "1/predicted-moe-32k-torch/second-ep2"]
     assert rows[1]["settings"].items() >= {"model.num_experts": 64, "data.seq_len": 32768, "train.compile.decoder": True}.items()
     assert rows[0]["predicted"]["tokens_per_s_per_gpu"] == {"value": 22840.0, "low": 17410.0, "high": 29960.0}
-    assert 0 < rows[1]["predicted"]["memory_gib"] < rows[0]["predicted"]["memory_gib"] < tool._capacity() / tool.GIB
+    assert 0 < rows[1]["predicted"]["memory_gib"] < rows[0]["predicted"]["memory_gib"] < 140.0
     assert [n for n, _ in tool.todo(rows, [], 0, again=False)] != names
     shown = tool.report(rows, [ran(names[0], 22840.0), ran(names[1], 20000.0)])
     assert (
@@ -84,10 +89,16 @@ def test_variants_of_cases_are_rows_too() -> None:
         list(tool.of_cases(["fp8-blockwise"], 1))
 
 
-def test_predictions_are_not_changed_after_runs(tmp_path: Path) -> None:
+def test_predictions_are_not_changed_after_runs_on_that_gpu(tmp_path: Path) -> None:
     (tmp_path / tool.RUNS).write_text(json.dumps(ran("2/dense/tp2", 1.0)) + "\n")
     assert tool.main(["register", "--out", str(tmp_path)]) == 1
     assert not (tmp_path / tool.REGISTERED).exists()
+    assert tool.main(["register", "--hardware", "h100", "--out", str(tmp_path)]) == 0
+    assert {gpu(r) for r in tool.read(tmp_path / tool.REGISTERED)} == {"h100"}
+    (tmp_path / tool.RUNS).write_text(json.dumps(ran("h100x2/dense/tp2", 1.0)) + "\n")
+    assert tool.main(["register", "--hardware", "h100", "--out", str(tmp_path)]) == 1
+    assert tool.main(["register", "--out", str(tmp_path)]) == 0
+    assert {gpu(r) for r in tool.read(tmp_path / tool.REGISTERED)} == {"h100", "h200"}
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, or the variants of prediction cases.
 
-    python tools/planner/planned_layouts.py register                        # predictions, into docs/parity/planned-layouts.jsonl; refuses once there are runs
+    python tools/planner/planned_layouts.py register --hardware h100        # predictions, into docs/parity/planned-layouts.jsonl; refuses once there are runs of such GPUs
     python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order, into docs/parity/planned-layouts-runs.jsonl
     python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two fastest of each model, so many times more, in turns
     python tools/planner/planned_layouts.py report                          # errors, winners and misses
@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT 
 
 from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
 
+from playbook.planner.time.cluster import cluster  # noqa: E402
 from playbook.records.case import load_case  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
 from playbook_bench.run import variants  # noqa: E402
@@ -40,7 +41,8 @@ from playbook_trainer.config import dry_run, tree  # noqa: E402
 CONFIG = "trainer/configs/planned.yaml"
 FOLDER = ROOT / "docs" / "parity"
 REGISTERED, RUNS = "planned-layouts.jsonl", "planned-layouts-runs.jsonl"
-HARDWARE = "h200"
+USUAL = "h200"
+"""The GPU of cases' profiles, and of rows that name none."""
 SHARE = 0.85
 """Of a GPU's memory: what the planner does not count, buffers of collectives among it, has to fit beside."""
 GIB = 2**30
@@ -104,17 +106,19 @@ def settings(model: str, layout: str, gpus: int, layers: int) -> dict[str, Any]:
     return found
 
 
-def registered() -> Iterator[dict[str, Any]]:
+def registered(hardware: str) -> Iterator[dict[str, Any]]:
     """Every configuration with its prediction: the deepest model, by twos, that all its layouts hold."""
+    capacity = SHARE * cluster(hardware).memory_gib * GIB
     for gpus, layouts in LAYOUTS.items():
         for model in MODELS:
             layers = 48 if model != "dense" else 36
-            while any(_held(settings(model, layout, gpus, layers), gpus) > SHARE * _capacity() for layout in layouts):
+            while any(_held(settings(model, layout, gpus, layers), gpus) > capacity for layout in layouts):
                 layers -= 2
             for layout in layouts:
                 asked = settings(model, layout, gpus, layers)
                 name = _DENSE.get(layout, layout) if model == "dense" else layout
-                yield {"gpus": gpus, "model": model, "layout": name, "settings": asked, "predicted": _predicted(asked, gpus)}
+                row = {"hardware": hardware, "gpus": gpus, "model": model, "layout": name}
+                yield {**row, "settings": asked, "predicted": _predicted(asked, gpus, hardware)}
 
 
 def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
@@ -122,7 +126,7 @@ def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
     for case in map(load_case, names):
         told = {value.name: value.predicted for value in case.values}
         for variant in case.variants:
-            asked, ranks = variants.overrides(case, variant, f"{HARDWARE}x{gpus}")
+            asked, ranks = variants.overrides(case, variant, f"{USUAL}x{gpus}")
             said, config = told.get(variant), variants.trainer_path(case)
             if said is None or case.metric != "useful_tokens_per_s_per_gpu" or case.delta.environment or ranks != gpus:
                 raise SystemExit(f"{case.id} {variant}: expected a speed predicted for {gpus} GPUs, without variables of the environment")
@@ -131,8 +135,8 @@ def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
             yield {**row, "predicted": {"tokens_per_s_per_gpu": speed, "memory_gib": round(_held(asked, gpus, config) / GIB, 1)}}
 
 
-def _predicted(asked: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    speed = dry_run.predicted(tree.load(ROOT / CONFIG, asked), gpus, HARDWARE)
+def _predicted(asked: Mapping[str, Any], gpus: int, hardware: str) -> dict[str, Any]:
+    speed = dry_run.predicted(tree.load(ROOT / CONFIG, asked), gpus, cluster(hardware))
     assert speed is not None
     figures = speed.tokens_per_s_per_gpu
     tokens = {k: float(f"{getattr(figures, k):.4g}") for k in ("value", "low", "high")}
@@ -145,20 +149,18 @@ def _held(asked: Mapping[str, Any], gpus: int, config: Path = ROOT / CONFIG) -> 
     return max(stage.peak - stage.vision for stage in report.stages)
 
 
-def _capacity() -> float:
-    from playbook.planner.time.cluster import cluster
-
-    return cluster(HARDWARE).memory_gib * GIB
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """A configuration in a word, such as `4/moe-128/ep4`."""
-    return f"{row['gpus']}/{row['model']}/{row['layout']}"
+    """A configuration in a word, such as `4/moe-128/ep4`, or `h100x4/moe-128/ep4` on other GPUs than the usual."""
+    return f"{_machine(row.get('hardware', USUAL), row['gpus'])}/{row['model']}/{row['layout']}"
+
+
+def _machine(hardware: str, gpus: int) -> str:
+    return str(gpus) if hardware == USUAL else f"{hardware}x{gpus}"
 
 
 def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], pairs: int, *, again: bool) -> list[tuple[str, int]]:
@@ -180,14 +182,20 @@ def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], p
     return found
 
 
-def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[tuple[str, float]]]:
-    """By number of GPUs and model, the configurations that ran in rows of the usual length, or in those of a case, the fastest first."""
+def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[tuple[str, float]]]:
+    """By GPUs and model, the configurations that ran in rows of the usual length, or in those of a case, the fastest first."""
     speeds = speeds_of(runs)
-    found: dict[tuple[int, str], list[tuple[str, float]]] = {}
+    groups: dict[tuple[str, int, str], list[tuple[str, float]]] = {}
     for row in rows:
         if name_of(row) in speeds and ("config" in row or row["settings"]["data.seq_len"] == 4096):
-            found.setdefault((row["gpus"], row["model"]), []).append((name_of(row), speeds[name_of(row)]))
-    return {key: sorted(each, key=lambda pair: -pair[1]) for key, each in found.items()}
+            key = (row.get("hardware", USUAL), row["gpus"], row["model"])
+            groups.setdefault(key, []).append((name_of(row), speeds[name_of(row)]))
+    return {key: sorted(each, key=lambda pair: -pair[1]) for key, each in groups.items()}
+
+
+def _hardware(device: str | None) -> str:
+    """The planner's word for a GPU by its device name; the name itself where it has none."""
+    return next((name for name in ("h100", "h200") if name in (device or "").lower()), device or "")
 
 
 def speeds_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -236,8 +244,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run what is missing, as far as the budget goes."""
     began = time.monotonic()
     path = arguments.out / RUNS
-    rows = [r for r in asked_for(arguments) if r["gpus"] == arguments.gpus and all(w in name_of(r) for w in arguments.only)]
-    devices = [str(i) for i in range(arguments.gpus)] if arguments.rehearse else detect.device_ids(detect.detect())[: arguments.gpus]
+    machine = detect.detect()
+    hardware = arguments.hardware if arguments.rehearse else _hardware(machine.gpu)
+    rows = [
+        r
+        for r in asked_for(arguments)
+        if r["gpus"] == arguments.gpus and r.get("hardware", USUAL) == hardware and all(w in name_of(r) for w in arguments.only)
+    ]
+    devices = [str(i) for i in range(arguments.gpus)] if arguments.rehearse else detect.device_ids(machine)[: arguments.gpus]
     if len(devices) < arguments.gpus or not fork_server.import_all("torch" if arguments.rehearse else "megatron"):
         print(f"needs {arguments.gpus} GPUs that no import has touched yet, or --rehearse", file=sys.stderr)
         return 2
@@ -287,12 +301,14 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
         lines += ["", f"{len(errors)} of {len(rows)} configurations: median error {100 * middle:.1f} % of speed, {100 * memory:.1f} % of memory; "
                   f"{inside} in the interval"]  # fmt: skip
     predicted = {name_of(r): r["predicted"]["tokens_per_s_per_gpu"] for r in rows}
-    for (gpus, model), ranked in sorted(_ranked(rows, runs).items()):
+    for (hardware, gpus, model), ranked in sorted(_ranked(rows, runs).items()):
         chosen = max((name for name, _ in ranked), key=lambda n: predicted[n]["value"])
         behind = ranked[0][1] / speeds[chosen] - 1
         tie = predicted[ranked[0][0]]["high"] >= predicted[chosen]["low"]
         verdict = "right" if behind <= NEAR else "in the tie set" if tie else "wrong"
-        lines.append(f"{model} on {gpus} GPUs: chosen {chosen}, fastest {ranked[0][0]}, {100 * behind:.1f} % behind: {verdict}")
+        lines.append(
+            f"{model} on {gpus} {hardware.upper()}s: chosen {chosen}, fastest {ranked[0][0]}, {100 * behind:.1f} % behind: {verdict}"
+        )
     return "\n".join(lines)
 
 
@@ -301,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("register", "run", "report"))
     parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4)
+    parser.add_argument("--hardware", choices=("h100", "h200"), default=USUAL, help="the GPUs to predict for, or to rehearse")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="variants of these cases, instead of the registered layouts")
     parser.add_argument("--timed", type=int, help="timed steps of a run, instead of its configuration's")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the runs")
@@ -314,13 +331,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "run":
         return run(arguments)
     runs = read(arguments.out / RUNS)
-    if arguments.command == "report":
-        print(report(asked_for(arguments), runs))
-    elif runs:
-        print(f"{arguments.out / RUNS} holds runs: predictions are not changed after them", file=sys.stderr)
+    if arguments.command == "register":
+        return register(arguments, runs)
+    print(report(asked_for(arguments), runs))
+    return 0
+
+
+def register(arguments: argparse.Namespace, runs: Sequence[Mapping[str, Any]]) -> int:
+    """Write the predictions of one kind of GPU, beside those of others; never after a run on it."""
+    rows = read(arguments.out / REGISTERED)
+    machines = {_machine(arguments.hardware, gpus) for gpus in LAYOUTS}
+    if any(r["name"].partition("/")[0] in machines for r in runs):
+        print(f"{arguments.out / RUNS} holds runs on {arguments.hardware}: predictions are not changed after them", file=sys.stderr)
         return 1
-    else:
-        (arguments.out / REGISTERED).write_text("".join(json.dumps(row) + "\n" for row in registered()), encoding="utf-8")
+    others = [row for row in rows if row.get("hardware", USUAL) != arguments.hardware]
+    text = "".join(json.dumps(row) + "\n" for row in (*others, *registered(arguments.hardware)))
+    (arguments.out / REGISTERED).write_text(text, encoding="utf-8")
     return 0
 
 

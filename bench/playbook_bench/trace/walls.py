@@ -15,7 +15,7 @@ from typing import Literal
 
 from playbook.errors import PlaybookError
 from playbook.intervals import Interval, length, subtract, union
-from playbook.kernel_names import kernel_class
+from playbook.kernel_names import collective, kernel_class
 from playbook_bench.trace.table import NS_PER_MS, STEP, Op, Span, Timeline, exclusive
 
 Wall = Literal["data wait", "host-bound", "exposed communication", "memory-bound kernels", "compute-bound", "mixed", "no GPU"]
@@ -69,6 +69,8 @@ class Walls:
     communication: float
     exposed: float
     computing: float
+    collectives: dict[str, float]
+    """What is exposed by kind of collective, the largest first; where several run at once, each counts in whole."""
     classes: tuple[ClassTime, ...]
     beyond: tuple[Wall, ...]
     """All walls above their thresholds, the largest first."""
@@ -124,6 +126,7 @@ def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
         waited = length(of_data) / span
         host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
     exposed = subtract(sent, compute)
+    collectives = _collectives(ops, compute, span)
     classes = _classes(ops, span, num_steps)
     shares = {"busy": length(busy) / span, "exposed": length(exposed) / span, "computing": length(compute) / span}
     beyond = _beyond(trace.measures, waited, host, shares["exposed"])
@@ -141,6 +144,7 @@ def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
         communication=length(sent) / span,
         exposed=shares["exposed"],
         computing=shares["computing"],
+        collectives=collectives,
         classes=classes,
         beyond=tuple(beyond),
         notes=tuple(notes),
@@ -196,6 +200,16 @@ def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
     """Whether the operation that ends an idle gap was launched only after the gap began; a gap that nothing ends is the host's too."""
     i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
     return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > gap[0]
+
+
+def _collectives(ops: Sequence[Op], compute: list[Interval], span: int) -> dict[str, float]:
+    """Shares of the step in which a kind of collective runs and nothing is computed."""
+    kinds: dict[str, list[Interval]] = {}
+    for op in ops:
+        if op.kind == "communication":
+            kinds.setdefault(collective(op.name), []).append((op.start, op.end))
+    shares = {kind: length(subtract(union(runs), compute)) / span for kind, runs in kinds.items()}
+    return dict(sorted(((k, v) for k, v in shares.items() if v), key=lambda item: -item[1]))
 
 
 def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, ...]:

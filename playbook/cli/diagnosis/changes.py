@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from playbook.cli.plans.export import configuration, layout_alone, platform_of
 from playbook.diagnosis.actions import Action
 from playbook.diagnosis.answer import Changed
 from playbook.errors import PlaybookError
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
+from playbook_trainer.export.planned.megatron import environment, flag_lines, override_lines, platform_of
+from playbook_trainer.export.planned.ours import configuration
 
 _Keys = tuple[tuple[str, Any, Any], ...]
 
@@ -43,13 +44,21 @@ def changed(action: Action, framework: str, hardware: str) -> Changed:
 def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
     if _trained(on):
         return _difference(off, on, keys, framework, hardware)
-    # Flags of options are the same for every model; degrees and batch need no model.
-    found = _difference(_stand_in(off), _stand_in(on), keys, framework, hardware)
-    if framework == "playbook":
-        return found
-    before, after = (layout_alone(p, framework).splitlines() for p in (off, on))
-    own = [line for line in after if line not in before and not line.startswith("#") and line not in found.flags]
-    return replace(found, flags=(*own, *found.flags))
+    if keys or framework not in _LINES:  # words of options are the same for every model
+        return _difference(_stand_in(off), _stand_in(on), keys, framework, hardware)
+    before, after = (environment(p, hardware) for p in (off, on))
+    lines = _of_lines(*(_LINES[framework](p) for p in (off, on)))
+    return replace(lines, environment=tuple(f"{k}={v}" for k, v in after.items() if before.get(k) != v))
+
+
+_LINES: Mapping[str, Callable[[Plan], list[str]]] = {"megatron-lm": flag_lines, "megatron-bridge": override_lines}
+"""What a plan is to a trainer, one setting a line, for every model."""
+
+
+def _of_lines(off: list[str], on: list[str]) -> Changed:
+    flags = [line for line in on if line not in off]
+    names = {_name(line) for line in flags}
+    return Changed(tuple(flags), tuple(line for line in off if line not in on and _name(line) not in names))
 
 
 def _trained(plan: Plan) -> bool:
@@ -83,9 +92,8 @@ def _of_exports(off: Exported, on: Exported) -> Changed:
         flags = [f"{k} {_plain(v)}" for k, v in second.items() if first.get(k) != v]
         without = [k for k in first if k not in second]
     else:
-        flags = [line for line in on.lines if line not in off.lines and not line.startswith("#")]
-        names = {_name(line) for line in flags}
-        without = [line for line in off.lines if line not in on.lines and not line.startswith("#") and _name(line) not in names]
+        lines = _of_lines(off.lines, on.lines)
+        flags, without = list(lines.flags), list(lines.without)
     known = {r.key for r in off.missing}
     return Changed(
         tuple(flags),

@@ -19,6 +19,7 @@ from playbook.cli.options import tokens as to_tokens
 from playbook.cli.output import print_json, print_table, say
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.seen import KINDS, parsed
 from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
@@ -36,6 +37,8 @@ _FEW = 20
 _GROWTH = 0.02
 """Share by which memory must grow for it to be said."""
 _SHOWN = 3
+_SEQ = 4096
+"""Tokens of a sequence where nobody says."""
 _MAX_SUMMARY = 10_000_000
 _AB = "playbook ab -- COMMAND --vs"
 """The beginning of a matched pair of the run's own command; what it changes is printed above it."""
@@ -48,6 +51,7 @@ class _Log:
     seconds: float
     tokens: float | None
     rate: float | None
+    samples: int | None
     uneven: float | None
     grown: tuple[float, float] | None
     """Peak bytes of its first and of its last quarter, where memory grew."""
@@ -66,14 +70,20 @@ def diagnose_run(
         int | None, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence; 4096, if not given.")
     ] = None,
     gbs: Annotated[
-        int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; four million tokens, if not given.")
+        int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; the log's, else four million tokens, if not given.")
     ] = None,
     mfu: Annotated[float | None, typer.Option("--mfu", help="Percent of the GPU's dense peak, such as 22, without recompute.")] = None,
     step_time: Annotated[str | None, typer.Option("--step-time", help="Seconds of a step, such as 1.9s or 850ms.")] = None,
     tokens: Annotated[float | None, typer.Option("--tokens-per-s", help="Tokens per second and GPU.")] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as `playbook layout` takes it."),
+        typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
+    ] = None,
+    network: Annotated[
+        str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")
+    ] = "",
+    saw: Annotated[
+        list[str] | None, typer.Option("--saw", help=f"Shares of a step, such as all-to-all=40%,idle=25%; of {', '.join(KINDS)}.")
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="A trace of some steps: .nsys-rep, .sqlite or Chrome trace.")] = None,
     framework: Annotated[
@@ -82,9 +92,9 @@ def diagnose_run(
     as_json: AsJson = False,
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
-    asked = _Asked(model, gpus, hardware, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework)
+    asked = _Asked(model, gpus, hardware, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network)
     log = _log(run) if run else None
-    where = _where(asked, run)
+    where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
     if log is not None and figures == Figures():
         rate = log.rate or (log.tokens / log.seconds / where.question.gpus if log.tokens else None)
@@ -107,6 +117,23 @@ class _Asked:
     gbs: int | None
     known: tuple[str, ...]
     framework: str | None
+    network: str = ""
+
+
+def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
+    """What is asked, with the batch that a log tells: what the run itself wrote goes before what would be assumed.
+
+    Raises:
+        ConfigError: the command line names another.
+    """
+    if log is None:
+        return asked
+    named = next((int(w[4:]) for w in asked.known if re.fullmatch(r"gbs=[0-9]{1,10}", w)), asked.gbs)
+    if log.samples and named and named != log.samples:
+        raise ConfigError(f"the log has a global batch of {log.samples} samples, and --gbs is {named}; leave --gbs out")
+    each = asked.seq or _SEQ
+    told = log.samples or (round(log.tokens / each) if log.tokens and log.tokens % each == 0 else None)
+    return replace(asked, gbs=told) if told and named is None and asked.model else asked
 
 
 def _where(asked: _Asked, run: Path | None) -> Setting:
@@ -116,22 +143,28 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
         raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
     gpus = asked.gpus or (ours.gpus if ours else None)
     hardware = asked.hardware or (ours.device if ours else None)
-    if gpus is None or hardware is None:
+    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in asked.known))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
-    if ours is not None:
+    if ours is not None and gpus is not None:
         own = _of_config(ours.config, gpus, hardware, asked.framework or "playbook")
-        return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
+        return _again(own, asked) if asked.known or asked.seq or asked.gbs or asked.network else own
     model = asked.model or ""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     shape, framework = find(model), asked.framework or FRAMEWORKS[0]
-    return setting(shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=asked.known, framework=framework, said=model)
+    depth = next((w for w in asked.known if re.fullmatch(r"layers=[1-9][0-9]{0,2}", w)), "")
+    if depth:  # a model that was cut is another one: no published run is of it
+        shape, name = shape.of_depth(int(depth.partition("=")[2])), f"{name} of {depth.partition('=')[2]} layers"
+    known = tuple(w for w in asked.known if w != depth)
+    return setting(
+        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network
+    )  # fmt: skip
 
 
 def _split(text: str) -> list[str]:
-    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays."""
+    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the default."""
     found: list[str] = []
-    for part in (p for p in re.split(r"[,\s]+", text) if p):
+    for part in (p for p in re.split(r"[,\s]+", text) if p and p != "bf16"):
         if "=" in part or not found:
             found.append(part)
         else:
@@ -162,13 +195,16 @@ def _log(path: Path) -> _Log:
     seconds = [s.seconds for s in steps]
     whole = [s.tokens for s in steps if s.tokens is not None]
     rates = [s.tokens_per_s for s in steps if s.tokens_per_s is not None]
+    samples = [s.samples for s in steps if s.samples]
     middle = median(seconds)
     uneven = quantiles(seconds, n=20)[-1] / middle if len(seconds) >= _FEW and found.every == 1 else None
     notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
     held = [s.memory_bytes for s in steps if s.memory_bytes]
     first, last = (max(part, default=0.0) for part in (held[: len(held) // 4], held[-(len(held) // 4) :] if len(held) >= _FEW else []))
     grown = (first, last) if first and last > (1 + _GROWTH) * first else None
-    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, uneven, grown, notes)
+    batch = round(median(samples)) if samples else None
+    notes = (*notes, f"{path}: a global batch of {batch} samples") if batch else notes
+    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, batch, uneven, grown, notes)
 
 
 @dataclass(frozen=True)
@@ -208,8 +244,12 @@ def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting
     said = replace(plan, options=options)
     other = ("gpus", "seq_len", "gbs", "backend", "loss")
     given = [w for w in words(said) if (key := w.partition("=")[0]) not in other and not idle(said, [key])]
+    names = {w.partition("=")[0] for w in given}
+    given += [
+        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if w.partition("=")[0] not in names
+    ]  # a configuration leaves none open
     return setting(
-        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given or ["mbs=1"], framework=framework,
+        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
         backend=config.backend,
     )  # fmt: skip
 
@@ -221,7 +261,7 @@ def _again(own: Setting, asked: _Asked) -> Setting:
     kept = [word for word in own.known if word.partition("=")[0] not in names]
     return setting(
         q.shape, q.model, q.cluster.name, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
-        framework=own.framework, backend=q.backend,
+        framework=own.framework, backend=q.backend, network=asked.network,
     )  # fmt: skip
 
 
@@ -258,6 +298,8 @@ def _show(found: Mapping[str, Any]) -> None:
     if walls:
         say(f"\nwall, from {found['walls_from']}")
         print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
+    else:
+        say("\nwall       not known: name what you run with --layout, or what you saw with --saw or --trace")
     if found["how_to_tell"]:
         say(f"to tell    {found['how_to_tell']}")
     for place, action in enumerate(found["actions"], 1):

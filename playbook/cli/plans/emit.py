@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from playbook.cli.plans.export import configuration
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.text import count
+from playbook_trainer.export.planned.ours import configuration
 
 if TYPE_CHECKING:
     from playbook.planner.choice.explain import Answer
@@ -157,7 +157,11 @@ def _settings(plan: Plan) -> dict[str, Any]:
         )
     whole = MODELS[plan.model]
     usual = flatten(dump(_config({"model": plan.model}))) | {"parallel.etp": plan.tp}
-    found = {k: v for k, v in flatten(configuration(plan)).items() if k not in ("data.kind", "train.dtype") and usual.get(k, _Absent) != v}
+    found = {
+        k: v
+        for k, v in flatten(configuration(plan) | {"model": plan.model}).items()
+        if k not in ("data.kind", "train.dtype") and usual.get(k, _Absent) != v
+    }
     found |= {f"model.{word}": getattr(cut, k) for k, word in _MODEL_KEYS.items() if getattr(cut, k) != getattr(whole, k)}
     if not cut.experts:
         found.pop("model.first_dense_layers", None)

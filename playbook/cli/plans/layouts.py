@@ -12,6 +12,7 @@ from playbook import files
 from playbook.cli.options import AsJson, tokens
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
+from playbook.planner.shapes import DEEPEST
 from playbook.text import count
 
 if TYPE_CHECKING:
@@ -37,9 +38,13 @@ _Backend = Annotated[str, typer.Option("--backend", help="megatron, or torch (FS
 _Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
 _Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them.")]
 _Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
-_Export = Annotated[
-    str | None, typer.Option("--export", help="Print the best plan for megatron-lm, megatron-bridge, torchtitan or playbook.")
+_Layers = Annotated[
+    int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")
 ]
+_Export = Annotated[
+    str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
+]
+_Slurm = Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")]
 _EmitCase = Annotated[
     Path | None,
     typer.Option("--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."),
@@ -63,7 +68,9 @@ def plan_for(
     allow: _Allow = "",
     anchor: _Anchor = None,
     top: _Top = 5,
+    layers: _Layers = None,
     export: _Export = None,
+    slurm: _Slurm = False,
     emit_case: _EmitCase = None,
     case_gpus: _CaseGpus = 1,
     against: _Against = None,
@@ -78,7 +85,7 @@ def plan_for(
     from playbook.planner.models import find, named
     from playbook.planner.time.cluster import cluster
 
-    shape = find(model)
+    shape = find(model) if layers is None else find(model).of_depth(layers)
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
     fixed = tuple(_words(fix or []))
     allowed = frozenset(a for a in allow.split(",") if a)
@@ -87,13 +94,15 @@ def plan_for(
         raise ConfigError(
             "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
         )
+    if slurm and export is None:
+        raise ConfigError("--slurm speaks of the script that --export prints; add --export, or leave it out")
     found = explain.answer(question, top)
     if anchor is not None:
         found = _anchored(found, anchor)
     if emit_case is not None and found.choices:
         _emit(found, emit_case, case_gpus, _words(against or []))
     elif export is not None and found.choices:
-        _print_export(found.choices[0].plan, export, hardware)
+        _print_export(found.choices[0].plan, export, hardware, slurm=slurm)
     elif as_json:
         print_json(plain_data.document(found))
     elif found.choices:
@@ -121,10 +130,10 @@ def _anchored(found: Answer, path: Path) -> Answer:
     return anchored(found, path)
 
 
-def _print_export(plan: Plan, target: str, hardware: str) -> None:
-    from playbook.cli.plans.export import exported
+def _print_export(plan: Plan, target: str, hardware: str, *, slurm: bool) -> None:
+    from playbook_trainer.export.plans import launchable
 
-    say(exported(plan, target, hardware).rstrip())
+    say(launchable(plan, target, hardware).text(slurm=slurm).rstrip())
 
 
 def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
@@ -156,6 +165,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
 
 def _show(found: Answer) -> None:
     from playbook.planner.choice.explain import PARTS, lost, next_run
+    from playbook.planner.choice.plain_data import pipeline_string
 
     q, best = found.question, found.choices[0]
     say(
@@ -170,6 +180,9 @@ def _show(found: Answer) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
+    layout = pipeline_string(best.plan)
+    if layout:
+        say(f"pipeline {layout}")
     peaks = [s.peak / _GIB for s in best.stages]
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")

@@ -6,9 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from playbook.planner import pipeline
+from playbook.planner.choice import unknowns
 from playbook.planner.choice.explain import Answer, lost, next_run
 from playbook.planner.choice.search import Choice
 from playbook.planner.memory import GIB
+from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 
@@ -18,9 +20,12 @@ _WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
 
 
 def words(plan: Plan) -> list[str]:
-    """The words that make `playbook layout` judge the plan: every setting that is not its default."""
+    """The words that make `playbook layout` judge the plan: every setting that is not its default, and chunks where others would be taken for none."""
     plain = {f.name: f.default for f in fields(Plan)}
-    found = [f"gpus={plan.gpus}", *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k])]
+    whole = MODELS.get(plan.model, plan.shape)
+    cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
+    shown = {k for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k]} | ({"vpp"} if unknowns.chunks(plan)[0] > 1 else set())
+    found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
     usual = Options()
     for f in fields(Options):
         value = getattr(plan.options, f.name)
@@ -47,6 +52,12 @@ def split(plan: Plan) -> list[list[int]] | None:
     """Decoder layers of each stage, chunk by chunk, where they are not alike; None where they are."""
     sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
     return [sizes[stage :: plan.pp] for stage in range(plan.pp)] if len(set(sizes)) > 1 else None
+
+
+def pipeline_string(plan: Plan) -> str | None:
+    """The chunks of an uneven pipeline as megatron-core's `--pipeline-model-parallel-layout` takes them; None where they are alike."""
+    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return pipeline.string(sizes, plan.shape.mtp) if len(set(sizes)) > 1 else None
 
 
 def document(found: Answer) -> dict[str, Any]:
@@ -93,5 +104,6 @@ def _row(choice: Choice) -> dict[str, Any]:
         "parts": dict(choice.time.parts),
         "stages": [{"stage": s.stage, "layers": s.layers, "peak_gib": s.peak / GIB} for s in choice.stages],
         "uneven": split(choice.plan),
+        "pipeline_layout": pipeline_string(choice.plan),
         "settings": words(choice.plan),
     }

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from playbook.errors import ConfigError
+from playbook.planner.choice import unknowns
 from playbook.planner.layout import grid
 from playbook.planner.memory import GIB
 from playbook.planner.options import FLEX, Options
@@ -192,17 +193,7 @@ def most_broken(question: Question) -> tuple[str, ...]:
 
 def ladder(question: Question) -> list[tuple[str, ...]]:
     """What may be recomputed, from nothing to whole layers."""
-    shape = question.shape
-    if "recompute" in question.kept:
-        return [question.base.options.recompute]
-    if question.backend == "torch":
-        return [(), ("selective",), ("full",)]
-    always = ("mla_up_proj",) if shape.mla else ()
-    dense = ("mlp",) if shape.dense_layers else ()
-    if not shape.experts:
-        return [(), ("layernorm",), ("layernorm", "mlp"), ("full",)]
-    rungs = [(), always, (*always, "layernorm", "moe_act"), (*always, *dense, "layernorm", "moe"), ("full",)]
-    return list(dict.fromkeys(rungs))
+    return [question.base.options.recompute] if "recompute" in question.kept else unknowns.ladder(question.shape, question.backend)
 
 
 def switches(question: Question, layout: Plan) -> list[Options]:

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.planner import memory
+from playbook.planner.choice import unknowns
 from playbook.planner.models import MODELS, file_of, from_file, named, published
-from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, GRAPH_MODULES, RECOMPUTE, Options
+from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, Options
 from playbook.planner.plan import Plan
+from playbook.planner.runs import spelling
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.yaml_files import did_you_mean
 
-_GIB = 1 << 30
 _NODE = 8
 _GRAPHED = ("attn", "moe_router", "moe_preprocess")
 _INTERLEAVED = 8
@@ -51,7 +51,6 @@ _HYBRID_EP_SINCE = "2025-11"
 _OVERLAP_SINCE = "2025-09"
 """Overlap of expert communication: Megatron Core 0.14, of which the containers of 25.09 are the first."""
 _SHARDING = {"": "", "0": "optimizer", "none": "none", "optimizer": "optimizer", "zero3": "fsdp", "on": "fsdp", "fsdp": "fsdp2"}
-_RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("moe_act", "layernorm"), ("full",))
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,7 @@ def assumed(run: Run) -> Assumed:
     if shape.experts and not run.word("routing") and base.imbalance > 1:
         tried.append("routing unknown: even, or natural with 1.2 times the mean on the fullest rank")
         plans = [replace(plan, imbalance=most) for plan in plans for most in (base.imbalance, 1.0)]
-    plans = [_recomputed(run, plan, machine) for plan in plans]
-    if not run.word("recompute") and any(p.options.recompute for p in plans):
-        words.append("recompute unknown: the least that fits")
+    plans = _fitted(run, plans, machine, words)
     return Assumed(tuple(dict.fromkeys(plans)), machine, (*words, *tried), len(words))
 
 
@@ -239,7 +236,7 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
 def _spread(plan: Plan, machine: Cluster, words: list[str]) -> Plan:
     """The plan with the least expert parallelism from 8 on that fits; the most, where none does."""
     degrees = [n for n in (8, 16, 32, 64) if plan.shape.experts % n == 0 and plan.gpus % (n * plan.etp * plan.pp) == 0] or [1]
-    found = next((n for n in degrees if _fits(replace(plan, ep=n), machine)), degrees[-1])
+    found = next((n for n in degrees if unknowns.fits(replace(plan, ep=n), machine.memory_gib)), degrees[-1])
     words.append(f"ep unknown: {found}")
     return replace(plan, ep=found)
 
@@ -268,7 +265,7 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
     if not mbs:
         mbs = 1
         if plan.options.sharding == "fsdp2" and run.count("gbs") is None:
-            mbs = next((n for n in (8, 4, 2) if _fits(replace(plan, mbs=n), machine)), 1)
+            mbs = next((n for n in (8, 4, 2) if unknowns.fits(replace(plan, mbs=n), machine.memory_gib)), 1)
         _assume(words, "mbs", mbs)
     gbs, vpp = run.count("gbs"), run.count("vpp") if plan.pp > 1 else 1
     dp = max(plan.dp, 1)
@@ -290,17 +287,19 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
         words.append(f"mbs {run.word('mbs')} is more than the global batch holds: {mbs}")
     chunks = [vpp or 1]
     if plan.pp > 1 and vpp is None:
-        most = max(v for v in range(1, max(2, plan.shape.layers // plan.pp) + 1) if plan.shape.layers % (plan.pp * v) == 0 or v == 1)
-        chunks = sorted({1, most})
-        if most > 1:
-            tried.append(f"vpp unknown: 1 or {most}")
+        chunks = list(unknowns.chunks(replace(plan, mbs=mbs, gbs=gbs)))
+        if chunks != [1]:
+            (tried if len(chunks) > 1 else words).append(f"vpp unknown: {' or '.join(map(str, chunks))}")
     return [replace(plan, mbs=mbs, gbs=gbs, vpp=v) for v in chunks]
 
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
-    options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
-    dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace("custom", "deepep")]
+    options: dict[str, Any] = {
+        "recompute": spelling.recompute(run.word("recompute"), run.word("backend")),
+        "optimizer_offload": _offloaded(run, words),
+    }
+    dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace(*spelling.CUSTOM)]
     if plan.ep * plan.etp == 1:
         dispatchers = [""]
     elif not dispatchers[0] and plan.ep > 1:
@@ -308,7 +307,7 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
         outside = ["alltoall"] if plan.options.capacity else ["deepep"]  # DeepEP excludes padding to capacity
         dispatchers = inside if plan.ep * plan.etp <= machine.domain else outside
         _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
-    graphs = [_graphs(run)]
+    graphs = [spelling.graphs(run.word("cuda_graph"))]
     said = run.word("cuda_graph")
     if not said and machine.name in _BLACKWELL and plan.shape.experts:
         graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
@@ -336,20 +335,6 @@ def _once(words: list[str], word: str) -> None:
         words.append(word)
 
 
-def _recompute(run: Run) -> tuple[str, ...]:
-    said = re.sub(r"[\s-]+", "_", run.word("recompute").lower())
-    if re.match(r"full(?![a-z])", said):
-        return ("full",)
-    names = {"rmsnorm": "layernorm", "attn": "core_attn", "attention": "core_attn"}
-    if run.word("backend") != "torch":
-        names["selective"] = "core_attn"  # Megatron-LM, --recompute-granularity selective without modules
-    found = tuple(dict.fromkeys(names.get(w, w) for w in (w.strip("_") for w in re.split("[+,;/]", said)) if w and w != "none"))
-    unknown = [w for w in found if w not in RECOMPUTE]
-    if unknown:
-        raise Unexpressed(f"recompute '{unknown[0][:40]}' is not known; expected {', '.join(sorted(RECOMPUTE))}")
-    return found
-
-
 def _offloaded(run: Run, words: list[str]) -> int:
     """Percent of the optimizer's state in host memory."""
     said = run.word("offload")
@@ -364,30 +349,11 @@ def _offloaded(run: Run, words: list[str]) -> int:
     raise Unexpressed(f"offload '{said[:40]}' is not known; expected none, or optimizer with a percentage")
 
 
-def _graphs(run: Run) -> tuple[str, ...]:
-    said = re.sub(r"[\s-]+", "_", run.word("cuda_graph").lower())
-    if said.startswith("full_iteration"):
-        return ("full_iteration",)
-    named = [w for w in re.split("[+,;]", said.rpartition(":")[2]) if w and w not in ("none", "on")]
-    unknown = [w for w in named if w not in GRAPH_MODULES]
-    if unknown:
-        raise Unexpressed(
-            f"cuda_graph '{unknown[0][:40]}' is not known; expected none, full_iteration, or some of {', '.join(sorted(GRAPH_MODULES))}"
-        )
-    return tuple(named) or (("attn",) if said == "on" else ())
-
-
-def _recomputed(run: Run, plan: Plan, machine: Cluster) -> Plan:
-    """The plan, with the least recompute that fits where the table says nothing."""
-    if run.word("recompute"):
-        return plan
-    tries = [replace(plan, options=replace(plan.options, recompute=r)) for r in _RECOMPUTE if plan.shape.experts or "moe_act" not in r]
-    return next((p for p in tries if _fits(p, machine)), plan)
-
-
-@lru_cache(maxsize=8192)
-def _fits(plan: Plan, machine: Cluster) -> bool:
-    try:
-        return memory.peak(plan) <= machine.memory_gib * _GIB
-    except ConfigError:
-        return True  # no rule of a layout says how long a step takes
+def _fitted(run: Run, plans: list[Plan], machine: Cluster, words: list[str]) -> list[Plan]:
+    """The plans that fit, with what the table leaves open of memory; all of them where none does."""
+    stated = ("recompute",) if run.word("recompute") else ()
+    found = [unknowns.fitted(plan, machine.memory_gib, stated) for plan in plans]
+    found = [f for f in found if unknowns.fits(f[0], machine.memory_gib)] or found
+    first, taken = found[0]
+    words += [word for word in (*taken, unknowns.over(first, machine.memory_gib)) if word]
+    return [plan for plan, _ in found]

@@ -228,21 +228,13 @@ def _entry(row: Row) -> dict[str, Any]:
             "tokens_per_s_per_gpu": {"value": interval.value, "low": interval.low, "high": interval.high},
             "tflops_per_gpu": interval.value * found.flops_per_token / 1e12,
             "memory_gib": None if held is None else held / _GIB,
-            "fits": _fits(row),
+            "fits": found.fits,
         },
         "why": None,
         "assumed": list(found.words),
     }
 
 
-def _fits(row: Row) -> bool | None:
-    """Whether the run fits its GPU with states as narrow as they may be; None where memory has no estimate."""
-    found = row.prediction
-    if found is None or found.least_bytes is None:
-        return None
-    return found.least_bytes <= found.cluster.memory_gib * _GIB
-
-
 def impossible(rows: Sequence[Row]) -> list[Row]:
     """Rows that ran and that the planner says cannot."""
-    return [r for r in rows if r.measured.ran and _fits(r) is False]
+    return [r for r in rows if r.measured.ran and r.prediction and r.prediction.fits is False]

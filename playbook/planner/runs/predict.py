@@ -55,14 +55,10 @@ class Prediction:
         """Peak bytes of the fullest rank; None where the layout is one that no trainer has."""
         return _peak(self.plan)
 
-    @cached_property
-    def least_bytes(self) -> float | None:
-        """The same with gradients, moments and master weights as narrow as they may be, which no table states."""
-        plan = self.plan
-        if plan.options.backend == "megatron":
-            plan = replace(plan, grad_bytes=2, moment_bytes=2, master_bytes=2, options=replace(plan.options, precision_aware=True))
-        least = _peak(plan)
-        return self.memory_bytes if least is None else least
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is under what the GPU has; None where memory has no estimate."""
+        return None if self.memory_bytes is None else memory.fits(self.memory_bytes, self.cluster.memory_gib)
 
     def error(self, measured: Measured) -> float | None:
         """The logarithm of what was measured over what was predicted: by tokens, else by step time, else by model FLOPs."""

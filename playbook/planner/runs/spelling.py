@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from playbook.errors import ConfigError
+from playbook.planner.options import GRAPH_MODULES, RECOMPUTE
 
 COUNTS = frozenset({"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads"})
 _NOTHING = frozenset({"", "-", "--", "–", "—", "?", "n/a", "na", "null", "unknown", "tbd"})
@@ -49,6 +52,74 @@ def _count(text: str) -> str:
         return text
     number = int(found[1].replace(",", ""))
     return str(number * 1024 if found[2] else number)
+
+
+_WHOLE = {"recompute": "full", "cuda_graph": "full_iteration"}
+CUSTOM = ("custom", "deepep")
+"""What tables call a dispatcher of somebody's own, and the one that stands for it."""
+
+
+def recompute(text: str, backend: str) -> tuple[str, ...]:
+    """A cell of `recompute` as the modules that are computed again.
+
+    Raises:
+        ConfigError: a module is not known.
+    """
+    plain = _underscored(text)
+    if re.match(r"full(?![a-z])", plain):
+        return ("full",)
+    names = {"rmsnorm": "layernorm", "attn": "core_attn", "attention": "core_attn"}
+    if backend != "torch":
+        names["selective"] = "core_attn"  # Megatron-LM, --recompute-granularity selective without modules
+    found = tuple(dict.fromkeys(names.get(w, w) for w in (w.strip("_") for w in re.split("[+,;/]", plain)) if w and w != "none"))
+    return _known("recompute", found, RECOMPUTE)
+
+
+def graphs(text: str) -> tuple[str, ...]:
+    """A cell of `cuda_graph` as the modules that are captured.
+
+    Raises:
+        ConfigError: a module is not known.
+    """
+    plain = _underscored(text)
+    if plain.startswith("full_iteration"):
+        return ("full_iteration",)
+    named = tuple(w for w in re.split("[+,;]", plain.rpartition(":")[2]) if w and w not in ("none", "on"))
+    return _known("cuda_graph", named, GRAPH_MODULES) or (("attn",) if plain == "on" else ())
+
+
+def settings(words: Iterable[str], backend: str) -> list[str]:
+    """Words as plans and published runs are printed, `cuda_graph=attn+moe_router` among them, as those that `playbook layout` takes.
+
+    Raises:
+        ConfigError: a module is not known.
+    """
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        match key if equals else "":
+            case "recompute":
+                found.append(f"recompute={','.join(recompute(said(key, value), backend))}")
+            case "cuda_graph" | "graphs":
+                found.append(f"graphs={','.join(graphs(said('cuda_graph', value)))}")
+            case "dispatcher":
+                found.append(f"dispatcher={said(key, value).replace(*CUSTOM)}")
+            case _:
+                found.append(f"{key}={said(key, value)}" if key in COUNTS and said(key, value) else word)
+    return found
+
+
+def _underscored(text: str) -> str:
+    return re.sub(r"[\s-]+", "_", text.lower())
+
+
+def _known(column: str, found: tuple[str, ...], known: frozenset[str]) -> tuple[str, ...]:
+    unknown = [w for w in found if w not in known]
+    if unknown:
+        raise ConfigError(
+            f"{column} '{unknown[0][:40]}' is not known; expected none, {_WHOLE[column]}, or some of {', '.join(sorted(known))}"
+        )
+    return found
 
 
 def number(text: str) -> str:

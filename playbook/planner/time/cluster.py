@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
 
 from playbook.errors import ConfigError
@@ -47,6 +47,43 @@ class Cluster:
     rings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     host_known: bool = True
     provenance: dict[str, str] = field(default_factory=dict)
+    bf16_reached: float = 1.0
+    fp8_reached: float = 1.0
+    """The best share of the peak that matrix products reached, as measured or published."""
+    network: str = ""
+    """What is said of the network between domains, where somebody said it."""
+
+
+_NETWORK = re.compile(r"(?:(?P<gbe>\d{1,4})GbE|(?P<kind>IB|RoCE|EFA)-(?P<rate>\d{1,5}))", re.IGNORECASE | re.ASCII)
+_NETWORKS = (
+    "100GbE (of one adapter for a node), RoCE-200 or IB-400 (of one adapter for each GPU), or EFA-3200 (of a node); the numbers are Gbit/s"
+)
+_NO_INFINIBAND = frozenset({"none", "no infiniband", "no-infiniband", "ethernet"})
+_ETHERNET = "100GbE"
+"""What stands for a network of which is known only that it is not InfiniBand."""
+_NODE = 8
+_BITS = 8
+
+
+def on_network(name: str, network: str) -> Cluster:
+    """The cluster of a kind of GPU whose nodes are joined by a network such as `100GbE`, `RoCE-200`, `IB-400` or `EFA-3200`; `none` says that there is no InfiniBand.
+
+    Raises:
+        ConfigError: no such GPU or network is known.
+    """
+    plain = network.strip()
+    found = _NETWORK.fullmatch(_ETHERNET if plain.lower() in _NO_INFINIBAND else plain)
+    rate = int(found["gbe"] or found["rate"]) if found else 0
+    if found is None or not rate:
+        raise ConfigError(f"network is '{plain[:40]}'; expected {_NETWORKS}; or none, without InfiniBand")
+    each = 1 if found["kind"] and found["kind"].lower() != "efa" else _NODE
+    return _on_network(cluster(name).name, rate * _GIGA / _BITS / each, plain, found[0] != plain)
+
+
+@lru_cache(maxsize=256)
+def _on_network(name: str, rate: float, network: str, assumed: bool) -> Cluster:
+    said = f"network {network}{f', taken as {_ETHERNET}' if assumed else ''}: {rate / _GIGA:g} GB/s for each GPU between nodes"
+    return replace(_load(name), nic_bytes_per_s=rate, network=said)
 
 
 def cluster(name: str) -> Cluster:
@@ -116,4 +153,6 @@ def _load(name: str) -> Cluster:
         rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
         host_known=not said["host_speed"].startswith("assumed"),
         provenance=said,
+        bf16_reached=figures["bf16_reached"],
+        fp8_reached=figures.get("fp8_reached", figures["bf16_reached"]),
     )

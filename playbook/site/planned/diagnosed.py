@@ -56,6 +56,7 @@ def _row(a: Answered) -> dict[str, Any]:
         "gib": max(a.stages_gib),
         "settings": " ".join(a.settings),
         "tokens_per_mfu": where.peak / where.flops_per_token,
+        "reached": where.reached,
         "step_tokens": where.question.global_batch * a.asked.seq_len / a.asked.gpus,
         "published": {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "predicted": runs.predicted, "rows": rows}
         if runs

@@ -1,6 +1,6 @@
 """Megatron-LM's own parser, run apart from the tests: command lines in as JSON on stdin, what it understood out as JSON on stdout.
 
-The parser imports all of megatron-core; what of that needs a GPU or a later Python is replaced, since parsing asks neither.
+The only argument is the folder of the unpacked wheel. The parser imports all of megatron-core; what of that needs a GPU or a later Python is replaced, since parsing asks neither.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def validated(namespace: argparse.Namespace, world: int, architecture: int, envi
 def main() -> None:
     """Parse every command line of the input."""
     warnings.filterwarnings("ignore")
+    sys.path.insert(0, sys.argv[1])
     stand_ins()
     from megatron.training import arguments
 

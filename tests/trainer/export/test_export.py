@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export import sheet as sheets
 from playbook_trainer.export.render import TARGETS, export
 from playbook_trainer.export.sheet import leaves
+from tests.support.targets import megatron
 
 CONFIGS = data_root("configs")
 FILES = [*sorted(CONFIGS.glob("*.yaml")), *(recipes.folder() / r.file for r in recipes.index().recipes)]
@@ -217,8 +217,7 @@ OF_BRIDGE = {
 @pytest.fixture(scope="module")
 def parsed():
     """Every recipe's flags and a few harder ones, as Megatron-LM's own parser and checks take them."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("megatron.training, which has Megatron-LM's parser, is not installed; megatron-core 0.19 brings it")
+    assert megatron.FOLDER.is_dir(), f"{megatron.FOLDER} is missing; run `make targets`"
     index = recipes.index()
     asked = [(load(recipes.folder() / r.file), r.gpus[0], index.hardware[r.hardware].platform) for r in index.recipes]
     asked += [(load(LARGE, SWITCHES), 8, "hopper"), (load(LARGE, LEAN), 4, "hopper"), (load(CONFIGS / "qwen3_tiny.yaml"), 2, "hopper")]
@@ -235,7 +234,9 @@ def parsed():
         for e, (_, gpus, platform) in zip(found, asked, strict=True)
     ]
     script = str(FIXTURES.parent / "support" / "megatron" / "megatron_arguments.py")
-    done = subprocess.run([sys.executable, script], input=json.dumps(document), text=True, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, script, str(megatron.FOLDER)], input=json.dumps(document), text=True, capture_output=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     return list(zip(found, answer["answers"], strict=True)), answer["fields"]
@@ -273,14 +274,6 @@ def test_the_command_prints_overrides_applied_and_comments_last(capsys):
     assert any(line.startswith("# not expressible: moe.dispatcher: one copy of a token") for line in lines)
     first = next(i for i, line in enumerate(lines) if line.startswith("# not expressible"))
     assert all(line.startswith("# not expressible") for line in lines[first:])
-
-
-def test_what_the_release_of_bridge_would_refuse_is_a_comment(capsys):
-    words = [str(LARGE), "eval.every=5", "--to", "megatron-bridge"]
-    lines = run(capsys, *words)[1].splitlines()
-    assert "# not in megatron-bridge 0.3.1, for a later one: validation.eval_interval=5" in lines
-    assert not [line for line in lines if line.startswith(("validation.", "model.cuda_graph_modules"))]
-    assert "validation.eval_interval" in json.loads(run(capsys, *words, "--json")[1])["unchecked"]
 
 
 def test_json_names_the_keys_behind_each_setting(capsys):

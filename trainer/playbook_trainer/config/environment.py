@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Literal
 
 from playbook.errors import ConfigError
@@ -35,24 +35,50 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
     `NVTE_CPU_OFFLOAD_V1` with fine-grained offload, and `NCCL_GRAPH_REGISTER` with graphs beside memory that grows in segments, by
     Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
     """
+    mg = config.megatron
+    megatron = config.backend == "megatron"
+    whole = ("full_iteration",) if mg.cuda_graph_impl == "full_iteration" else ()
+    found = needed(
+        platform, tp=config.parallel.tp, cp=config.parallel.cp, ep=config.parallel.ep, dispatcher=config.moe.dispatcher, megatron=megatron,
+        overlap=megatron and mg.overlap_expert_parallel, sharded=sharded(config), graphs=(*whole, *config.train.cuda_graphs) if megatron else (),
+        offload=mg.offload_modules if megatron else (),
+    )  # fmt: skip
+    if platform != "cpu" and megatron and mg.grouped_gemm == "cutlass":
+        found[GROUPED_GEMM] = "1"
+    if platform != "cpu" and megatron and config.train.deterministic:
+        found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return found
+
+
+def needed(
+    platform: Platform,
+    *,
+    tp: int,
+    cp: int,
+    ep: int,
+    dispatcher: str,
+    overlap: bool,
+    sharded: bool,
+    megatron: bool,
+    graphs: Sequence[str],
+    offload: Sequence[str],
+) -> dict[str, str]:
+    """The variables that a layout and its options ask for. `sharded` is FSDP's, `graphs` are modules or `full_iteration`, `offload` modules."""
     if platform == "cpu":
         return {}
     found = {}
-    if (connections := _connections(config, platform)) is not None:
-        found[CONNECTIONS] = connections
-    if config.moe.dispatcher == "hybridep":
-        ep = config.parallel.ep
+    many = dispatcher in ("deepep", "hybridep") or overlap
+    if platform == "hopper" and not sharded and (tp > 1 or cp > 1) and not overlap:
+        found[CONNECTIONS] = "1"
+    elif many or (megatron and platform in ("blackwell", "nvl72") and not sharded):
+        found[CONNECTIONS] = "32"
+    if dispatcher == "hybridep":
         found[_HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
-    if config.backend == "megatron" and config.megatron.offload_modules:
+    if offload:
         found["NVTE_CPU_OFFLOAD_V1"] = "1"
-    if config.backend == "megatron" and config.megatron.grouped_gemm == "cutlass":
-        found[GROUPED_GEMM] = "1"
-    if config.backend == "megatron" and config.train.deterministic:
-        found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    whole = config.megatron.cuda_graph_impl == "full_iteration"
-    if config.backend == "megatron" and (whole or config.train.cuda_graphs):
+    if graphs:
         found["NCCL_GRAPH_REGISTER"] = "0"
-    if config.backend == "megatron" and whole:
+    if "full_iteration" in graphs:
         found[ALLOCATOR] = "expandable_segments:True,graph_capture_record_stream_reuse:True"
     return found
 
@@ -62,17 +88,6 @@ def sharded(config: TrainerConfig) -> bool:
     if config.backend == "torch":
         return config.parallel.fsdp
     return config.megatron.data_parallel in ("megatron_fsdp", "fsdp2")
-
-
-def _connections(config: TrainerConfig, platform: Platform) -> str | None:
-    par, megatron = config.parallel, config.backend == "megatron"
-    many = config.moe.dispatcher in ("deepep", "hybridep") or (megatron and config.megatron.overlap_expert_parallel)
-    ordered = platform == "hopper" and not sharded(config) and (par.tp > 1 or par.cp > 1)
-    if ordered and not (megatron and config.megatron.overlap_expert_parallel):
-        return "1"
-    if many or (megatron and platform in ("blackwell", "nvl72") and not sharded(config)):
-        return "32"
-    return None
 
 
 def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = None, platform: Platform | None = None) -> dict[str, str]:

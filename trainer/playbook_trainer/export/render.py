@@ -10,8 +10,7 @@ from typing import Any
 from playbook_trainer.config.environment import Platform, variables
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import megatron, torchtitan
-from playbook_trainer.export.releases import LACKS, RELEASES
-from playbook_trainer.export.releases import unchecked as unchecked_of
+from playbook_trainer.export.releases import RELEASES
 from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
 
 TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
@@ -67,20 +66,11 @@ class Exported:
         """The release that the fields were compared with."""
         return RELEASES[self.target]
 
-    @property
-    def unchecked(self) -> list[str]:
-        """Fields that this release does not have."""
-        return unchecked_of(self.target, self.settings)
-
     def text(self) -> str:
-        """The document: settings, then, as comments, those that the release would refuse, and what cannot be said."""
-        later = [line for line in self.lines if line.partition("=")[0] in LACKS[self.target]]
-        unchecked = [] if later else self.unchecked  # an override bears the name of its field; a flag has a name of its own
+        """The document: settings, then, as comments, what cannot be said."""
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(unchecked)}" if unchecked else ""))
-        tail = [f"# not in {self.release}, for a later one: {line}" for line in later if not line.endswith("=null")]
-        tail += [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
-        return "\n".join([*head, *(line for line in self.lines if line not in later), *tail]) + "\n"
+        head.append(f"# fields as in {self.release}")
+        return "\n".join([*head, *self.lines, *(f"# not expressible: {r.key}: {r.why}" for r in self.missing)]) + "\n"
 
     def document(self) -> dict[str, Any]:
         """The same as plain data, with the keys behind each setting."""
@@ -89,7 +79,6 @@ class Exported:
             "lines": self.lines,
             "environment": dict(self.environment),
             "release": self.release,
-            "unchecked": self.unchecked,
             "settings": [
                 {"keys": list(s.keys), "name": ".".join(filter(None, (s.section, s.field))), "value": s.value} for s in self.settings
             ],
@@ -138,14 +127,15 @@ def flag(field: str, value: Any) -> list[str]:
 
 def overrides(sheet: Sheet) -> list[str]:
     """Megatron-Bridge's overrides, one a line, as its recipes take them after `--recipe`."""
-    return [f"{'.'.join(filter(None, (s.section, s.field)))}={_override(s.value)}" for s in sheet.settings]
+    return [f"{'.'.join(filter(None, (s.section, s.field)))}={override(s.value)}" for s in sheet.settings]
 
 
-def _override(value: Any) -> str:
+def override(value: Any) -> str:
+    """A value as Megatron-Bridge's command line takes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{','.join(map(_override, value))}]"
+        return f"[{','.join(map(override, value))}]"
     return f"'{value}'" if isinstance(value, str) and "|" in value else _number(value)
 
 

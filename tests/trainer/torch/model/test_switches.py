@@ -85,7 +85,8 @@ def test_selective_recompute_keeps_less_and_changes_no_bit(model, modules, group
     again, same, less, more = observed(config, batch, replace(plain, recompute=frozenset(modules)))
     assert torch.equal(again, loss)
     # Off the GPU a norm is several operators, whose gradients reach its input one by one: recomputed, they are added up before they do.
-    tolerance = 1e-6 if "layernorm" in modules else 0.0
+    # How far apart the two sums are depends on the processor's products: 32 roundings of float32, and none where nothing is added up otherwise.
+    tolerance = 32 * torch.finfo(torch.float32).eps if "layernorm" in modules else 0.0
     for name, gradient in gradients.items():
         assert float((same[name] - gradient).norm() / gradient.norm()) <= tolerance, name
     assert less < saved

@@ -1,0 +1,74 @@
+"""Twenty decisions: the command line and MCP answer alike, and the answer's best plan is exported and accepted by the trainer that it is for."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from plan_page import DECISIONS
+
+from playbook.cli import exit_codes
+from playbook.cli.app import app
+from playbook.mcp.planning import plan_answer, plan_of
+from tests.support.targets.checkers import CHECKERS, differences, exportable
+from tests.support.targets.megatron import Export
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+MORE = (
+    "llama3_8b --gpus 8 --hardware h100 --seq 8192 --gbs 128",
+    "llama3_405b --gpus 512 --hardware h100 --seq 8192 --gbs 512",
+    "qwen3_8b --gpus 2 --hardware h200 --gbs 32",
+    "gpt_oss_20b --gpus 8 --hardware h200 --gbs 256",
+    "mixtral_8x22b --gpus 64 --hardware h200 --gbs 256",
+    "glm_4_5_air --gpus 32 --hardware b200 --gbs 512",
+    "moonlight_16b_a3b --gpus 8 --hardware h100 --gbs 256",
+    "nemotron_3_nano_30b_a3b --gpus 16 --hardware h100 --gbs 256",
+    "mpt_7b --gpus 16 --hardware a100 --seq 2048 --gbs 512",
+    "deepseek_v2_lite --gpus 4 --hardware h100 --gbs 64",
+)
+"""Ten questions that the guide does not ask."""
+ASKED = [*(shlex.split(command)[2:] for _, command in DECISIONS), *(q.split() for q in MORE)]
+
+
+@pytest.fixture(scope="module")
+def exports() -> dict[str, list[Export]]:
+    """By target, the exports of the best plans that it can express; each answer is asked for twice."""
+    plans = []
+    for model, *words in ASKED:
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        answer = plan_answer(
+            model, int(options.get("--gpus", 8)), options["--hardware"], seq_len=int(options.get("--seq", 4096)),
+            global_batch_size=int(options.get("--gbs", 0)), goal=options.get("--goal", "tokens/s"), backend="megatron",
+            allow=frozenset(filter(None, options.get("--allow", "").split(","))), fix=(), top=1,
+        )  # fmt: skip
+        plans.append((plan_of(model, answer.gpus, answer.plans[0].settings), options["--hardware"]))
+    return {target: [*exportable(plans, target, [])] for target in CHECKERS}
+
+
+@pytest.mark.parametrize("words", ASKED, ids=" ".join)
+def test_every_decision_is_exported_by_the_command_line_as_by_mcp(capsys, exports, words) -> None:
+    told = 0
+    for target, each in exports.items():
+        found = next(
+            (e for p, hardware, e in each if words[0] == p.model and words[words.index("--hardware") + 1] == hardware and _asks(words, p)),
+            None,
+        )
+        code = exit_codes.run(app, ["plan", *words, "--export", target])
+        shown = capsys.readouterr().out
+        assert (code == 0) == (found is not None), (target, code)
+        assert found is None or shown.rstrip() == found.text().rstrip()
+        told += found is not None
+    assert told
+
+
+def _asks(words, plan) -> bool:
+    """Whether a plan answers these words: decisions about one model differ in GPUs, length or batch."""
+    sizes = {"--gpus": plan.gpus, "--seq": plan.seq_len, "--gbs": plan.gbs}
+    return all(str(sizes[k]) == v for k, v in zip(words[1::2], words[2::2], strict=True) if k in sizes)
+
+
+@pytest.mark.parametrize("target", CHECKERS)
+def test_every_export_of_a_decision_is_accepted(exports, target: str) -> None:
+    assert exports[target]
+    assert differences(target, exports[target]) == []

@@ -1,0 +1,1 @@
+"""Plans in the words of trainers: what is started, not what was configured."""

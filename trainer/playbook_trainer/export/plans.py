@@ -1,0 +1,58 @@
+"""Plans exported: one table of trainers, for the command line, the diagnosis and MCP alike."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from playbook.errors import ConfigError
+from playbook.planner.choice.plain_data import words
+from playbook.planner.models import MODELS
+from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import cluster
+from playbook_trainer.export import plan_accelerate, plan_torchtitan
+from playbook_trainer.export.launchable import Launchable, refuse
+from playbook_trainer.export.planned import bridge, megatron, ours
+
+TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
+    "megatron-lm": megatron.launchable,
+    "megatron-bridge": bridge.launchable,
+    "torchtitan": plan_torchtitan.launchable,
+    "accelerate": plan_accelerate.launchable,
+    "playbook": ours.launchable,
+}
+"""By trainer, the function that makes of a plan and a kind of GPU what is started."""
+_BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
+"""Settings that `playbook diagnose` takes by options of their own."""
+
+
+def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
+    """A legal plan as something to start with one trainer on one kind of GPU; it names the command that sets its log beside the prediction.
+
+    Raises:
+        ConfigError: the target is not known, the plan breaks a rule, or the target or the GPU cannot do it.
+    """
+    if target not in TARGETS:
+        raise ConfigError(f"--export is '{target[:40]}'; expected one of {', '.join(TARGETS)}")
+    gpu = cluster(hardware)
+    blackwell = gpu.name.startswith(("b", "gb"))
+    fp8 = plan.options.fp8
+    refuse(
+        target,
+        [f"{fp8} on {gpu.name}, which has no such products"] if fp8 and (not gpu.has_fp8 or (fp8 == "mxfp8" and not blackwell)) else [],
+    )
+    found = TARGETS[target](plan.require(), gpu.name)
+    return replace(found, beside=_beside(plan, target, gpu.name, found.log))
+
+
+def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
+    """The command that reads the run's log; a run of this trainer says everything else itself, and the torch targets name theirs in their notes."""
+    if target in ("torchtitan", "accelerate"):
+        return ""
+    if target == "playbook":
+        return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])
+    model = plan.model if plan.model in MODELS else "config.json"
+    layout = ",".join(w for w in words(plan) if w.partition("=")[0] not in _BESIDE)
+    found = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
+    return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", target, *(["--layout", layout] if layout else [])])
