@@ -46,7 +46,11 @@ class Packing:
 def pack(waiting: deque[T], source: Iterator[T], packing: Packing, length: Callable[[T], int]) -> list[T]:
     """The next row: the earliest of what waits that still fits, until nothing does; `waiting` is filled up from `source`. Empty where both are."""
     most = max(1, packing.buffer)
-    waiting.extend(islice(source, most - len(waiting)))
+
+    def fill() -> None:
+        waiting.extend(islice(source, max(0, most - len(waiting))))  # a run may go on with a smaller buffer
+
+    fill()
     row, room = list[T](), packing.seq_len
     at: int | None = 0 if waiting else None
     while at is not None:
@@ -56,7 +60,7 @@ def pack(waiting: deque[T], source: Iterator[T], packing: Packing, length: Calla
         room -= length(entry)
         if not packing.buffer:
             break
-        waiting.extend(islice(source, most - len(waiting)))
+        fill()
         at = next((i for i, each in enumerate(waiting) if length(each) <= room), None)
     return row
 

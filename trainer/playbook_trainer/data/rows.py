@@ -93,7 +93,7 @@ def _stamp(path: str | None) -> tuple[object, ...]:
     try:
         files = sorted(root.iterdir()) if root.is_dir() else [root]
         return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
-    except OSError:
+    except (OSError, ValueError):  # which reading it will say
         return ()
 
 
