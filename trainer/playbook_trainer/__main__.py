@@ -97,12 +97,14 @@ def _check_files(config: TrainerConfig, rank: int) -> None:
     from playbook_trainer.checkpoint_files import hold
     from playbook_trainer.data import loader
     from playbook_trainer.huggingface import weights
+    from playbook_trainer.huggingface.generation import check_rows
     from playbook_trainer.observe import trackers
 
     trackers.check(config)
     loader.check(config)
     if config.init.weights is not None:
         weights.check_folder(config.model, Path(config.init.weights))
+        check_rows(config.model, Path(config.init.weights), config.data.seq_len)
     if config.checkpoint.export is not None:
         weights.refuse_to_overwrite(Path(config.checkpoint.export))
         if rank == 0:

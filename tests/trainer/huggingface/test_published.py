@@ -38,7 +38,7 @@ def test_stretched_frequencies_are_read_back(tmp_path: Path) -> None:
 
 def test_a_configuration_names_a_folder_in_place_of_a_preset(tmp_path: Path) -> None:
     model = parity.tiny("qwen3_vl_moe_tiny")
-    given = folder(tmp_path / "Tiny-VL", model, eos_token_id=[256, 7], max_position_embeddings=4096)
+    given = folder(tmp_path / "Tiny-VL", model, eos_token_id=[256, 7], max_window_layers=28)
     for name in (given, given / "config.json"):
         found = load(CONFIG, {"model": str(name)}).model
         assert found == model.model_copy(update={"name": "Tiny-VL"})
@@ -94,5 +94,5 @@ def test_a_tower_that_turns_otherwise_is_refused(theta: float, refused: bool, tm
     if not refused:
         fields_of(given / "config.json")
         return
-    with pytest.raises(ConfigError, match=r"vision_config\.rope_theta 500"):
+    with pytest.raises(ConfigError, match=r"vision_config\.rope_parameters\.rope_theta 500"):
         fields_of(given / "config.json")

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from playbook.errors import ConfigError, DataError, PlaybookError
 from playbook.processes import die_with_parent
+from playbook_trainer.config.checks import warm_up_problems
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
@@ -130,7 +131,10 @@ def with_steps(config: TrainerConfig) -> TrainerConfig:
             f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps {train.warmup_steps} "
             "leaves none to time; lower train.warmup_steps or train.global_batch_size, or raise train.epochs"
         )
-    return config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    resolved = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    if problems := warm_up_problems(resolved):
+        raise ConfigError(problems[0])
+    return resolved
 
 
 def data_sha(config: TrainerConfig, steps: int = 4) -> str:

@@ -23,6 +23,7 @@ from playbook_trainer.data.sources.registry import Text, open_chat, open_text, o
 from playbook_trainer.data.sources.streams import HOLD_OUT, Flat, Part, Sharded, Split
 from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, fit_images, merge_factor
 from playbook_trainer.data.tokenizer import FileTokenizer, load_tokenizer
+from playbook_trainer.huggingface.preprocessor import pixels_of
 
 T = TypeVar("T")
 
@@ -75,14 +76,14 @@ def count_steps(config: TrainerConfig, epochs: float) -> int:
 
 def epoch_plan(config: TrainerConfig) -> EpochPlan:
     """The plan of the training data's epochs, made once for the same data."""
-    read = {"seed", "model", "data", "eval"}
+    read = {"seed", "model", "data", "eval", "init"}
     return _epoch_plan(config.model_dump_json(include=read), config.train.global_batch_size, _stamp(config.data.path))
 
 
 @lru_cache(maxsize=1)
 def _epoch_plan(settings: str, lanes: int, _stamp: tuple[object, ...]) -> EpochPlan:
     config = TrainerConfig.model_validate_json(settings)
-    samples, documents = _samples(config.data, config.model, lanes)
+    samples, documents = _samples(_data_of(config, "train"), config.model, lanes)
     sizes = measured(samples.stream(_part(config, "train"), lanes), Reader(documents, config.data))
     return EpochPlan(sizes, _packing(config.data), lanes, _seed(config, "train"))
 
@@ -125,9 +126,23 @@ def _packing(data: DataConfig) -> Packing:
 
 
 def _data_of(config: TrainerConfig, split: Split) -> DataConfig:
-    """Where the samples of a split are."""
+    """Where the samples of a split are, and the bounds of image sizes."""
     own = split == "eval" and config.eval.path is not None
-    return config.data.model_copy(update={"path": config.eval.path}) if own else config.data
+    path = config.eval.path if own else config.data.path
+    return config.data.model_copy(update={"path": path, "min_image_pixels": _least_pixels(config)})
+
+
+def _least_pixels(config: TrainerConfig) -> int | None:
+    """Pixels below which images are scaled up, by the configuration or by the image processor beside the weights."""
+    data, weights, vision = config.data, config.init.weights, config.model.vision
+    if weights is None or vision is None or data.kind not in ("vqa", "chat"):
+        return data.min_image_pixels
+    least, most = pixels_of(Path(weights), vision)
+    if most is not None and data.images == "variable" and data.max_image_pixels > most:
+        raise ConfigError(
+            f"data.max_image_pixels is {data.max_image_pixels}, and the image processor in {weights} takes no more than {most}"
+        )
+    return least if data.min_image_pixels is None else data.min_image_pixels
 
 
 def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:

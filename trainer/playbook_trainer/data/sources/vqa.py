@@ -107,7 +107,7 @@ def fit_images(place: str, images: Sequence[Path], text: int, model: ModelConfig
     if len(images) > most:
         raise TooLong(f"{place}: {len(images)} images, and data.max_images_per_sample is {most}")
     sizes, bad = _sizes(Sample(place, images, "", ""), factor, data)
-    targets = [_target(size, factor, data) for size in sizes]
+    targets = _targets(sizes, bad, factor, data)
     scaled = text + _visual(targets, factor) > data.seq_len
     if scaled:
         targets = _shrink(targets, sizes, data.seq_len - text, factor, data)
@@ -154,7 +154,7 @@ def _fit(
     The question stays whole, and so does eos. What does not fit then is TooLong.
     """
     factor = merge_factor(model)
-    targets = [_target(size, factor, data) for size in kept]
+    targets = _targets(kept, bad, factor, data)
     wanted = _length(targets, factor, len(question), len(answer))
     if wanted > data.seq_len:
         targets = _shrink(targets, kept, data.seq_len - (wanted - _visual(targets, factor)), factor, data)
@@ -174,10 +174,12 @@ def _fit(
     )
 
 
-def _target(size: tuple[int, int], factor: int, data: DataConfig) -> tuple[int, int]:
+def _targets(sizes: list[tuple[int, int]], bad: list[str], factor: int, data: DataConfig) -> list[tuple[int, int]]:
     if data.images == "fixed":
-        return data.fixed_image_size[0], data.fixed_image_size[1]
-    return target_size(*size, factor, data.max_image_pixels)
+        return [(data.fixed_image_size[0], data.fixed_image_size[1])] * len(sizes)
+    most = data.max_image_pixels
+    least = min(data.min_image_pixels or 0, most)
+    return [size if why else target_size(*size, factor, most, least) for size, why in zip(sizes, bad, strict=True)]
 
 
 def _shrink(
