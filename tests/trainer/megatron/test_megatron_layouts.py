@@ -227,6 +227,29 @@ def test_balancing_losses_leave_padding_out_on_both_backends(tmp_path: Path) -> 
         assert far["grad_norm"] < 2e-4, (name, far)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_depths_of_multi_token_prediction_leave_padding_out(tmp_path: Path) -> None:
+    """Padded rows train as the same rows without padding, whatever is run again in the backward pass."""
+    words = (MOE, *COMMON, *BALANCED, "backend=megatron", "model.mtp_layers=2")
+    again = {
+        "packed": (),
+        "rows": ("train.recompute=full",),
+        "packed, again": ("train.recompute=selective", "train.recompute_modules=[moe]"),
+    }
+    pack = {name: f"data.pack={str('packed' in name).lower()}" for name in again}
+    jobs = [Job(f"{name}, bare", 1, (*words, pack[name], "data.pad=false")) for name in ("packed", "rows")]
+    jobs += [Job(name, 1, (*words, pack[name], *more)) for name, more in again.items()]
+    errors = train_all(jobs, tmp_path, timeout=180, script=ROOT / "tests/support/megatron/megatron_many.py")
+    assert not any(errors.values()), errors
+    for name in again:
+        rows, bare = steps(tmp_path / name), steps(tmp_path / f"{name.split(',')[0]}, bare")
+        assert sum(row["raw_tokens"] for row in rows) > sum(row["raw_tokens"] for row in bare)
+        # In rows, the last token of a document sees the embedding of padding at its first depth, and none in a stream of documents.
+        for key, most in (("loss", 2e-5), ("grad_norm", 2e-3 if name == "rows" else 2e-4)):
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in bare], rel=most), name
+
+
 FSDP = ("megatron.data_parallel=megatron_fsdp",)
 SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
     "dp 2": (2, FSDP, (0, 16)),

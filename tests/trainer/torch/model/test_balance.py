@@ -195,6 +195,15 @@ def test_a_run_that_goes_on_has_the_same_bias_and_writes_down_the_load(forks: Fo
     assert all(1 < row["expert_load"]["max_over_mean"] <= 4 and 0 < row["expert_load"]["entropy"] < 1 for row in whole[1::2])
     index = json.loads((tmp_path / "whole-saved" / "step_00000008" / "checkpoint.json").read_text())
     assert "balance.layers.0.moe.router.bias" in index["tensors"]
+    dropped = [
+        *QUICK,
+        "moe.aux_loss_coeff=0.01",
+        f"checkpoint.dir={tmp_path / 'whole'}-saved",
+        f"output={tmp_path / 'dropped'}",
+        "train.steps=9",
+    ]
+    assert forks.run(dropped, 1, free_port()) == [2]
+    assert "moe.bias_update_rate 0 would drop them" in forks.text(0)
 
 
 @pytest.mark.full
