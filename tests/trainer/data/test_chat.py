@@ -113,6 +113,10 @@ def test_every_form_is_the_same_document_with_the_loss_on_the_answers(form: int,
         ({**BOTH[0], "images": ["0.jpg", "0.jpg"]}, "2 images are named, and 1 shown"),
         ({**BOTH[0], "images": ["../0.jpg"]}, "lies outside"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}, {"role": "assistant", "content": "x"}]}, "makes 1 image tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], "imges": ["0.jpg"]},
+            "there is a key 'imges'",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_named(entry: dict[str, Any], expected: str, tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from playbook.errors import DataError
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE
-from playbook_trainer.data.loader import build_loader, with_steps
+from playbook_trainer.data.loader import build_loader, check, with_steps
 from playbook_trainer.data.rows import epoch_plan, make_rows
 from playbook_trainer.data.sources.streams import Split
 
@@ -30,7 +31,7 @@ once = settings(max_examples=10, suppress_health_check=[HealthCheck.function_sco
 
 
 def settings_of(folder: Path, name: str = TEXT, **words: Any) -> TrainerConfig:
-    base = {"data__path": str(folder), "data__pad": False, "train__warmup_steps": 0, "parallel__ep": 1}
+    base = {"data__path": str(folder), "data__pad": False, "train__warmup_steps": 0, "optimizer__warmup_steps": 0, "parallel__ep": 1}
     return config(name, **base | words)
 
 
@@ -253,3 +254,19 @@ def test_a_sample_that_is_left_out_is_counted_once_an_epoch(tmp_path: Path) -> N
     list(islice(loader, given.train.steps))
     assert given.train.steps == 2 * 34
     assert loader.counters()["samples_bad"] == 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ({"images": [], "imgs": ["0.png"], "question": "q", "answer": "a"}, "there is a key 'imgs'"),
+        ({"images": ["0.png"], "question": "<image>q", "answer": "a"}, "'<image>' stands in a text"),
+        ({"image": ["0.png"], "question": "q", "answer": "a"}, "expected a list of file names under 'images'"),
+    ],
+)
+def test_no_image_is_passed_over(sample: dict[str, Any], said: str, tmp_path: Path) -> None:
+    samples(tmp_path, [1, 1], [(40, 40)], "files")
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(sample) + "\n")
+    with pytest.raises(DataError, match=said):
+        check(settings_of(tmp_path, VL))

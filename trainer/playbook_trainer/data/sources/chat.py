@@ -11,7 +11,7 @@ from typing import Any
 from playbook.errors import DataError
 from playbook_trainer.data.sources.streams import Items, Mapped
 from playbook_trainer.data.sources.text import JsonLines, Record, is_text, read_utf8
-from playbook_trainer.data.sources.vqa import inside, refuse_video
+from playbook_trainer.data.sources.vqa import inside, refuse_misspelt, refuse_video
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """LLaVA's names of who speaks."""
@@ -58,7 +58,7 @@ def _conversation(record: Record, root: Path) -> Conversation:
     place, fields = record
     refuse_video(place, fields)
     given = fields.get("images", fields.get("image"))
-    names: list[Any] = given if isinstance(given, list) else [] if given is None else [given]
+    names: list[Any] = list(given) if isinstance(given, list) else [] if given is None else [given]
     messages, shown = [], 0
     for role, content, more in _turns(place, fields):
         items = _items(place, "" if content is None and more.get("tool_calls") else content, marked=bool(names))
@@ -70,6 +70,8 @@ def _conversation(record: Record, root: Path) -> Conversation:
         shown += sum(item["type"] == "image" for item in items)
         plain = all(item["type"] == "text" for item in items)
         messages.append({**more, "role": role, "content": "".join(item["text"] for item in items) if plain else items})
+    if not names:
+        refuse_misspelt(place, fields)
     if not all(is_text(name) for name in names) or shown != len(names):
         raise DataError(
             f"{place}: {len(names)} images are named, and {shown} shown; expected '{_IMAGE}' in a text, or an item of type image, for each"

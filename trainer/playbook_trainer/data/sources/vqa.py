@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from playbook_trainer.data.sources.streams import Items, Mapped
 from playbook_trainer.data.sources.text import JsonLines, Record, is_text
 from playbook_trainer.data.tokenizer import Tokenizer
 
+_IMAGE_KEYS = ("image", "images")
 LEAST_VISUAL_TOKENS = 4
 """To make room for text, an image is not given a budget below this many visual tokens (whole rows and columns may use less)."""
 
@@ -69,7 +71,20 @@ def question_answer(place: str, record: dict[str, Any]) -> tuple[str, str]:
     question, answer = record.get("question"), record.get("answer")
     if not is_text(question) or not is_text(answer):
         raise DataError(f"{place}: expected strings of valid Unicode under 'question' and 'answer'")
+    if "<image>" in question or "<image>" in answer:
+        raise DataError(
+            f"{place}: '<image>' stands in a text, where it would be read as text: images come before the question; take the mark out"
+        )
     return question, answer
+
+
+def refuse_misspelt(place: str, fields: dict[str, Any]) -> None:
+    """Refuse a record without images that has a key like theirs: it would teach to answer without looking."""
+    keys = [key for key, value in fields.items() if value and key not in (*_IMAGE_KEYS, "messages")]
+    if alike := [key for key in keys if key.lower().startswith("image") or get_close_matches(key.lower(), _IMAGE_KEYS, 1, cutoff=0.7)]:
+        raise DataError(
+            f"{place}: no image is named under image or images, and there is a key '{alike[0][:40]}': rename it, or take it out"
+        )
 
 
 def refuse_video(place: str, keys: Any) -> None:
@@ -209,6 +224,8 @@ def _sample(record: Record, root: Path) -> Sample:
     images = fields.get("images")
     if not isinstance(images, list) or not all(is_text(name) for name in images):
         raise DataError(f"{place}: expected a list of file names under 'images'")
+    if not images:
+        refuse_misspelt(place, fields)
     return Sample(place, [inside(root, name, place) for name in images], question, answer)
 
 
