@@ -11,9 +11,9 @@ from typing import Any
 
 import parity
 import pytest
-from data_sets import VL, config, jpeg
+from data_sets import CHAT_TEMPLATE as TEMPLATE
+from data_sets import VL, chat_tokenizer, config, jpeg
 from ranks import ROOT, environment, steps, summary
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.batch import IGNORE
@@ -21,34 +21,6 @@ from playbook_trainer.data.collate import collate
 from playbook_trainer.data.loader import check
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.huggingface import weights
-
-SPECIAL = ["<|im_end|>", "<|pad|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
-TEMPLATE = """{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for item in message.content %}
-{%- if item.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ item.text }}{% endif %}
-{%- endfor %}
-{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""As Qwen3-VL's own, in short."""
-
-
-def tokenizer(folder: Path) -> Path:
-    """Bytes, and the special tokens at the ids of the tiny model, with a chat template beside it."""
-    folder.mkdir(exist_ok=True, parents=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder / "tokenizer.json"
-
 
 ASKED = "What is wrong here?"
 BOTH = [
@@ -77,7 +49,7 @@ def data(folder: Path, entries: list[Any], name: str = "a.jsonl") -> dict[str, A
     return {
         "data__kind": "chat",
         "data__path": str(folder / name),
-        "data__tokenizer": str(tokenizer(folder / "model")),
+        "data__tokenizer": str(chat_tokenizer(folder / "model")),
         "data__seq_len": 256,
     }
 
@@ -156,7 +128,7 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
     (photographs / "conversations.jsonl").write_text(lines * 10)
     model = parity.tiny("qwen3_vl_tiny")
     weights.save_safetensors(model, parity.random_state(model), folder)
-    tokenizer(folder)
+    chat_tokenizer(folder)
     less = [
         "train.steps=3",
         "train.warmup_steps=1",

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import config
+from data_sets import chat_tokenizer, config
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import pre_tokenizers
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 
 from playbook.errors import DataError
 from playbook_trainer.config.tree import TrainerConfig
@@ -46,6 +48,11 @@ def text_file(folder: Path, texts: list[str], layout: str) -> Path:
         for name, part in (("a", texts[:half]), ("b", texts[half:])):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
         return folder
+    if layout == "huggingface":
+        import datasets
+
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
+        return folder / "saved"
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -74,7 +81,7 @@ def of_rows(given: TrainerConfig, rows: Iterator[int]) -> Counter[bytes]:
     return Counter(d.tokens.tobytes() for k in rows for d in made.row(k))
 
 
-@pytest.mark.parametrize("layout", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("layout", ["txt", "jsonl", "parquet", "huggingface"])
 @once
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=23),
@@ -173,6 +180,17 @@ def samples(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layou
                         info = tarfile.TarInfo(name)
                         info.size = len(data)
                         tar.addfile(info, io.BytesIO(data))
+    elif layout == "vqav2":
+        names = {"questions": "v2_OpenEnded_mscoco_train2014_questions", "annotations": "v2_mscoco_train2014_annotations"}
+        (folder / "train2014").mkdir()
+        for n, data in enumerate(encoded):  # whatever the name says, Pillow looks at the bytes
+            (folder / "train2014" / f"COCO_train2014_{n:012d}.jpg").write_bytes(data)
+        said = {
+            "questions": [{"question_id": 7 * i, "image_id": i % len(sizes), "question": q} for i, (q, _) in enumerate(texts)],
+            "annotations": [{"question_id": 7 * i, "multiple_choice_answer": a} for i, (_, a) in reversed([*enumerate(texts)])],
+        }
+        for key, name in names.items():
+            (folder / f"{name}.json").write_text(json.dumps({key: said[key]}))
     else:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -183,7 +201,13 @@ def samples(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layou
     return [(count, (q + a).encode()) for count, (q, a) in zip(counts, texts, strict=True)]
 
 
-@pytest.mark.parametrize("layout", ["files", "webdataset", "parquet"])
+def visual(size: tuple[int, int]) -> int:
+    """Visual tokens of an image of this width and height, by transformers."""
+    height, width = qwen2_vl.smart_resize(size[1], size[0], factor=32, min_pixels=1, max_pixels=65_536)
+    return height * width // 32**2
+
+
+@pytest.mark.parametrize("layout", ["files", "webdataset", "parquet", "vqav2"])
 @once
 @given(
     counts=st.lists(st.integers(0, 3), min_size=2, max_size=17),
@@ -200,23 +224,82 @@ def test_an_epoch_reads_every_sample_and_image_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("samples")
+    counts = [1] * len(counts) if layout == "vqav2" else counts
     expected = samples(folder, counts, sizes, layout)
     words: dict[str, Any] = {"data__seq_len": 1024, "data__pack": pack, "train__global_batch_size": batch, "train__epochs": 1}
     given = with_steps(settings_of(folder, VL, **words, eval__path=str(folder), eval__every=1))
-    rows, seen, images = make_rows(given, "train"), Counter[tuple[int, bytes]](), 0
+    rows, seen, tokens = make_rows(given, "train"), Counter[tuple[int, bytes]](), 0
     every = make_rows_of_an_epoch(given)
     for k in range(every):
         for document in rows.row(k):
             text = bytes(t for t in document.tokens.tolist() if t < EOS)
             seen[len(document.images), text] += 1
-            images += sum(i.height * i.width // 32**2 for i in document.images)
-            assert int((document.tokens == IMAGE).sum()) == sum(i.height * i.width // 32**2 for i in document.images)
+            tokens += int((document.tokens == IMAGE).sum())
     assert seen == Counter(expected)
+    assert tokens == sum(visual(sizes[(i + n) % len(sizes)]) for i, count in enumerate(counts) for n in range(count))
     assert given.train.steps == -(-every // batch)
     batches = [b for step in islice(build_loader(given, dp_rank=0, dp_size=1), every // batch) for b in step]
     if every % batch == 0:
         assert sum(b.num_images for b in batches) == sum(counts)
         assert sum(int((b.labels_N != IGNORE).sum()) for b in batches) == sum(len(f"a{i}") + 7 * i % 13 + 1 for i in range(len(counts)))
+
+
+Spoken = list[tuple[int, int, bool]]
+"""Turns of a conversation: letters that the user says, letters that the assistant says, and whether an image is shown."""
+
+
+def conversation(number: int, turns: Spoken, form: str) -> tuple[dict[str, Any], list[int], int]:
+    """An entry of a file, and by hand: its tokens, with one for each image, and how many of them are learnt."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    said: list[tuple[str, str, bool]] = []
+    for n, (asked, answered, shown) in enumerate(turns):
+        said += [("user", f"{number}{'abc'[n % 3]}" + "x" * asked, shown), ("assistant", "y" * (answered + 1), False)]
+    names = ["0.png" for _, _, shown in said if shown]
+    tokens, learnt = list[int](), 0
+    for role, text, shown in said:
+        spelled = [alphabet.index("Ċ" if c == "\n" else c) for c in f"{role}\n{text}\n"]
+        begin, end = spelled[: len(role) + 1], spelled[len(role) + 1 :]
+        tokens += [261, *begin, *([259, 258, 260] if shown else []), *end[:-1], 256, end[-1]]
+        learnt += len(text) + 2 if role == "assistant" else 0
+    marked = [(role, ("<image>" if shown else "") + text) for role, text, shown in said]
+    if form == "messages":
+        return {"messages": [{"role": role, "content": text} for role, text in marked], "images": names}, tokens, learnt
+    who = {"user": "human", "assistant": "gpt"}
+    return {"conversations": [{"from": who[role], "value": text} for role, text in marked], "image": names or None}, tokens, learnt
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@once
+@given(
+    spoken=st.lists(
+        st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.booleans()), min_size=1, max_size=3), min_size=2, max_size=14
+    ),
+    size=st.tuples(st.integers(20, 250), st.integers(20, 250)),
+    batch=st.integers(1, 9),
+    pack=st.booleans(),
+)
+def test_an_epoch_reads_every_conversation_once(
+    name: str, spoken: list[Spoken], size: tuple[int, int], batch: int, pack: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("chats")
+    Image.new("RGB", size, (10, 20, 30)).save(folder / "0.png")
+    made = [conversation(i, turns, ("messages", "conversations")[i % 2]) for i, turns in enumerate(spoken)]
+    entries = [entry for entry, _, _ in made]
+    (folder / name).write_text(json.dumps(entries) if name.endswith(".json") else "".join(json.dumps(e) + "\n" for e in entries))
+    words: dict[str, Any] = {"data__seq_len": 1024, "data__pack": pack, "train__global_batch_size": batch, "train__epochs": 1}
+    words |= {"data__kind": "chat", "data__tokenizer": str(chat_tokenizer(folder)), "eval__path": str(folder / name), "eval__every": 1}
+    given = with_steps(settings_of(folder / name, VL, **words))
+    rows, seen = make_rows(given, "train"), Counter[tuple[int, ...]]()
+    every = make_rows_of_an_epoch(given)
+    for k in range(every):
+        seen.update(tuple(document.tokens.tolist()) for document in rows.row(k))
+    each = visual(size)
+    expected = Counter(tuple(t for token in tokens for t in [token] * (each if token == IMAGE else 1)) for _, tokens, _ in made)
+    assert seen == expected
+    if every % batch == 0:
+        batches = [b for step in islice(build_loader(given, dp_rank=0, dp_size=1), every // batch) for b in step]
+        assert sum(b.num_loss for b in batches) == sum(learnt for _, _, learnt in made)
+        assert sum(b.num_images for b in batches) == sum(shown for turns in spoken for _, _, shown in turns)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import VL, config
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from data_sets import VL, chat_tokenizer, config
+from tokenizers import Tokenizer, processors
 
 from playbook.errors import ConfigError
 from playbook_trainer.data.rows import text_documents
 
-SPECIAL = ["<|im_end|>", "<|pad|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
 TEXT = "A b<|im_end|> c  d.\n\nHello  <|pad|>?"
 NEW = {"content": "Hello", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 CHANGES: dict[str, Any] = {
@@ -29,16 +28,6 @@ CHANGES: dict[str, Any] = {
     "local_files_only": True, "fix_mistral_regex": False, "surprise": 1, "max_length": 3, "truncation": True, "stride": 1,
 }  # fmt: skip
 """Another value for each key that published files have or transformers 5 writes. Sources: tokenizer_config.json of Qwen3-0.6B, Qwen3-VL-30B-A3B-Instruct and DeepSeek-V3."""
-
-
-def tokenizer(folder: Path) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
-    return made
 
 
 def ours(folder: Path) -> list[int]:
@@ -57,7 +46,7 @@ def theirs(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("key", ["none", *CHANGES])
 def test_a_text_has_the_tokens_of_transformers_whatever_a_key_says_or_it_is_refused(key: str, tmp_path: Path) -> None:
-    tokenizer(tmp_path)
+    chat_tokenizer(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | ({key: CHANGES[key]} if key != "none" else {})))
     try:
@@ -74,7 +63,7 @@ def test_a_text_has_the_tokens_of_transformers_whatever_a_key_says_or_it_is_refu
     "part", ["version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"]
 )
 def test_every_part_of_the_tokenizer_is_read_as_transformers_reads_it_or_refused(part: str, tmp_path: Path) -> None:
-    made = tokenizer(tmp_path)
+    made = Tokenizer.from_file(str(chat_tokenizer(tmp_path)))
     if part == "truncation":
         made.enable_truncation(3)
     elif part == "padding":
@@ -100,7 +89,7 @@ def test_every_part_of_the_tokenizer_is_read_as_transformers_reads_it_or_refused
 
 
 def test_tokens_of_older_files_must_be_those_of_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer(tmp_path)
+    chat_tokenizer(tmp_path)
     for name, content in (("special_tokens_map.json", {"pad_token": NEW}), ("added_tokens.json", {"Hello": 262})):
         (tmp_path / name).write_text(json.dumps(content))
         with pytest.raises(ConfigError, match="token 'Hello', which is none of its added_tokens"):
