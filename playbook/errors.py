@@ -18,6 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NO_TORCH = (
+    "package torch is not installed; run pip install '.[train]' in a clone of Playbook, or pip install 'FILE.whl[train]' with a wheel"
+)
+"""Said by whatever trains or measures kernels."""
+
 
 class PlaybookError(Exception):
     """The root of every error that a user can cause."""

@@ -165,6 +165,25 @@
     return `playbook diagnose --model ${said.model || "MODEL"} --gpus ${counted ? counted[1] : "N"} --gpu ${gpu}${mfu ? ` --mfu ${mfu[1] || mfu[2]}` : ""}`;
   }
 
+  // Whether a rule's size agrees with the planner for a run: all of one range's model, experts and length.
+  function agrees(range, said, length, moe) {
+    const [low, high] = (String(range.seq_len || "0..Infinity").replace(/^<=/, "0..")).split("..").map(Number);
+    return (range.model === undefined || range.model.split("|").includes(said.model)) && (range.moe === undefined || range.moe === moe) &&
+      length >= low && length <= (high === undefined ? low : high);
+  }
+
+  // CP of a card's rule where it agrees with the planner, else the planner alone; empty where the question states no model and no single length.
+  function sizes(found, query, cards) {
+    const line = normal(query), said = facts(found, line), lengths = new Set((line.match(/\b\d{4,7}\b/g) || []).map(Number).filter((n) => n % 1024 === 0));
+    const rule = cards.slice(0, 1).flatMap((card) => card.sizes).find((s) => s.tokens_per_cp_rank);
+    if (!rule || !said.model || lengths.size !== 1) return "";
+    const [length] = lengths;
+    const plan = `playbook plan ${said.model} --gpus N --hardware ${said.gpus.length === 1 ? said.gpus[0] : "KIND"} --seq ${length}`;
+    const cp = 2 ** Math.max(0, Math.ceil(Math.log2(length / rule.tokens_per_cp_rank)));
+    const holds = rule.agrees.some((range) => agrees(range, said, length, found.models[said.model]));
+    return holds ? `CP ${cp} by the card, within 5 % of the planner's fastest layout; the rest by ${plan}` : `${plan}: the card's rule is not known to come within 5 % of its fastest layout here`;
+  }
+
   function element(name, text, extra = {}) {
     return Object.assign(document.createElement(name), {textContent: text, ...extra});
   }
@@ -182,6 +201,8 @@
       hint.append(element("code", command), " (", element("a", "what it answers", {href: new URL("guide/diagnose.html", root).href}), ")");
       parts.push(hint);
     }
+    const size = sizes(found, query, result.cards);
+    if (size) parts.push(element("p", size));
     if (result.none) parts.push(element("p", result.none + (result.nearest && result.nearest.length ? " Nearest:" : "")));
     const list = element("ol", "");
     list.append(...(result.none ? result.nearest || [] : result.cards).map(line));
@@ -190,7 +211,7 @@
     all.append(element("a", "Search all pages for this", {href: `?q=${encodeURIComponent(query)}`}));
     answer.replaceChildren(...parts, all);
     answer.hidden = false;
-    return {cards: result.cards.map((c) => c.id), none: result.none || "", command};
+    return {cards: result.cards.map((c) => c.id), none: result.none || "", command, size};
   }
 
   async function ask(query) {

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from playbook.text import count
 from playbook.yaml_files import Strict, did_you_mean
 
 SHORT_METRICS = {"step_time": "step_seconds", "tokens_per_s": "useful_tokens_per_s_per_gpu", "memory": "peak_memory_bytes"}
@@ -148,6 +149,23 @@ def by_claim(cards: Mapping[str, Card]) -> dict[str, tuple[str, Claim | Mechanis
     return {c.id: (card.id, c) for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c}
 
 
+def counted(cards: Mapping[str, Card]) -> str:
+    """How many claims and mechanism checks cards have, in the words that every list and page uses."""
+    claims = [claim for card in cards.values() for claim in card.claims]
+    return f"{count(len(claims), 'claim')} and {count(sum(c.mechanism_check is not None for c in claims), 'mechanism check')}"
+
+
+class Sizes(Strict):
+    """The sizes that a rule names, in the planner's words, and the ranges in which they are within 5 % of its fastest layout."""
+
+    tokens_per_cp_rank: int | None = Field(default=None, ge=1)
+    """CP is the sequence over this, rounded up to a power of two."""
+    keep: dict[str, str] = Field(default_factory=dict)
+    """What `playbook plan --fix` takes."""
+    agrees: list[dict[str, Any]] = Field(default_factory=list)
+    """Predicates over the run, as a scope has them; it lies in one of them. Elsewhere the planner is followed, and where there are none, always."""
+
+
 class Decision(Strict):
     """In this situation, set this, because of these claims."""
 
@@ -157,6 +175,7 @@ class Decision(Strict):
     """What not to set in this situation; a list names the members to leave out."""
     because: list[str] = Field(min_length=1)
     note: str | None = None
+    sizes: Sizes | None = None
 
 
 class ConfigFamily(Strict):

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from math import log, log1p, sqrt
 from typing import Any
 
+from playbook.cards import sizes
 from playbook.cards.asked import Asked, Likeness, likeness, load_asked
 from playbook.cards.coverage import LEAST, MOST, Signs, against, covered, kinds, odds
 from playbook.cards.model import Card, guidance
@@ -64,6 +65,8 @@ class Hit:
     """Whether any of its claims speaks for the run that was stated; true where nothing was."""
     limits: list[str]
     """Where claims do not speak for it, each with what was found and expected."""
+    sizes: list[str] = field(default_factory=list)
+    """Which sizes to take for the run, by the card or by the planner; empty where the question states no model and length."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +317,7 @@ def _hit(found: Index, ranked: Ranked, words: list[str], run: Facts, only: froze
         why=f"{best.kind}{' ' + best.claim if best.claim else ''}: {best.text}",
         applies=not whole and any(not v for v in limits.values()),
         limits=[f"the card: {'; '.join(whole)}"] if whole else [f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
+        sizes=sizes.follow(card, run),
     )
 
 

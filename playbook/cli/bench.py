@@ -153,7 +153,10 @@ def bench_aa(
 def bench_trace(
     case: Annotated[str | None, typer.Argument(metavar="CASE", help="A case's id: both its variants are launched and traced.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Read a trace of any trainer instead: .nsys-rep, .sqlite or Chrome trace (.json, .json.gz).")
+        Path | None,
+        typer.Option(
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace (.json, .json.gz)."
+        ),
     ] = None,
     profile: Profile = None,
     results: Results = None,

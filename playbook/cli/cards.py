@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.model import Card, Claim, by_claim, guidance
+from playbook.cards.model import Card, Claim, by_claim, counted, guidance
 from playbook.cli.evidence import as_shown, here, records_here, status_of
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import card_lines, claim_lines, complain, print_findings, print_json, print_table, say
@@ -77,6 +77,8 @@ def search(
         say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
         say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
         shown = [f"{i} {', '.join(standing[i]) or UNTESTED}" for i in hit.claims[:_NEAREST]]
+        for line in hit.sizes:
+            say(f"  size: {line}")
         more = [f"and {len(hit.claims) - _NEAREST} more"] if len(hit.claims) > _NEAREST else []
         say(f"  claims {'; '.join(shown + more)}")
         for limit_ in hit.limits:
@@ -130,7 +132,11 @@ def cards_list(
     if claims:
         records = records_here(known, here())
         rows = [row for card in known.values() for row in _claim_rows(card, records)]
-        print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
+        if as_json:
+            print_json(rows)
+        else:
+            print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
+            say(f"\n{counted(known)}")
         return
     keys = ("id", "phase", "wall", "title", "summary", "symptoms")
     rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(known).values()]

@@ -117,6 +117,8 @@ def print_walls(found: Mapping[str, Any]) -> None:
 
 def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Sequence[str]) -> Iterable[str]:
     """A card as text, with the status of its claims and what each of its rules rests on."""
+    from playbook.cards.sizes import note
+
     yield f"{card.id}: {card.title}"
     yield card.summary
     for claim in card.claims:
@@ -127,8 +129,8 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Seque
         never = f"; avoid {_pairs(rule.avoid)}" if rule.avoid else ""
         mark = "" if basis == "measured" else f"  [{basis}]"
         yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)}){mark}"
-        if rule.note:
-            yield f"    {rule.note}"
+        for line in filter(None, (rule.note, note(rule))):
+            yield f"    {line}"
     for dispute in card.disputes:
         yield f"\nin dispute: {dispute.subject}\n  {', '.join(dispute.claims)}; {dispute.stands} stands: {dispute.why}"
     if card.pitfalls:

@@ -56,10 +56,11 @@ app.add_typer(_schemas_app, name="schemas")
 def schemas_export(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
 ) -> None:
-    """Write the JSON Schemas of all files into schemas/."""
-    from playbook import schemas
-
+    """Write the JSON Schemas of all files into schemas/: the repository's, or outside of one a folder here."""
     folder, grown = data_root("schemas"), neutral.rendered()
+    if not check and in_package(folder):
+        folder = Path("schemas")
+        folder.mkdir(exist_ok=True)
     values = folder / neutral.FILE
     if not check:
         values.write_text(grown, encoding="utf-8")

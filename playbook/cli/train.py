@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ import typer
 from playbook.cli import slurm
 from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
 from playbook.cli.output import print_json, print_table, say
-from playbook.errors import ConfigError, PlaybookError
+from playbook.errors import NO_TORCH, ConfigError, PlaybookError
 from playbook.paths import shipped
 from playbook.yaml_files import did_you_mean
 
@@ -58,7 +59,7 @@ def config_export(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_30b_a3b_24l.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as parallel.ep=8.")] = None,
     to: Annotated[
-        str, typer.Option("--to", help="megatron-lm (flags), megatron-bridge (overrides) or torchtitan (a job file).")
+        str, typer.Option("--to", help="megatron-lm (flags), megatron-bridge (overrides) or torchtitan (a Python file).")
     ] = "megatron-lm",
     platform: Annotated[
         str, typer.Option(help="The GPUs that environment variables are for: hopper, blackwell (nodes of eight), nvl72 or cpu.")
@@ -67,7 +68,7 @@ def config_export(
         bool, typer.Option("--json", help="One JSON document on one line of stdout, with the keys behind each setting.")
     ] = False,
 ) -> None:
-    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan job file; what the other trainer lacks becomes a comment."""
+    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan Python file; what the other trainer lacks becomes a comment."""
     from playbook_trainer.config.tree import load, parse_overrides
     from playbook_trainer.export.render import export as exported
 
@@ -113,6 +114,8 @@ def calibrate(
     budget: Annotated[float, typer.Option(help="Seconds; kernels that do not fit are named in the file.")] = 300.0,
 ) -> None:
     """Measure what this GPU reaches on the kernels that a training step is made of, and what collectives take where there are several; about 80 seconds on an H200."""
+    if find_spec("torch") is None:
+        raise PlaybookError(NO_TORCH)
     from playbook_trainer.calibrate import main as measure
 
     raise typer.Exit(measure([str(out), "--budget", str(budget)]))

@@ -193,7 +193,7 @@ def _how(where: Setting) -> str:
     """The commands that measure the walls."""
     q = where.question
     asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.name]
-    return f"nsys profile -t cuda,nvtx -o step COMMAND; {shlex.join(asked)} --trace step.nsys-rep"
+    return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(asked)} --trace step.sqlite"
 
 
 @dataclass(frozen=True)

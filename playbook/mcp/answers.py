@@ -36,6 +36,8 @@ class SearchHit(BaseModel):
     """The passage that matched best."""
     applies: bool
     """Whether any claim of the card applies to the stated machine; true if no machine was stated."""
+    sizes: list[str] = Field(default_factory=list)
+    """Which sizes to take for the stated run: by the card, or by the planner, and why."""
     limits: list[str]
     """The claims that do not apply to the stated machine, each with what was found and what its scope expects."""
 

@@ -57,6 +57,7 @@ def _search(answer: Mapping[str, Any]) -> str:
     for hit in answer["hits"]:
         stands = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])
         lines.append(f"{hit['id']}: {hit['title']}{'' if hit['applies'] else ' [does not apply]'}. {stands}")
+        lines += [f"size: {line}" for line in hit["sizes"]]
     return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ from playbook.planner.models import MODELS, from_huggingface, from_preset, named
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, parse
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import cluster
+from playbook.planner.time.cluster import cluster, counted
 
 _MOST_TEXT = 100_000
 _MOST_ROWS = 3
@@ -146,7 +146,7 @@ def plan_answer(
     Raises:
         PlaybookError: the question cannot be asked.
     """
-    shape, name, gpu = shape_of(model), named(model) or "given", cluster(hardware)
+    shape, name, gpu = shape_of(model), named(model) or "given", cluster(counted(hardware, gpus)[0])
     try:
         question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
         found = plain_data.document(explain.answer(question, top))
@@ -186,8 +186,8 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: E
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
     where = setting(
-        shape_of(asked.model), named(asked.model) or "given", asked.hardware, asked.gpus, seq_len=asked.seq_len or None,
-        gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework, network=asked.network,
+        shape_of(asked.model), named(asked.model) or "given", counted(asked.hardware, asked.gpus)[0], asked.gpus,
+        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework, network=asked.network,
         said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip
     where = replace(where, seen=parsed(asked.saw))

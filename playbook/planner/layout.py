@@ -16,7 +16,7 @@ from playbook.planner.rules import Case, Words
 from playbook.planner.shapes import Shape
 
 CP_SHARD_TOKENS = 4096
-"""Tokens per CP rank that the sizing rule aims at. Source: Megatron Bridge, long-context guidance for MoE training."""
+"""Tokens per CP rank that the published rule aims at, with which L1, L2 and L6 count; the card's own rule is in its `sizes`. Source: Megatron Bridge, long-context guidance for MoE training."""
 
 
 _ALL = (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *EXCLUSIONS)

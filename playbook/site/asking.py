@@ -69,4 +69,5 @@ def _shown(card: Card) -> dict[str, object]:
         "summary": card.summary,
         "gpus": [g.lower() for g in gpus.split("|") if g],
         "moe": card.scope.get("moe") is True,
+        "sizes": [rule.sizes.model_dump(mode="json") for rule in card.decide if rule.sizes],
     }

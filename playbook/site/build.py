@@ -97,7 +97,7 @@ def generate(
     shelf = replace(whole, cards=guidance(known))
     pages = {
         "cards/index.md": index_page(shelf),
-        "_generated/claims.md": matrix_page(shelf),
+        "_generated/claims.md": matrix_page(whole),
         "_generated/one-h200.md": one_gpu_page(shelf),
         "_generated/calculator.md": calculator_page(),
         "_generated/families.md": families_page(whole),
@@ -122,7 +122,7 @@ def generate(
     by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
     inserts = {
         "forest of verdicts": forest_of_cards(shelf),
-        "coverage": coverage(shelf),
+        "coverage": coverage(whole),
         "two commands": commands_shown(now.shown),
         "cards by phase": by_phase(shelf),
         "example of verdicts": example_of_verdicts(shelf),

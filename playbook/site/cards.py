@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
+from playbook.cards.sizes import note
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
 from playbook.records.standing import basis, in_words
 from playbook.site.figures import curves
@@ -159,7 +160,7 @@ def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
         when = ", ".join(f"{k}: {plain(v)}" for k, v in d.when.items()).replace("_", " ")
         because = " ".join(_claim_link(shelf, i) for i in d.because) + mark
         avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
-        rows.append([text(when) or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
+        rows.append([text(when) or "always", mapping(d.set) + avoid, because, prose(" ".join(filter(None, (d.note, note(d)))))])
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from playbook.cards.model import Card, Claim, MechanismCheck
+from playbook.cards.model import Card, Claim, MechanismCheck, counted
 from playbook.cards.scope import unmet
 from playbook.records.case import list_cases, load_case
 from playbook.records.evidence import Evidence
@@ -67,7 +67,14 @@ def matrix_page(shelf: Shelf) -> str:
     parts = {words: [_line(shelf, card, c, machines) for card, c in claims if _part(shelf, c) == words] for words in _PARTS}
     choices = {**_standing_choices(shelf, [c for _, c in claims]), "card": ("Card", {c.id: c.title for c in cards})}
     head = ["Claim", "Statement", *[text(m) for m in machines]]
-    return render("claims.md", claims=claims, machines=machines, choices=choices, head=head, parts={k: v for k, v in parts.items() if v})
+    return render(
+        "claims.md",
+        counted=counted(shelf.cards),
+        machines=machines,
+        choices=choices,
+        head=head,
+        parts={k: v for k, v in parts.items() if v},
+    )
 
 
 _ON_GPUS, _ELSEWHERE, _OLD, _NONE = "Current, on GPUs", "Current, by arithmetic, by a rule or on a CPU", "No current verdict", "Untested"

@@ -226,6 +226,7 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
             {"model": "qwen3_8b", "gpus": 8, "hardware": "h100", "mfu": 95},
             "expected at most 80%, which the best matrix product",
         ),
+        ("plan_layout", {"model": "llama3_8b", "gpus": 8, "hardware": "64xH100"}, "names 64 GPUs, and gpus is 8"),
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_to_do(library, tool, arguments, says):
@@ -254,6 +255,8 @@ def test_search_over_mcp_is_the_commands_search(library):
     assert found[0]["id"] == "moe-dispatcher-choice"
     assert found[0]["applies"]
     assert any(limit.startswith("W10: gpu: found gb200") for limit in found[0]["limits"])
+    sized = answer(library, "search", query="context-parallel ranks for qwen3_30b_a3b at 128k", hardware="h100", gpus=64)["hits"][0]
+    assert sized["sizes"][0].startswith("cp=8 by the card, within 5 % of the planner's fastest layout; the rest by playbook plan ")
     assert answer(library, "search", query="how to bake sourdough bread")["hits"] == []
     silent = answer(library, "search", query="LoRA rank for the experts")
     assert (silent["hits"], silent["none"]) == ([], "no card covers 'lora'")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from playbook import files
-from playbook.errors import ConfigError, PlaybookError
+from playbook.errors import NO_TORCH, ConfigError, PlaybookError
 from playbook_trainer.exit_codes import ERROR, OF_OUTCOME, OK, OUT_OF_MEMORY, REFUSED, RunError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
     checks.check(config, world)
     environment.apply(config)
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("package torch is not installed; run pip install '.[train]' in a clone of Playbook")
+        raise ConfigError(NO_TORCH)
 
     with _uncollected():
         import playbook_trainer.loop  # noqa: F401  everything that the functions below import

@@ -98,7 +98,7 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
                 )
         _write(program, folder, printed, environment, wall)
     except PlaybookError as e:
-        return Result("crash", 0, f"it ended with exit code 0, but {e}", began, wall)
+        return Result("crash", 0, str(e), began, wall)
     return Result("ok", 0, "", began, wall)
 
 

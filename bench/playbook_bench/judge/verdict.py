@@ -303,6 +303,7 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
             "killed": "was killed",
             "refused": "was refused",
         }[other.outcome]
+        text = "ended well, and its figures cannot be had" if (other.outcome, other.returncode) == ("crash", 0) else text
         return _verdict("run_error", f"a {other.variant} run {text}: {_first_line(other.message)}")
     if bad:
         return _verdict("oom", f"a {bad[0].variant} run was out of memory: {_first_line(bad[0].message)}")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from playbook.cards import scope as scopes
-from playbook.errors import ConfigError
+from playbook.errors import NO_TORCH, ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Machine, Missing
 from playbook.records.machine import label, short_gpu
@@ -143,7 +143,7 @@ def unmet_requirements(requires: Sequence[str], trains: bool = True) -> list[Mis
     """The packages and backends of a case that are not here; every case that runs our trainer needs the trainer's own."""
     out = []
     if trains and not installed("torch"):
-        out.append(Missing(reason="package", detail="package torch is not installed; run pip install '.[train]' in a clone of Playbook"))
+        out.append(Missing(reason="package", detail=NO_TORCH))
     for name in requires:
         kind, _, rest = name.partition(":")
         if kind == "backend" and rest:

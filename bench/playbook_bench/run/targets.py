@@ -1,4 +1,4 @@
-"""Which claims a target names: `CARD`, `CARD/CLAIM` or a card's file; and the case that tests each."""
+"""Which claims a target names: `CARD`, `CARD/CLAIM`, `CLAIM` or a card's file; and the case that tests each."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def tasks_of(target: str) -> list[Task]:
     """
     if target.endswith((".yaml", ".yml")):
         return _tasks_of_file(Path(target))
-    match = _TARGET.match(target)
     known = validate.load_all()
+    card = validate.card_of(target, known)
+    match = _TARGET.match(f"{card}/{target}" if card else target)
     if match is None:
-        name = f"{card}/{target}" if (card := validate.card_of(target, known)) else "for example moe-dispatcher-choice/W9"
-        raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write {name}")
+        raise ConfigError(
+            f"'{target}' is neither a card nor a claim; write CARD, CARD/CLAIM or CLAIM, for example moe-dispatcher-choice/W9"
+        )
     if match["card"] not in known:
         raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
     tasks = tasks_of_card(known[match["card"]])

@@ -119,8 +119,12 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
         PlaybookError: it is no report, or damaged.
     """
     if path.suffix == ".nsys-rep":
-        if not shutil.which("nsys") or not path.is_file():
-            raise PlaybookError(f"{path}: is an Nsight Systems report; export it first: nsys export --type sqlite {path}")
+        if not path.is_file():
+            raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
+        if not shutil.which("nsys"):
+            raise PlaybookError(
+                f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
+            )
         with tempfile.TemporaryDirectory() as folder:
             return nsys.read(_exported(path, Path(folder) / "trace.sqlite"), ranges)
     try:

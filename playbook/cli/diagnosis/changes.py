@@ -87,9 +87,11 @@ def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str)
 
 
 def _of_exports(off: Exported, on: Exported) -> Changed:
-    if on.target == "torchtitan":  # its file has sections; its command line takes the same settings one by one
-        first, second = ({f"--{s.section}.{s.field}": s.value for s in e.settings} for e in (off, on))
-        flags = [f"{k} {_plain(v)}" for k, v in second.items() if first.get(k) != v]
+    if on.target == "torchtitan":  # its file has sections; each setting has words of its own
+        from playbook_trainer.export.torchtitan import words
+
+        first, second = ({f"{s.section}.{s.field}".strip("."): s for s in e.settings} for e in (off, on))
+        flags = [words(s) for k, s in second.items() if k != "model" and (k not in first or first[k].value != s.value)]
         without = [k for k in first if k not in second]
     else:
         lines = _of_lines(off.lines, on.lines)

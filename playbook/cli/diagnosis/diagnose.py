@@ -14,7 +14,7 @@ import typer
 
 from playbook.cli.agents import stock_here
 from playbook.cli.diagnosis.changes import changed
-from playbook.cli.options import AsJson, commands
+from playbook.cli.options import AsJson, commands, figure, machines, percent
 from playbook.cli.options import tokens as to_tokens
 from playbook.cli.output import print_json, print_table, say
 from playbook.diagnosis.answer import Seen, diagnose
@@ -64,7 +64,7 @@ def diagnose_run(
         Path | None, typer.Argument(metavar="[RUN]", help="A run's folder, or its log: its speed, and of a run of ours the layout too.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the whole job.")] = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="N", help="GPUs of the whole job; 64xH100 names the kind too.")] = None,
     hardware: Annotated[str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = None,
     seq: Annotated[
         int | None, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence; 4096, if not given.")
@@ -72,9 +72,14 @@ def diagnose_run(
     gbs: Annotated[
         int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; the log's, else four million tokens, if not given.")
     ] = None,
-    mfu: Annotated[float | None, typer.Option("--mfu", help="Percent of the GPU's dense peak, such as 22, without recompute.")] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option("--mfu", parser=percent, metavar="PERCENT", help="Percent of the GPU's dense peak, such as 22, without recompute."),
+    ] = None,
     step_time: Annotated[str | None, typer.Option("--step-time", help="Seconds of a step, such as 1.9s or 850ms.")] = None,
-    tokens: Annotated[float | None, typer.Option("--tokens-per-s", help="Tokens per second and GPU.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens-per-s", parser=figure, metavar="TOKENS", help="Tokens per second and GPU.")
+    ] = None,
     layout: Annotated[
         list[str] | None,
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
@@ -85,14 +90,18 @@ def diagnose_run(
     saw: Annotated[
         list[str] | None, typer.Option("--saw", help=f"Shares of a step, such as all-to-all=40%,idle=25%; of {', '.join(KINDS)}.")
     ] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="A trace of some steps: .nsys-rep, .sqlite or Chrome trace.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="A trace of some steps: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace."),
+    ] = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
-    asked = _Asked(model, gpus, hardware, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network)
+    number, kind = machines(gpus, hardware)
+    asked = _Asked(model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network)
     log = _log(run) if run else None
     where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)

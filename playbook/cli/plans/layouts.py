@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook import files
-from playbook.cli.options import AsJson, tokens
+from playbook.cli.options import AsJson, machines, tokens
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
 from playbook.planner.shapes import DEEPEST
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _TOP_PARTS = 5
 _MEMORY = 0.92
+_GPUS, _KIND = 8, "h100"
+"""What is planned for where nothing is said."""
 _SILENT = ("cp", "vpp", "ep", "etp")
 """Degrees that are not shown where all plans have one."""
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
-_Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1 << 20, help="Number of GPUs; with --goal gpus it is found.")]
+_Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
 _Hardware = Annotated[str, typer.Option("--hardware", "--gpu", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
 _Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
 _Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
@@ -57,8 +59,8 @@ _Against = Annotated[
 
 def plan_for(
     model: _Model,
-    gpus: _Gpus = 8,
-    hardware: _Hardware = "h100",
+    gpus: _Gpus = "",
+    hardware: _Hardware = "",
     seq: _Seq = 4096,
     gbs: _Gbs = 0,
     goal: _Goal = "tokens/s",
@@ -89,7 +91,8 @@ def plan_for(
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
     fixed = tuple(_words(fix or []))
     allowed = frozenset(a for a in allow.split(",") if a)
-    question = Question(shape, name, cluster(hardware), gpus, seq, gbs, goal, memory, backend, fixed, allowed)
+    number, kind = machines(gpus or None, hardware or None)
+    question = Question(shape, name, cluster(kind or _KIND), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
     if emit_case is None and (against or case_gpus != 1):
         raise ConfigError(
             "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
@@ -102,7 +105,7 @@ def plan_for(
     if emit_case is not None and found.choices:
         _emit(found, emit_case, case_gpus, _words(against or []))
     elif export is not None and found.choices:
-        _print_export(found.choices[0].plan, export, hardware, slurm=slurm)
+        _print_export(found.choices[0].plan, export, question.cluster.name, slurm=slurm)
     elif as_json:
         print_json(plain_data.document(found))
     elif found.choices:

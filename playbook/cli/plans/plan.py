@@ -23,9 +23,19 @@ _LISTED = 20
 
 
 class _Plans(TyperGroup):  # type: ignore[misc]
-    """`playbook plan MODEL` is short for `playbook plan layouts MODEL`."""
+    """`playbook plan MODEL` is short for `playbook plan layouts MODEL`, and its help has the options of that."""
 
     default = _DEFAULT
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What stands behind the command's name in its usage."""
+        return ["MODEL [OPTIONS], or", *super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of the default, then the commands."""
+        default = self.commands[self.default]
+        default.format_options(typer.Context(default, parent=ctx, info_name=self.default), formatter)
+        self.format_commands(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments, with the command that is left out where they begin with none."""

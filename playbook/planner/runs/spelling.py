@@ -46,12 +46,15 @@ def said(column: str, text: str) -> str:
 
 
 def _count(text: str) -> str:
-    """A whole number without what spreadsheets add: `4,096`, `16.0`, and `8K`, which is 8192."""
-    found = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,10})(?:\.0{1,10})?(\s?[kK])?", text, re.ASCII)
+    """A whole number without what spreadsheets add: `4,096`, `16.0`, and `8K`, which is 8192, or `1M`, which is 1,048,576."""
+    found = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,10})(?:\.0{1,10})?\s?([kKmM])?", text, re.ASCII)
     if not found:
         return text
     number = int(found[1].replace(",", ""))
-    return str(number * 1024 if found[2] else number)
+    return str(number << _POWERS[(found[2] or "").lower()])
+
+
+_POWERS: Mapping[str, int] = {"": 0, "k": 10, "m": 20}
 
 
 _WHOLE = {"recompute": "full", "cuda_graph": "full_iteration"}

@@ -99,6 +99,28 @@ def cluster(name: str) -> Cluster:
     return _load(found)
 
 
+_BEFORE, _AFTER = re.compile(r"([0-9]{1,7}) ?x ?(\S.*)", re.I), re.compile(r"(\S.*) ?x ?([0-9]{1,7})", re.I)
+
+
+def counted(hardware: str, gpus: int | None = None) -> tuple[str, int | None]:
+    """The kind of GPU that `64xH100`, `h100x64` or `h100` names, and how many: those named there, else `gpus`.
+
+    Raises:
+        ConfigError: it names another number than `gpus`, or none.
+    """
+    text = hardware.strip()[:200]
+    before, after = _BEFORE.fullmatch(text), _AFTER.fullmatch(text)
+    after = after if after and _plain(after[1]) in _names() and _plain(text) not in _names() else None
+    kind, number = (before[2], int(before[1])) if before else (after[1], int(after[2])) if after else (text, None)
+    if number is None:
+        return kind, gpus
+    if number < 1 or gpus not in (None, number):
+        raise ConfigError(
+            f"hardware '{text[:40]}' names {number} GPUs, and gpus is {gpus or 'not given'}; expected the same number, or one of the two"
+        )
+    return kind, number
+
+
 @cache
 def clusters() -> tuple[str, ...]:
     """Names of all clusters that are known."""

@@ -137,6 +137,14 @@ def test_a_launch_that_fails_is_an_error(run, fault):
     assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"]
 
 
+def test_a_log_that_tells_no_step_is_no_crash(run):
+    words = [sys.executable, "-c", "print('all went well')"]
+    code, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
+    assert code == 5
+    assert "ended well, and its figures cannot be had: " in found["sentence"]
+    assert "crashed" not in found["sentence"]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [

@@ -328,7 +328,7 @@ def test_a_report_is_exported_by_the_nsys_that_is_there(tmp_path: Path, monkeypa
     with pytest.raises(PlaybookError, match="nsys export failed"):
         collect.timeline_from_file(tmp_path / "trace.nsys-rep")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(PlaybookError, match="export it first"):
+    with pytest.raises(PlaybookError, match="where it is, run nsys export"):
         collect.timeline_from_file(tmp_path / "trace.nsys-rep")
 
 

@@ -17,7 +17,7 @@ from playbook_trainer.export.change import change
             {
                 "megatron-lm": ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"],
                 "megatron-bridge": ["model.moe_token_dispatcher_type=flex", "model.moe_flex_dispatcher_backend=deepep"],
-                "torchtitan": ["--parallelism.expert_parallel_comm_backend deepep"],
+                "torchtitan": ["model_registry(moe_comm_backend='deepep')"],
             },
         ),
         (

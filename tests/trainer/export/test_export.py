@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-import tomllib
 from copy import deepcopy
 from pathlib import Path
 from typing import get_args
@@ -14,13 +13,17 @@ from typing import get_args
 import pytest
 
 from playbook.cli import app
+from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export import sheet as sheets
+from playbook_trainer.export import torchtitan
+from playbook_trainer.export.launchable import Launchable
 from playbook_trainer.export.render import TARGETS, export
 from playbook_trainer.export.sheet import leaves
 from tests.support.targets import megatron
+from tests.trainer.export.test_plan_torchtitan import read_back
 
 CONFIGS = data_root("configs")
 FILES = [*sorted(CONFIGS.glob("*.yaml")), *(recipes.folder() / r.file for r in recipes.index().recipes)]
@@ -174,28 +177,54 @@ def test_the_recipe_carries_every_published_override_back():
     assert set(PUBLISHED.split()) - set(export(config, "megatron-bridge").lines) == set()
 
 
-def test_the_job_file_has_sections_and_fields_that_torchtitan_has():
-    known = json.loads((FIXTURES / "torchtitan-0.2.2.json").read_text(encoding="utf-8"))
+def test_torchtitan_reads_every_configuration_back():
+    """All whose model it has, and whose converters need no package of a GPU; by its own parser, split of the pipeline and checks."""
+    more = [
+        {}, {"parallel.pp": 2, "parallel.ep": 1}, {"parallel.pp": 2, "parallel.vpp": 2, "train.recompute": "full"}, {"data.kind": "mock", "train.compile.decoder": True},
+        {"train.steps": 40, "eval.every": 2, "profile.kineto": True, "tracker.wandb": True, "checkpoint.dir": "saved", "optimizer.schedule": "wsd"},
+    ]  # fmt: skip
+    asked = []
     for path in FILES:
-        for overrides in (
-            {},
-            {"train.steps": 40, "eval.every": 2, "profile.kineto": True, "tracker.wandb": True, "checkpoint.dir": "saved"},
-        ):
-            text = export(load(path, overrides), "torchtitan").text()
-            tomllib.loads(text)
-            for setting in export(load(path, overrides), "torchtitan").settings:
-                assert setting.field in known[setting.section], setting
-    found = tomllib.loads(export(load(LARGE, {"model": "qwen3_30b_a3b"}), "torchtitan").text())
-    assert found["model"] == {"name": "qwen3", "flavor": "30B-A3B"}
-    assert found["parallelism"]["expert_parallel_degree"] == 4
+        for words in more:
+            try:
+                config = load(path, words)
+            except PlaybookError:
+                continue  # a layout that this file's model does not have
+            each = export(config, "torchtitan")
+            batch = config.train.micro_batch_size * config.parallel.pp * data_ranks(config)  # of one pass
+            if (
+                config.train.global_batch_size % batch == 0
+                and config.precision.fp8 == "none"
+                and not any(r.key == "model.*" or r.key.startswith("parallel.") for r in each.missing)
+            ):
+                asked.append((config, each))
+    assert len(asked) > 10
+    answers = read_back([launched(config, each) for config, each in asked])
+    for (config, _), answer in zip(asked, answers, strict=True):
+        assert "refused" not in answer, (config, answer)
+        par, train = config.parallel, config.train
+        layers = config.model.num_layers // (par.pp * par.vpp)
+        assert answer["layers"] == [[layers] * par.vpp] * par.pp
+        assert (answer["tp"], answer["pp"], answer["cp"], answer["ep"]) == (par.tp, par.pp, par.cp, par.ep)
+        assert (answer["seq_len"], answer["global_batch"], answer["microbatch"]) == (
+            config.data.seq_len, train.global_batch_size, train.micro_batch_size,
+        )  # fmt: skip
+        assert answer["sp"] == par.sequence_parallel
 
 
-@pytest.mark.parametrize(("pp", "vpp", "layers"), [(2, 1, 12), (2, 2, 6), (4, 3, 2), (2, 12, 1)])
-def test_a_job_file_says_how_many_layers_a_stage_has(pp, vpp, layers):
-    found = tomllib.loads(export(load(LARGE, {"parallel.pp": pp, "parallel.vpp": vpp}), "torchtitan").text())["parallelism"]
-    ends = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
-    assert (found["pipeline_parallel_layers_per_stage"], *(found[end] for end in ends)) == (layers, 0, 0)
-    assert not {*ends} & {*tomllib.loads(export(load(LARGE), "torchtitan").text())["parallelism"]}
+def data_ranks(config):
+    """The fewest data-parallel ranks that hold the experts' ranks."""
+    par = config.parallel
+    return par.dp_replicate * max(1, par.ep // (par.tp * par.cp))
+
+
+def launched(config, exported):
+    """The file as it is started on the fewest GPUs, with every setting that is a flag said again."""
+    par = config.parallel
+    gpus = par.pp * par.cp * par.tp * data_ranks(config)
+    flags = [word for s in exported.settings if (said := torchtitan.words(s)).startswith("--") for word in shlex.split(said)]
+    command = ["torchrun", "--nnodes", "1", "--nproc-per-node", str(gpus), "-m", "torchtitan.train", "--module", "playbook_file"]
+    return Launchable("torchtitan", "torchtitan 0.3.0", {}, (*command, "--config", "plan", *flags), {"playbook_file.py": exported.text()})
 
 
 DESTINATIONS = {

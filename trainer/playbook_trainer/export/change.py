@@ -9,8 +9,9 @@ from typing import Any
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.export import torchtitan
 from playbook_trainer.export.render import export, flags, overrides
-from playbook_trainer.export.sheet import Sheet, Target, leaves, shown
+from playbook_trainer.export.sheet import Sheet, Target, leaves
 
 _BASES: Mapping[Target, str] = {
     "megatron-lm": "qwen3_30b_a3b_24l_megatron.yaml",
@@ -47,7 +48,7 @@ def _said(keys: Mapping[str, Any], target: Target, base: Path) -> list[str]:
         return [line for line in flags(sheet) if line != "--group-query-attention"]
     if target == "megatron-bridge":
         return overrides(sheet)
-    return [f"--{s.section}.{s.field} {shown(s.value)}" for s in settings]
+    return [torchtitan.words(s) for s in settings]
 
 
 def _config(base: Path, keys: Mapping[str, Any]) -> TrainerConfig | None:

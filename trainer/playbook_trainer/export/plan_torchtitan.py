@@ -13,7 +13,7 @@ from playbook.planner import pipeline
 from playbook.planner.plan import Plan
 from playbook_trainer.export import torch_plans, torchtitan_model
 from playbook_trainer.export.launchable import Launchable
-from playbook_trainer.export.torchtitan_file import FUNCTION, RECOMPUTE, RELEASE, document, stages
+from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, RELEASE, document, stages
 from playbook_trainer.export.torchtitan_model import Code
 
 _MODULE = "plan_torchtitan"
@@ -25,8 +25,6 @@ _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
     "sp": (None, True, False),
 }
 """Values of options that it has words for."""
-DISPATCHERS = {"": "standard", "alltoall": "standard", "deepep": "deepep", "hybridep": "hybridep"}
-"""Its backends of expert communication."""
 _LOSSES = ("torch", "compiled")
 _ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Source: torchtitan 0.3.0, `run_train.sh`."""
@@ -111,15 +109,10 @@ def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"loss is {plan.loss}; it has {' and '.join(_LOSSES)}: set one of them with --fix loss="
     if plan.moment_bytes not in (2, 4):
         yield f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"
-    if s.kv_heads % tp:
-        yield f"tp is {tp} for {s.kv_heads} heads of keys and values; it has tp that divides them: lower tp"
+    yield from (words for _, words in torchtitan_model.limits(s, tp, cp, pp))
     tokens = (1 if plan.options.sp is False else tp) * (2 * cp if cp > 1 else 1)
     if plan.seq_len % tokens:
         yield f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq"
-    if s.tied and pp > 1:
-        yield f"pp is {pp} for a model with one matrix for embedding and output; it has them on one stage: set pp=1"
-    if s.mtp and (pp > 1 or cp > 1):
-        yield f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: add --fix pp=1,cp=1"
     if plan.vpp > 1 and plan.microbatches % max(1, plan.microbatches // pp):
         yield f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: make it a multiple of pp {pp}"
     if pp > 1 and plan.microbatches < pp:

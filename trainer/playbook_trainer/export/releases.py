@@ -9,6 +9,6 @@ from playbook_trainer.export.sheet import Target
 RELEASES: Mapping[Target, str] = {
     "megatron-lm": "megatron-core 0.19.2",
     "megatron-bridge": "megatron-bridge 0.6.2",
-    "torchtitan": "torchtitan 0.2.2",
+    "torchtitan": "torchtitan 0.3.0",
 }
 """By target, a package and its version."""

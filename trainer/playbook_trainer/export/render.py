@@ -1,4 +1,4 @@
-"""A configuration printed for another trainer: flags, overrides or a job file, with what cannot be said as comments."""
+"""A configuration printed for another trainer: flags, overrides or a Python file, with what cannot be said as comments."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def export(
     render: Mapping[Target, Callable[[Sheet], list[str]]] = {
         "megatron-lm": flags,
         "megatron-bridge": overrides,
-        "torchtitan": torchtitan.toml,
+        "torchtitan": torchtitan.file,
     }
     return Exported(target, render[target](sheet), sheet.missing, sheet.irrelevant, sheet.settings, variables(config, platform))
 

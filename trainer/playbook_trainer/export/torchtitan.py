@@ -1,30 +1,23 @@
-"""A configuration as a job file of torchtitan 0.2 (TOML).
+"""A configuration as a Python file for torchtitan 0.3.0.
 
-Source: torchtitan 0.2.2, `torchtitan/config/job_config.py`, `torchtitan/models/qwen3/__init__.py`. Later versions take Python functions instead
-of job files; their fields have other names.
+Source: torchtitan 0.3.0, `torchtitan/config/configs.py`, `torchtitan/trainer.py`, and the `Config` classes of its components.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from playbook.planner import pipeline
+from playbook.planner.models import from_preset
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.export.sheet import READING, Sheet
+from playbook_trainer.export import torchtitan_model
+from playbook_trainer.export.sheet import READING, Setting, Sheet
+from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, document, stages
+from playbook_trainer.export.torchtitan_model import Code
 
-_FLAVOURS = {
-    "qwen3_0_6b": ("qwen3", "0.6B"),
-    "qwen3_1_7b": ("qwen3", "1.7B"),
-    "qwen3_8b": ("qwen3", "8B"),
-    "qwen3_30b_a3b": ("qwen3", "30B-A3B"),
-    "qwen3_235b_a22b": ("qwen3", "235B-A22B"),
-    "deepseek_v3": ("deepseek_v3", "671B"),
-}
-"""Models that it ships, by name here."""
-
-SIZES = "a flavour has its own sizes; add one to torchtitan's table of flavours for others"
 MEGATRON = "a setting of the megatron backend"
 _COMPILED = {"decoder": "model", "loss": "loss"}
-RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
 _WHY = {
     "train.epochs": "it counts steps: set train.steps to the number that this trainer says at its start",
@@ -34,19 +27,18 @@ _WHY = {
     "data.pack": "documents always follow each other in a row, without a mask between them",
     "data.pad": "rows have one length",
     "data.pad_to_multiple": "rows have one length",
-    "parallel.pipeline_layout": "name modules in parallelism.module_fqns_per_model_part instead",
+    "parallel.pipeline_layout": "write its chunks into parallelism.module_fqns_per_model_part",
     "moe.capacity_factor": "no token is dropped",
-    "moe.aux_loss_coeff": "it balances by a bias: load_balance_coeff of a flavour's moe_args",
-    "moe.bias_update_rate": "set load_balance_coeff of the flavour's moe_args",
+    "moe.aux_loss_coeff": "it balances by a bias: load_balance_coeff of the layers' builder",
+    "moe.bias_update_rate": "set load_balance_coeff of the layers' builder",
     "moe.load_every": "it does not write down the experts' load",
     "moe.fused_permutation": "it permutes in its own way",
     "moe.fused_router": "its router is softmax and topk; compile the model instead",
     "moe.router_dtype": "scores are computed in float32",
-    "optimizer.moments_dtype": "moments have the type of the weights",
     "train.recompute_modules": "its selective mode chooses by operator, not by module",
     "train.compile.vision": "it ships no vision tower of this model",
     "train.compile.dynamic": "shapes do not change there",
-    "train.attention": "a flavour has its kind of attention",
+    "train.attention": "its model is built for FlexAttention",
     "train.cuda_graphs": "it captures no parts of a layer",
     "train.fused_loss": "compile the loss instead",
     "train.fused_activation": "compile the model instead",
@@ -55,13 +47,15 @@ _WHY = {
     "parallel.reduce_dtype": "gradients are summed in float32",
     "parallel.comm_sms": "its products take all multiprocessors",
     "offload.activations": "activations stay on the GPU",
-    "precision.fp8": "it has rowwise, tensorwise and MXFP8",
-    "precision.fp8_modules": "name modules in the converter's filter_fqns and fqns",
+    "precision.fp8": "it has rowwise and MXFP8",
+    "precision.fp8_modules": "name modules in the converter's filter_fqns or fqns",
     "checkpoint.resume": "it always goes on from the newest checkpoint in its folder",
     "tracker.name": "set WANDB_RUN_NAME in the environment",
     "tracker.offline": "set WANDB_MODE=offline in the environment",
 }
 """Why keys cannot be said there, at another value than the neutral one."""
+_CONVERTERS = {"rowwise": "Float8LinearConverter", "mxfp8": "MXFP8LinearConverter"}
+"""By recipe, what replaces linear layers."""
 
 
 def sheet_of(config: TrainerConfig) -> Sheet:
@@ -74,43 +68,77 @@ def sheet_of(config: TrainerConfig) -> Sheet:
 
 
 def _model(sheet: Sheet) -> None:
+    config = sheet.config
+    fields = config.model.model_dump()
+    shape = from_preset(fields, config.model.name)
+    reasons = list(torchtitan_model.lacking(shape, fields))
+    if reasons:
+        sheet.lack("model.*", f"it has {'; '.join(reasons)}; {torchtitan_model.HAS}")
+        return
+    sheet.put("model.*", "model", "", Code("\n".join(torchtitan_model.source(shape, fields, config.data.seq_len))))
+    sheet.put("", "loss", "", Code(f"{'MTPLoss' if shape.mtp else 'CrossEntropyLoss'}.Config(global_vocab_size={shape.vocab})"))
+    sheet.put("", "model_spec", "attn_backend", "flex")
+    _fixed(sheet, torchtitan_model.epsilon(shape))
+    par = config.parallel
+    for key, words in torchtitan_model.limits(shape, par.tp, par.cp, par.pp):
+        sheet.lack(f"parallel.{key}", words)
+
+
+_ROUTER = {
+    "norm_topk_prob": True,
+    "router_score": "softmax",
+    "router_groups": 0,
+    "router_group_top_k": 0,
+    "router_scale": 1.0,
+    "router_bias": False,
+}
+"""What its Qwen3 decoders do, whose builder has no words for another router."""
+
+
+def _fixed(sheet: Sheet, epsilon: float) -> None:
+    """Keys of a model that its builders do not ask for; its norms have `epsilon`."""
     model = sheet.config.model
-    if model.name in _FLAVOURS and unchanged(sheet.config):
-        name, flavour = _FLAVOURS[model.name]
-        sheet.put("model.*", "model", "name", name)
-        sheet.put("model.*", "model", "flavor", flavour)
-    elif model.vision is not None:
-        sheet.lack("model.*", "torchtitan 0.2 ships no Qwen3-VL")
+    sheet.skip("model.name model.eos_token_id model.pad_token_id", "a name, and marks that its tokenizer knows")
+    if model.attention != "mla":
+        sheet.skip(
+            "model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim", "no latent attention"
+        )
+        for key, value in _ROUTER.items():
+            if model.num_experts:
+                sheet.plain(f"model.{key}", value, f"its router has {value}")
+            else:
+                sheet.skip(f"model.{key}", "the model has no experts")
     else:
-        sheet.lack("model.*", SIZES)
-
-
-def unchanged(config: TrainerConfig) -> bool:
-    """Whether the model is its preset, without fields that replace the preset's."""
-    from playbook.paths import data_root
-    from playbook.yaml_files import read
-    from playbook_trainer.config.model import ModelConfig
-
-    path = data_root("configs") / "models" / f"{config.model.name}.yaml"
-    return path.is_file() and ModelConfig.model_validate({"name": config.model.name, **read(path)[0]}) == config.model
+        sheet.skip("model.router_bias", "its router of latent attention has a bias wherever experts are balanced by it")
+    if model.num_experts and not model.first_dense_layers:
+        sheet.skip("model.ffn_size", "no layer is dense")
+    sheet.plain("model.rms_norm_eps", epsilon, f"its norms have {epsilon:g}")
+    sheet.plain("model.init_std", 0.02, "its builders draw weights in their own way")
 
 
 def _data(sheet: Sheet) -> None:
     data = sheet.config.data
     sheet.put("data.seq_len", "training", "seq_len", data.seq_len)
-    sheet.put("data.num_workers", "training.dataloader", "num_workers", data.num_workers)
+    if data.kind == "mock":
+        vocab = sheet.config.model.vocab_size
+        sheet.put("data.kind", "dataloader", "", Code(f"RandomTokens.Config(vocab_size={vocab})"))
+        sheet.put("data.kind", "tokenizer", "", Code("NoTokenizer.Config()"))
+        sheet.skip("data.path data.num_workers data.tokenizer", "random tokens are drawn in place")
+        sheet.skip(READING, "it has a reader of its own")
+        return
+    sheet.put("data.num_workers", "dataloader", "num_workers", data.num_workers)
     if data.path is not None:
-        sheet.put("data.path", "training", "dataset_path", data.path)
+        sheet.put("data.path", "dataloader", "dataset_path", data.path)
     else:
-        sheet.skip("data.path", "the bundled data is this trainer's own; choose training.dataset")
+        sheet.skip("data.path", "the bundled data is this trainer's own; choose dataloader.dataset")
     if data.kind == "text":
         sheet.skip("data.kind", "text is what it trains on")
     else:
         sheet.lack("data.kind", "text is what it trains on")
     if data.tokenizer == "byte":
-        sheet.lack("data.tokenizer", "give model.hf_assets_path, a folder with a tokenizer.json")
+        sheet.lack("data.tokenizer", "give hf_assets_path, a folder with a tokenizer.json")
     else:
-        sheet.put("data.tokenizer", "model", "hf_assets_path", data.tokenizer.removesuffix("/tokenizer.json"))
+        sheet.put("data.tokenizer", "hf_assets_path", "", data.tokenizer.removesuffix("/tokenizer.json"))
     sheet.skip(READING, "it has a reader of its own")
 
 
@@ -133,26 +161,23 @@ def _parallel(sheet: Sheet) -> None:
     sheet.put("parallel.vpp", "parallelism", "pipeline_parallel_schedule", "1F1B" if par.vpp == 1 else "Interleaved1F1B")
     sheet.put("parallel.cp", "parallelism", "context_parallel_degree", par.cp)
     sheet.put("parallel.ep", "parallelism", "expert_parallel_degree", par.ep)
-    etp = par.etp or par.tp
-    if etp in (1, par.tp):
-        sheet.put("parallel.etp", "parallelism", "expert_tensor_parallel_degree", etp)
+    split = par.tp if par.ep == 1 else 1
+    if not sheet.config.model.num_experts or (par.etp or par.tp) == split:
+        sheet.skip("parallel.etp", "experts are split by tp without EP, and not at all with it")
     else:
-        sheet.lack("parallel.etp", f"etp {etp} is neither 1 nor tp {par.tp}")
+        sheet.lack("parallel.etp", f"with tp {par.tp} and ep {par.ep} it splits experts by {split}: set parallel.etp to {split}")
     if par.pp > 1:
         sheet.put("parallel.pp", "parallelism", "pipeline_parallel_microbatch_size", sheet.config.train.micro_batch_size)
     if par.pp > 1 and par.pipeline_layout is None:
-        # It derives the number of stages from the layers of each, and makes the first and the last one layer shorter unless told not to.
-        layers = sheet.config.model.num_layers // (par.pp * par.vpp)
-        sheet.put("parallel.vpp", "parallelism", "pipeline_parallel_layers_per_stage", layers)
-        sheet.put("parallel.pp", "parallelism", "pipeline_parallel_first_stage_less_layers", 0)
-        sheet.put("parallel.pp", "parallelism", "pipeline_parallel_last_stage_less_layers", 0)
+        sizes = pipeline.split(sheet.config.model.num_layers, par.pp, par.vpp)
+        sheet.put("parallel.pp parallel.vpp", "parallelism", "module_fqns_per_model_part", stages(sizes))
     if par.cp == 1:
         sheet.skip("parallel.cp_comm", "there is no context parallelism")
     elif par.cp_comm == "allgather":
-        sheet.put("parallel.cp_comm", "parallelism", "context_parallel_rotate_method", "allgather")
+        sheet.skip("parallel.cp_comm", "keys and values are always gathered")
     else:
-        sheet.lack("parallel.cp_comm", "keys and values are gathered, or shuffled by all-to-all")
-    sheet.skip("parallel.sequence_parallel", "with tensor parallelism the sequence is always cut")
+        sheet.lack("parallel.cp_comm", "keys and values are always gathered")
+    sheet.put("parallel.sequence_parallel", "parallelism", "enable_sequence_parallel", par.sequence_parallel)
 
 
 def _experts(sheet: Sheet) -> None:
@@ -160,11 +185,13 @@ def _experts(sheet: Sheet) -> None:
     if not sheet.config.model.num_experts:
         sheet.skip("moe.*", "the model has no experts")
         return
-    if moe.dispatcher in ("alltoall", "deepep"):
-        backend = "deepep" if moe.dispatcher == "deepep" else "standard"
-        sheet.put("moe.dispatcher", "parallelism", "expert_parallel_comm_backend", backend)
+    across = sheet.config.parallel.ep > 1
+    if moe.dispatcher in DISPATCHERS and (across or moe.dispatcher == "alltoall"):
+        sheet.put("moe.dispatcher", "model_spec", "moe_comm_backend", DISPATCHERS[moe.dispatcher])
     else:
-        sheet.lack("moe.dispatcher", f"{moe.dispatcher}: it has all-to-all and DeepEP")
+        sheet.lack(
+            "moe.dispatcher", f"{moe.dispatcher} with ep {sheet.config.parallel.ep}: it has all-to-all, and with ep > 1 DeepEP and HybridEP"
+        )
     sheet.skip("moe.experts moe.apply_probs_on", "experts are one grouped product, weighed in its own way")
 
 
@@ -178,12 +205,12 @@ def _training(sheet: Sheet) -> None:
     sheet.put("train.dtype", "training", "dtype", "float32")
     sheet.put("train.dtype", "training", "mixed_precision_param", "bfloat16" if train.dtype == "bf16" else "float32")
     sheet.put("offload.optimizer", "training", "enable_cpu_offload", config.offload.optimizer)
-    sheet.put("", "optimizer", "name", "AdamW")
+    sheet.put("", "training", "disable_cuda_graphs", True)
     sheet.put("optimizer.lr", "optimizer", "lr", opt.lr)
-    sheet.put("optimizer.betas", "optimizer", "beta1", opt.betas[0])
-    sheet.put("optimizer.betas", "optimizer", "beta2", opt.betas[1])
+    sheet.put("optimizer.betas", "optimizer", "betas", tuple(opt.betas))
     sheet.put("optimizer.eps", "optimizer", "eps", opt.eps)
     sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
+    sheet.put("optimizer.moments_dtype", "optimizer", "implementation", "fused_opt_states_bf16" if opt.moments_dtype == "bf16" else "fused")
     sheet.put("optimizer.warmup_steps", "lr_scheduler", "warmup_steps", opt.warmup_steps)
     if opt.schedule != "constant":
         sheet.put("optimizer.schedule", "lr_scheduler", "decay_type", "cosine" if opt.schedule == "cosine" else "linear")
@@ -199,9 +226,7 @@ def _training(sheet: Sheet) -> None:
 
 def _switches(sheet: Sheet) -> None:
     config, train = sheet.config, sheet.config.train
-    sheet.put("train.recompute", "activation_checkpoint", "mode", RECOMPUTE[train.recompute])
-    if train.recompute == "selective":
-        sheet.put("train.recompute", "activation_checkpoint", "selective_ac_option", "op")
+    sheet.put("train.recompute", "activation_checkpoint", "", RECOMPUTE[train.recompute])
     regions = [target for region, target in _COMPILED.items() if getattr(train.compile, region)]
     sheet.put("train.compile.decoder train.compile.loss", "compile", "enable", bool(regions))
     if regions:
@@ -209,17 +234,16 @@ def _switches(sheet: Sheet) -> None:
     sheet.put("train.compile.backend", "compile", "backend", train.compile.backend)
     sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
     sheet.skip("train.loss_chunk", "logits of a micro-batch exist at once there")
-    if config.precision.fp8 in ("rowwise", "tensorwise") and "linear" in config.precision.fp8_modules:
-        sheet.put("precision.fp8", "model", "converters", ["quantize.linear.float8"])
-        sheet.put("precision.fp8", "quantize.linear.float8", "recipe_name", config.precision.fp8)
-    elif config.precision.fp8 == "mxfp8":
-        sheet.put("precision.fp8", "model", "converters", ["quantize.linear.mx"])
-        sheet.put("precision.fp8", "quantize.linear.mx", "recipe_name", "mxfp8_cublas")
+    converter = _CONVERTERS.get(config.precision.fp8)
+    if converter and not any(s.section == "model" for s in sheet.settings):
+        sheet.lack("precision.fp8", "it converts a model, which it lacks")
+    elif converter and "linear" in config.precision.fp8_modules:
+        sheet.put("precision.fp8", "model_spec", "converters", Code(f"[{converter}.Config(model_compile_enabled={'model' in regions})]"))
 
 
 def _files(sheet: Sheet) -> None:
     config, checkpoint, tracker = sheet.config, sheet.config.checkpoint, sheet.config.tracker
-    sheet.put("output", "job", "dump_folder", config.output)
+    sheet.put("output", "dump_folder", "", config.output)
     on = checkpoint.dir is not None
     sheet.put("checkpoint.dir", "checkpoint", "enable", on)
     if on:
@@ -240,15 +264,15 @@ def _files(sheet: Sheet) -> None:
     else:
         sheet.skip("tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")
     sheet.put("train.log_every", "metrics", "log_freq", config.train.log_every)
-    sheet.put("eval.every", "validation", "enable", config.eval.every > 0)
+    sheet.put("eval.every", "validator", "enable", config.eval.every > 0)
     if config.eval.every:
-        sheet.put("eval.every", "validation", "freq", config.eval.every)
-        sheet.put("eval.batches", "validation", "steps", config.eval.batches)
+        sheet.put("eval.every", "validator", "freq", config.eval.every)
+        sheet.put("eval.batches", "validator", "steps", config.eval.batches)
     else:
         sheet.skip("eval.batches", "nothing is evaluated")
-    sheet.put("profile.kineto", "profiling", "enable_profiling", config.profile.kineto)
+    sheet.put("profile.kineto", "profiler", "enable_profiling", config.profile.kineto)
     if config.profile.kineto:
-        sheet.put("profile.steps", "profiling", "profiler_active", config.profile.steps)
+        sheet.put("profile.steps", "profiler", "profiler_active", config.profile.steps)
     else:
         sheet.skip("profile.steps", "nothing is traced")
     timeout = config.train.hang_timeout_s
@@ -269,17 +293,44 @@ def _elsewhere(sheet: Sheet) -> None:
     sheet.plain("train.on_nan", "continue", "it goes on after a loss that is not finite")
 
 
-def toml(sheet: Sheet) -> list[str]:
-    """The job file, section by section."""
-    sections: dict[str, list[str]] = {}
-    for setting in sheet.settings:
-        sections.setdefault(setting.section, []).append(f"{setting.field} = {_value(setting.value)}")
-    return [line for name, lines in sections.items() for line in (f"[{name}]", *dict.fromkeys(lines), "")][:-1]
+def file(sheet: Sheet) -> list[str]:
+    """The Python file, line by line."""
+    sections: dict[str, Any] = {}
+    for s in sheet.settings:
+        if s.field:
+            sections.setdefault(s.section, {})[s.field] = s.value
+        else:
+            sections[s.section] = s.value if isinstance(s.value, Code) else Code(repr(s.value))
+    model = sections.pop("model", Code(""))
+    spec = sections.pop("model_spec", {})
+    if model:
+        arguments = ", ".join(['"plan"', *(f"{k}={_python(v)}" for k, v in spec.items())])
+        sections["model_spec"] = Code(f"family.model_registry({arguments})")
+    implementation = sections.get("optimizer", {}).pop("implementation", "fused")
+    if implementation != "fused":
+        adamw = f"default_adamw({', '.join(f'{k}={v!r}' for k, v in sections['optimizer'].items())})"
+        sections["optimizer"] = Code(f'replace({adamw}, implementation="{implementation}")')
+    title = f"For torchtitan 0.3.0, as NAME.py: torchrun ... -m torchtitan.train --module NAME --config {FUNCTION}"
+    return document(title, model.splitlines(), sections, random=sheet.config.data.kind == "mock").splitlines()
 
 
-def _value(value: Any) -> str:
+def words(setting: Setting) -> str:
+    """One setting as a flag of the command line, or as a piece of Python where only the file says it."""
+    value = setting.value
+    section, name = setting.section, setting.field
+    if section in _CALLS:
+        return f"{_CALLS[section]}({name}={_python(value)})"
+    if isinstance(value, Code):
+        return f"{'.'.join(filter(None, (section, name)))}={' '.join(value.split())}"
     if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)
+        return f"--{section}.{'' if value else 'no-'}{name}"
+    shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{section}.{name} {shown}" if name else f"--{section} {shown}"
+
+
+_CALLS: Mapping[str, str] = {"model_spec": "model_registry", "optimizer": "default_adamw"}
+"""Sections that only the file says, by what builds them."""
+
+
+def _python(value: Any) -> str:
+    return value if isinstance(value, Code) else repr(value)

@@ -23,6 +23,9 @@ CLASSES: Mapping[str, str] = {
 RECOMPUTE: Mapping[str, Code] = {"none": Code("None"), "selective": Code("SelectiveAC.Config()"), "full": Code("FullAC.Config()")}
 """By mode, its policy of activation checkpointing."""
 
+DISPATCHERS = {"": "standard", "alltoall": "standard", "deepep": "deepep", "hybridep": "hybridep"}
+"""Its backends of expert communication."""
+
 _IMPORTS: Mapping[str, str] = {
     "CheckpointManager": "torchtitan.components.checkpoint", "CommConfig": "torchtitan.config", "CompileConfig": "torchtitan.config",
     "CrossEntropyLoss": "torchtitan.components.loss", "DebugConfig": "torchtitan.config", "Float8LinearConverter": "torchtitan.components.quantization",

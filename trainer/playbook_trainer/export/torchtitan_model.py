@@ -85,6 +85,21 @@ def lacking(shape: Shape, fields: Fields) -> Iterator[str]:
         yield "sparse attention with an indexer"
 
 
+def limits(shape: Shape, tp: int, cp: int, pp: int) -> Iterator[tuple[str, str]]:
+    """Degrees that its models do not take, each by its name with what it has and what to do."""
+    if shape.kv_heads % tp:
+        yield "tp", f"tp is {tp} for {shape.kv_heads} heads of keys and values; it has tp that divides them: lower tp"
+    if shape.tied and pp > 1:
+        yield "pp", f"pp is {pp} for a model with one matrix for embedding and output; it has them on one stage: set pp=1"
+    if shape.mtp and (pp > 1 or cp > 1):
+        yield "pp", f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: set pp=1 and cp=1"
+
+
+def epsilon(shape: Shape) -> float:
+    """What its norms add to the mean of squares."""
+    return 1e-6 if _family(shape) is _QWEN else 1e-5
+
+
 def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     """Python lines that add the model to the table of its family as `plan`; they leave `family` as its package.
 

@@ -1,0 +1,156 @@
+"""Rules that name a size against the planner: 200 questions of 25 models on clusters and eight lengths. Speeds are the planner's of now."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from functools import cache
+
+import pytest
+from in_process import run
+
+from playbook.cards import sizes
+from playbook.cards.load import load_all
+from playbook.cards.terms import Facts
+from playbook.mcp.planning import plan_answer
+from playbook.paths import repo_root
+from playbook.planner.choice.search import search
+from playbook.planner.choice.space import Question
+from playbook.planner.models import MODELS
+from playbook.planner.time.cluster import cluster
+from playbook.site import asking
+
+PLACES = (
+    "llama3_8b 8 h200", "llama3_8b 64 h100", "llama3_8b 64 gb200", "llama3_70b 64 h100", "llama3_70b 64 h200", "llama3_70b 128 gb200",
+    "qwen3_30b_a3b 8 h200", "qwen3_30b_a3b 16 h100", "qwen3_30b_a3b 64 h100", "qwen3_30b_a3b 64 gb200", "qwen3_vl_30b_a3b 8 h200",
+    "qwen3_vl_30b_a3b 64 h100", "mixtral_8x7b 64 h100", "gpt_oss_120b 64 h100", "gpt_oss_120b 64 h200", "gpt_oss_120b 64 b200",
+    "qwen3_next_80b_a3b 64 h100", "qwen3_next_80b_a3b 32 h200", "qwen3_next_80b_a3b 64 gb200", "qwen3_235b_a22b 256 h100",
+    "qwen3_235b_a22b 64 h200", "qwen3_235b_a22b 128 gb200", "deepseek_v3 512 h100", "deepseek_v3 256 h200", "deepseek_v3 256 gb200",
+)  # fmt: skip
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+QUESTIONS = [f"{place} {length}" for place in PLACES for length in LENGTHS]
+DEFAULT = (
+    "llama3_8b 8 h200 2048", "llama3_8b 8 h200 32768", "llama3_8b 8 h200 131072", "llama3_8b 8 h200 65536", "llama3_8b 64 h100 131072",
+    "llama3_8b 64 gb200 65536", "qwen3_30b_a3b 8 h200 4096", "qwen3_30b_a3b 8 h200 32768", "qwen3_30b_a3b 16 h100 131072",
+    "qwen3_vl_30b_a3b 8 h200 4096", "mixtral_8x7b 64 h100 2048", "llama3_70b 64 h200 4096",
+)  # fmt: skip
+
+
+def asked(question):
+    """The run of a question, as scopes ask for it, and the planner's question."""
+    model, gpus, hardware, length = question.split()
+    (facts,) = Facts((hardware,), int(gpus), model, int(length)).each()
+    return facts, Question(MODELS[model], model, cluster(hardware), int(gpus), int(length))
+
+
+@cache
+def speed(question, fixed=()):
+    """The fastest predicted speed, with what is fixed; 0 where nothing fits."""
+    backend = "torch" if "backend=torch" in fixed else "megatron"
+    kept = tuple(word for word in fixed if word != "backend=torch")
+    q = asked(question)[1]
+    found = search(Question(q.shape, q.model, q.cluster, q.gpus, q.seq_len, backend=backend, fixed=kept), 1).choices
+    return found[0].speed if found else 0.0
+
+
+def apart(question, rules):
+    """The rules that say that they agree with the planner here, and do not."""
+    facts, _ = asked(question)
+    bad = []
+    for rule in rules:
+        words = tuple(sizes.words(rule, facts["seq_len"]))
+        if not words or not sizes.agrees(rule, facts) or ("recompute=" in words and not speed(question, words)):
+            continue  # nothing recomputed is a rule for memory to spare
+        free = speed(question, tuple(w for w in words if w == "backend=torch"))
+        if speed(question, words) < (1 - sizes.WITHIN) * free:
+            bad.append(words)
+    return bad
+
+
+def test_there_are_two_hundred():
+    assert len(set(QUESTIONS)) == 200
+    assert set(DEFAULT) <= set(QUESTIONS)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.sample(*DEFAULT)
+def test_a_rule_and_the_planner_agree_where_the_rule_says_so(question):
+    assert apart(question, sizes.sized(list(load_all().values()))) == []
+
+
+def test_the_published_rule_on_tokens_would_be_found_out():
+    rule = next(s for s in sizes.sized([load_all()["long-context-cp-sizing"]]) if s.tokens_per_cp_rank)
+    planted = rule.model_copy(update={"tokens_per_cp_rank": 4096})
+    assert apart("llama3_8b 64 h100 131072", [planted])
+    assert not apart("llama3_8b 64 h100 131072", [rule])
+
+
+def test_every_rule_that_sets_a_size_says_how_it_stands_to_the_planner():
+    silent = [(c.id, rule.set) for c in load_all().values() for rule in c.decide if sizes.KEYS & set(rule.set) and rule.sizes is None]
+    assert silent == []
+
+
+def test_the_question_of_128k_has_one_answer(capsys):
+    question = "how many context-parallel ranks for qwen3_30b_a3b at 128k on 64 h100"
+    _, found, _ = run(capsys, "search", question)
+    _, shown, _ = run(capsys, "cards", "show", "long-context-cp-sizing")
+    _, planned, _ = run(capsys, "plan", "qwen3_30b_a3b", "--gpus", "64", "--hardware", "h100", "--seq", "128k", "--top", "1")
+    assert "cp=8 by the card, within 5 % of the planner" in found
+    assert "seq_len / 16384" in shown
+    assert "size: within 5 % of the planner's fastest layout" in shown
+    assert " cp=8 " in planned
+    over_mcp = plan_answer(
+        "qwen3_30b_a3b",
+        64,
+        "h100",
+        seq_len=131072,
+        global_batch_size=0,
+        goal="tokens/s",
+        backend="megatron",
+        allow=frozenset(),
+        fix=(),
+        top=1,
+    )
+    assert "cp=8" in over_mcp.plans[0].settings
+    assert "4096 tokens per context-parallel rank" not in shown
+
+
+_PAGE = """
+globalThis.window = {location: {search: ""}, history: {replaceState() {}}};
+const form = {querySelector: () => ({value: ""}), addEventListener() {}}, answer = {replaceChildren() {}};
+globalThis.document = {
+  querySelector: () => form, getElementById: () => answer, currentScript: {src: "http://site/javascripts/ask.js"},
+  createElement: () => ({append() {}, children: [1]}),
+};
+globalThis.fetch = async () => ({json: async () => JSON.parse(require("fs").readFileSync(process.argv[3], "utf8"))});
+require(process.argv[2]);
+Promise.all(process.argv.slice(4).map((q) => form.playbookAsk(q))).then((all) => console.log(JSON.stringify(all.map((a) => a.size))));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_the_question_box_gives_the_same_answer(tmp_path):
+    (tmp_path / "cards.json").write_text(asking.asked(load_all()))
+    (tmp_path / "page.js").write_text(_PAGE)
+    queries = [
+        "context parallel size for qwen3_30b_a3b at 128k on h100",
+        "context parallel size for llama3_70b at 16k on h100",
+        "context parallel size",
+    ]
+    words = ["node", tmp_path / "page.js", repo_root() / "docs/javascripts/ask.js", tmp_path / "cards.json", *queries]
+    near, far, none = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert near.startswith("CP 8 by the card, within 5 % of the planner's fastest layout; the rest by playbook plan qwen3_30b_a3b")
+    assert far.startswith("playbook plan llama3_70b --gpus N --hardware h100 --seq 16384: ")
+    assert none == ""
+
+
+def test_a_rule_that_asks_for_more_gpus_than_there_are_gives_way_to_the_planner(capsys):
+    _, found, _ = run(capsys, "search", "context parallel size for llama3_8b at 128k on h100", "--gpus", "4")
+    assert "size: playbook plan llama3_8b --gpus 4 --hardware h100 --seq 131072: " in found
+
+
+def test_outside_its_range_the_planner_is_followed_and_the_answer_says_why(capsys):
+    _, found, _ = run(capsys, "search", "context parallel size for llama3_70b at 16k on 64 h100")
+    assert "--seq 16384: the card's rule is not known to come within 5 %" in found

@@ -1,0 +1,124 @@
+"""What people type and what they get: spellings that are understood, and messages that name what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from in_process import run
+
+from playbook.cards.load import load_all
+from playbook.cards.model import counted
+from playbook.cli import site
+from playbook.cli import train as of_train
+from playbook.site.build import generate
+from playbook_bench.machine import requirements
+from playbook_bench.run.targets import tasks_of
+
+PLAN = ("plan", "llama3_8b", "--gbs", "64", "--top", "1")
+DIAGNOSE = ("diagnose", "--model", "llama3_8b", "--gbs", "64")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words", [("--hardware", "8xH200"), ("--gpus", "8xH200"), ("--gpu", "h200x8"), ("--gpus", "8", "--hardware", "8 x NVIDIA H200")]
+)
+def test_a_number_before_the_gpu_counts(capsys, words):
+    code, out, _ = run(capsys, *PLAN, *words)
+    assert code == 0
+    assert out.startswith("llama3_8b on 8 h200, ")
+
+
+@pytest.mark.parametrize(
+    "words", [("--hardware", "64xH100", "--gpus", "8"), ("--gpus", "8xH100", "--hardware", "h200"), ("--gpus", "many")]
+)
+@pytest.mark.parametrize("command", [PLAN, DIAGNOSE])
+def test_a_contradiction_or_no_number_is_refused_in_plain_words(capsys, command, words):
+    code, _, err = run(capsys, *command, *words)
+    assert code == 2
+    assert "expected" in err
+    assert "valid integer" not in err
+
+
+def test_percent_thousands_and_gpus_in_one_word_are_figures(capsys):
+    plain = run(capsys, *DIAGNOSE, "--gpus", "8", "--gpu", "h100", "--mfu", "40")[1]
+    assert run(capsys, *DIAGNOSE, "--gpus", "8xH100", "--mfu", "40%")[1] == plain
+    code, out, _ = run(capsys, *DIAGNOSE, "--gpus", "8xH100", "--tokens-per-s", "8,000")
+    assert code == 0
+    assert "you        8,000 tokens/s/GPU" in out
+
+
+@pytest.mark.parametrize("option", ["--mfu", "--tokens-per-s"])
+def test_no_figure_is_refused_with_an_example(capsys, option):
+    code, _, err = run(capsys, *DIAGNOSE, "--gpus", "8xH100", option, "fast")
+    assert code == 2
+    assert "such as" in err
+    assert "valid float" not in err
+
+
+def test_a_million_tokens_are_a_length(capsys):
+    code, out, _ = run(capsys, "plan", "llama3_8b", "--gpus", "64", "--seq", "1M", "--gbs", "8", "--top", "1", "--fix", "cp=64")
+    assert code == 0
+    assert "1048576 tokens" in out
+
+
+def test_the_help_of_plan_has_its_options(capsys):
+    _, out, _ = run(capsys, "plan", "--help")
+    assert {"--gpus", "--hardware", "--seq", "--fix", "--export"} <= set(re.findall(r"--[a-z-]+", out))
+    assert "check" in out
+
+
+def test_a_claim_is_named_without_its_card():
+    assert [t.claim.id for t in tasks_of("W9")] == [t.claim.id for t in tasks_of("moe-dispatcher-choice/W9")]
+
+
+def test_calibrate_without_torch_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(of_train, "find_spec", lambda name: None)
+    code, _, err = run(capsys, "calibrate", "out.json")
+    assert code == 2
+    assert "package torch is not installed" in err
+    assert "Traceback" not in err
+
+
+def test_a_demo_without_torch_says_so_and_does_not_pass(capsys, monkeypatch):
+    monkeypatch.setattr(requirements, "installed", lambda name: name != "torch")
+    code, out, err = run(capsys, "demo")
+    assert code == 4
+    assert "package torch is not installed" in err
+    assert "not applicable" not in out
+
+
+def test_schemas_of_a_wheel_are_written_here_and_not_into_its_package(capsys, monkeypatch, elsewhere):
+    packed = elsewhere / "site-packages" / "schemas"
+    packed.mkdir(parents=True)
+    monkeypatch.setattr(site, "data_root", lambda kind: packed)
+    monkeypatch.setattr(site, "in_package", lambda path: path == packed)
+    code, _, err = run(capsys, "schemas", "export")
+    assert code == 0, err
+    assert not list(packed.iterdir())
+    assert (elsewhere / "schemas" / "card.schema.json").is_file()
+
+
+def test_a_report_of_nsys_is_read_where_nsys_is_and_the_help_says_so(capsys, monkeypatch, elsewhere):
+    monkeypatch.setenv("PATH", str(elsewhere))
+    words = (*DIAGNOSE, "--gpus", "8xH100", "--mfu", "40", "--trace", "step.nsys-rep")
+    assert "there is no such file" in run(capsys, *words)[2]
+    (elsewhere / "step.nsys-rep").write_text("a report")
+    assert "nsys export --type sqlite step.nsys-rep" in run(capsys, *words)[2]
+    assert "where nsys is installed" in " ".join(run(capsys, "diagnose", "--help")[1].split())
+    assert "--export=sqlite" in run(capsys, *words[:-2])[1]
+
+
+def test_all_count_the_same_claims(capsys, elsewhere):
+    said = counted(load_all())
+    number = said.split()[0]
+    made = generate(elsewhere / "site", [])
+    assert f"Of {number} claims, " in made.inserts["coverage"]
+    assert said in (elsewhere / "site" / "_generated" / "claims.md").read_text()
+    assert run(capsys, "cards", "list", "--claims")[1].endswith(f"\n{said}\n")
+    assert f"of {number} claims need" in run(capsys, "demo", "long-context-cp-sizing/L2")[1]
