@@ -26,6 +26,7 @@ from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.data.loader import build_loader, check, with_steps
 from playbook_trainer.data.rows import epoch_plan, make_rows
 from playbook_trainer.data.sources.streams import Split
+from playbook_trainer.data.tokenizer import FileTokenizer
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 EOS, IMAGE = 256, 258
@@ -353,3 +354,27 @@ def test_no_image_is_passed_over(sample: dict[str, Any], said: str, tmp_path: Pa
         file.write(json.dumps(sample) + "\n")
     with pytest.raises(DataError, match=said):
         check(settings_of(tmp_path, VL))
+
+
+def test_a_bad_line_in_mid_run_says_what_may_be_done(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"text {i}"}) for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{}", *lines]))
+    given = settings_of(tmp_path, data__pack=False, train__global_batch_size=4)
+    check(given)  # of which the start reads the first 256
+    with pytest.raises(DataError, match=r"a\.jsonl:301: .* or set data\.on_bad_sample: skip"):
+        list(islice(build_loader(given, dp_rank=0, dp_size=1), 200))
+
+
+@pytest.mark.parametrize("text", ["a line of words\n" * 200, "word " * 500, "x" * 2500, "é \n " * 600])
+def test_a_long_text_is_read_in_blocks_that_lose_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes some hundred bytes while a text is tokenized: of one of 100 MB, several GiB."""
+    longest: list[int] = []
+    monkeypatch.setattr("playbook_trainer.data.tokenizer._BLOCK", 1024)
+    encode = FileTokenizer.encode
+    monkeypatch.setattr(FileTokenizer, "encode", lambda self, part: longest.append(len(part)) or encode(self, part))
+    ids = FileTokenizer(chat_tokenizer(tmp_path), 320, prepared=True).encode_long(text)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelled = {"\n": [alphabet.index("Ċ")], " ": [alphabet.index("Ġ")], "é": [alphabet.index("Ã"), alphabet.index("©")]}
+    assert ids.tolist() == [i for c in text for i in spelled.get(c) or [alphabet.index(c)]]
+    assert len(longest) > 1
+    assert max(longest) <= 1024

@@ -193,3 +193,9 @@ def test_an_end_at_which_generation_does_not_stop_is_refused(tmp_path: Path) -> 
         check_rows(ModelConfig(name="x", **{**fields, "eos_token_id": 9}), tmp_path, 300)
     with pytest.raises(ConfigError, match=r"data.seq_len is 4097, and the weights in .* are of 4096 positions"):
         check_rows(ModelConfig(name="x", **fields), tmp_path, 4097)
+
+
+def test_the_width_of_dense_layers_that_there_are_none_of_is_not_compared(tmp_path: Path) -> None:
+    settings = {**published("deepseek_v3", "5"), "first_k_dense_replace": 0, "intermediate_size": 12345}
+    fields, _ = read(settings, tmp_path)
+    assert (fields["ffn_size"], fields["first_dense_layers"]) == (0, 0)
