@@ -89,7 +89,7 @@ def plan_for(
 
     shape = find(model) if layers is None else find(model).of_depth(layers)
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
-    fixed = tuple(_words(fix or []))
+    fixed = _fixed(tuple(_words(fix or [])), export)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     question = Question(shape, name, cluster(kind or _KIND), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
@@ -114,6 +114,16 @@ def plan_for(
         _explain(found)
     if not found.choices:
         raise typer.Exit(USAGE)
+
+
+def _fixed(words: tuple[str, ...], export: str | None) -> tuple[str, ...]:
+    """What the reader fixed, and what every run of the trainer has that the plan is for."""
+    if export is None:
+        return words
+    from playbook_trainer.export.plans import SETTINGS
+
+    named = {word.partition("=")[0] for word in words}
+    return words + tuple(word for word in SETTINGS.get(export, ()) if word.partition("=")[0] not in named)
 
 
 def _words(given: list[str]) -> list[str]:

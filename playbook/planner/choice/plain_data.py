@@ -12,7 +12,7 @@ from playbook.planner.choice.search import Choice
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, idle
 
 SCHEMA = "plan/1"
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "gbs", "seq_len")
@@ -20,7 +20,7 @@ _WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
 
 
 def words(plan: Plan) -> list[str]:
-    """The words that make `playbook layout` judge the plan: every setting that is not its default, and chunks where others would be taken for none."""
+    """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others would be taken for none."""
     plain = {f.name: f.default for f in fields(Plan)}
     whole = MODELS.get(plan.model, plan.shape)
     cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
@@ -32,7 +32,7 @@ def words(plan: Plan) -> list[str]:
         if value != getattr(usual, f.name):
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
             found.append(f"{f.name}={text}")
-    return found
+    return [word for word in found if not idle(plan, [word.partition("=")[0]])]
 
 
 def layout(plan: Plan) -> dict[str, Any]:
