@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import parity
 import pytest
 from data_sets import VL, config
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -42,11 +43,14 @@ def folder(path: Path, settings: dict[str, Any], name: str = "preprocessor_confi
     return path
 
 
+@settings(max_examples=300)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([28, 32]), st.integers(4000, 70_000), st.integers(70_000, 2_000_000))
 def test_sizes_are_those_of_transformers(height: int, width: int, factor: int, least: int, most: int) -> None:
-    if max(height, width) / min(height, width) <= 200:
-        h, w = target_size(height, width, factor, most, least)
-        assert (h, w) == theirs.smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+    assume(max(height, width) <= 200 * min(height, width))
+    size = target_size(height, width, factor, most, least)
+    expected = theirs.smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+    # Of a long strip, transformers makes more pixels than it may.
+    assert size == expected or math.prod(expected) > most >= math.prod(size)
 
 
 @pytest.mark.parametrize("kind", ["image", "all processors", "old names"])
