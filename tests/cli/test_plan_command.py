@@ -136,7 +136,7 @@ def test_plans_of_the_torch_backend_are_exported_to_trainers_on_it(run, target: 
 
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"torchtitan", "accelerate"}))
 def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_log_is_set_beside(run, target: str) -> None:
-    asked = ["qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target]
+    asked = ["qwen3_30b_a3b", "--gpus", "8", "--hardware", "h200", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target]
     shown = run(*asked)
     assert shown.exit_code == 0
     assert re.search(r"global.batch.size.*64", shown.stdout)
@@ -145,9 +145,9 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
     assert lines[1].startswith(f"# for {RELEASES.get(target, 'playbook')}")
     beside = lines[-1].removeprefix("# beside the prediction: ")
     log = (
-        "playbook diagnose run --gpu h100"
+        "playbook diagnose run --gpu h200"
         if target == "playbook"
-        else "playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h100"
+        else "playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h200"
     )
     assert beside.startswith(log)
     sbatch = run(*asked, "--slurm").stdout
