@@ -226,7 +226,7 @@ def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
     if found.anchored:
         say(f"anchored {found.anchored}")
     if published and not runs:
-        say(f"ran      nothing that was published: no run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
+        say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
     for row in runs.rows if runs else ():
         other = row.other(q)
         say(
