@@ -45,7 +45,7 @@
     const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
     const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
     for (const run of row.published ? row.published.rows : []) {
-      lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
+      lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.other ? `; ${run.other}` : ""}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
     const share = tokens / row.tokens_per_mfu;
     if (share > row.reached) {

@@ -14,6 +14,7 @@ from playbook.diagnosis.actions import Action, Gain, actions
 from playbook.diagnosis.claims import Knowledge, Said
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.planner.choice import explain, plain_data, unknowns
+from playbook.planner.choice.anchored import anchored, scale_of, scaled
 from playbook.planner.choice.search import Choice
 from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB
@@ -87,7 +88,7 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
             "best": best and _predicted(best.time, best.plan),
             "nothing_fits": _obstacle(found),
         },
-        "published": runs and _published(runs),
+        "published": runs and runs.document(q),
         "position": _position(speed, mine, best, runs),
         "walls": [{**asdict(w), "beyond": w.beyond} for w in told],
         "walls_from": _walls_from(where, seen),
@@ -108,11 +109,15 @@ def _place(wall: str, entry: Mapping[str, Any]) -> tuple[bool, int, float, float
 @lru_cache(maxsize=16)
 def _planned(question: Question) -> explain.Answer:
     """The planner's answer; a server is asked about one setting several times."""
-    return explain.answer(question, 3)
+    return anchored(explain.answer(question, 3))
 
 
 def _time(where: Setting) -> StepTime | None:
-    return step_time(where.plan, where.question.cluster) if where.plan else None
+    """The predicted step of the layout that runs, scaled to published runs."""
+    if where.plan is None:
+        return None
+    time = step_time(where.plan, where.question.cluster)
+    return scaled(time, scale_of(where.question, time, fp8=where.precision == "fp8"))
 
 
 def _peak(plan: Plan | None) -> float:
@@ -130,11 +135,6 @@ def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
 def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
     near = found.obstacle
     return {"settings": plain_data.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
-
-
-def _published(runs: published.Published) -> dict[str, Any]:
-    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset", "run")} | {"predicted": r.predicted} for r in runs.rows]
-    return {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "count": runs.count, "rows": rows}
 
 
 def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:

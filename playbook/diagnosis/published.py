@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from math import log
+from typing import Any
 
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.errors import ConfigError
-from playbook.paths import data_root
 from playbook.planner import flops
+from playbook.planner.choice.explain import Answer
+from playbook.planner.choice.space import Question
 from playbook.planner.models import named
 from playbook.planner.models import published as shape_of
 from playbook.planner.runs.anchor import newest
 from playbook.planner.runs.predict import Prediction, predict
-from playbook.planner.runs.table import Run, read_runs
+from playbook.planner.runs.published import cells, link, others, table
+from playbook.planner.runs.table import Run
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import cluster
 
-_TABLE = "published_runs.csv"
 _SHOWN = 5
 _SAME_LENGTH = 2.0
 """Sequences that differ by no more than this factor cost about as much per token."""
@@ -44,18 +45,33 @@ class Row:
     precision: str
     seq_len: int
     layout: str
+    options: tuple[str, ...]
     tokens_per_s_per_gpu: float
     mfu: float
     release: str
     source: str
+    link: str
     shape: Shape
     run: Run
 
     @cached_property
     def predicted(self) -> float | None:
-        """What the planner says of a run that states its batch, where it can: where the batch is a guess, so is the prediction."""
+        """What the planner says of a run that states its batch, where it can: where the batch is a guess, so is the prediction.
+
+        Scaled to the other published runs; those of its configuration do not count.
+        """
         found = predict(self.run) if self.run.word("mbs") and self.run.word("gbs") else ""
-        return found.tokens_per_s_per_gpu if isinstance(found, Prediction) else None
+        return others(self.run, found) if isinstance(found, Prediction) else None
+
+    def other(self, q: Question) -> str:
+        """How the run is no run of the question: another GPU, another length."""
+        length = f"{self.seq_len:,} tokens" if abs(log(self.seq_len / q.seq_len)) > log(_SAME_LENGTH) else ""
+        return ", ".join(filter(None, ("" if self.hardware == q.cluster.name else "other GPU", length and f"other length: {length}")))
+
+    def document(self, q: Question) -> dict[str, Any]:
+        """The run as plain data."""
+        plain = {k: v for k, v in asdict(self).items() if k not in ("shape", "preset", "run", "options")}
+        return plain | {"predicted": self.predicted, "other": self.other(q)}
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,16 @@ class Published:
         shares = [r.predicted / r.tokens_per_s_per_gpu for r in self.rows if r.predicted]
         return (min(shares), max(shares)) if shares else None
 
+    def document(self, q: Question) -> dict[str, Any]:
+        """The runs and their range as plain data."""
+        rows = [r.document(q) for r in self.rows]
+        return {"shared": self.shared, "by": self.by, "low": self.low, "high": self.high, "count": self.count, "rows": rows}
+
+    def ahead(self, gpus: int, speed: float) -> Row | None:
+        """The fastest run on as many GPUs, where it was faster than that many tokens per second and GPU."""
+        rows = [r for r in self.rows if self.by == "tokens" and r.gpus == gpus and r.tokens_per_s_per_gpu > speed]
+        return max(rows, key=lambda r: r.tokens_per_s_per_gpu, default=None)
+
     def place(self, speed: Measured) -> int:
         """-1 below the range, 0 in it, 1 above."""
         value = speed.tokens_per_s_per_gpu if self.by == "tokens" else speed.mfu
@@ -87,52 +113,58 @@ class Published:
 
 
 def nearest(where: Setting) -> Published | None:
-    """Runs of the same model, GPU and precision at a like sequence; else what comes nearest to it, of like models the five nearest; None where nothing is comparable."""
-    q = where.question
-    rows = [r for r in _rows() if r.precision == where.precision]
-    mine = [r for r in rows if r.preset == q.model]
+    """The runs nearest to a setting."""
+    return _nearest_to(where.question, where.precision)
+
+
+def _nearest_to(q: Question, precision: str) -> Published | None:
+    """Runs of the same model, GPU and precision at a like sequence; else what comes nearest to it, of like models the five nearest.
+
+    None where nothing is comparable: on another GPU, or of another model, the work per token must be alike.
+    """
+    rows = [r for r in _rows() if r.precision == precision]
+    mine = [r for r in rows if r.preset == q.model and r.shape.layers == q.shape.layers]
     here = [r for r in mine if r.hardware == q.cluster.name]
     same = [r for r in here if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
-    work = where.flops_per_token
-    like = [
-        r
-        for r in rows
-        if r.hardware == q.cluster.name
-        and bool(r.shape.experts) == bool(q.shape.experts)
-        and abs(log(flops.per_token(r.shape, r.seq_len) / work)) <= log(_LIKE)
-    ]
+    work = flops.per_token(q.shape, q.seq_len)
+    alike = [r for r in rows if abs(log(flops.per_token(r.shape, r.seq_len) / work)) <= log(_LIKE)]
+    like = [r for r in alike if r.hardware == q.cluster.name and bool(r.shape.experts) == bool(q.shape.experts)]
     model, gpu = q.model, q.cluster.name
     for found, shared, by in (
-        (same, f"of {model} on {gpu} in {where.precision}", "tokens"),
+        (same, f"of {model} on {gpu} in {precision}", "tokens"),
         (here, f"of {model} on {gpu} at other sequence lengths", "mfu"),
         (like, f"of like models on {gpu}", "mfu"),
-        (mine, f"of {model} on other GPUs", "mfu"),
+        ([r for r in alike if r in mine], f"of {model} on other GPUs", "mfu"),
     ):
         if found:
-            near = sorted(found, key=lambda r: (_far(r, where), -r.mfu))
+            near = sorted(found, key=lambda r: (_far(r, q), -r.mfu))
             counted = near[:_SHOWN] if found is like else near
             values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in counted]
             return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
     return None
 
 
-def _far(row: Row, where: Setting) -> float:
-    """How far a run is from the setting: in work per token, length and number of GPUs, by logarithms."""
-    q = where.question
-    work = flops.per_token(row.shape, row.seq_len) / where.flops_per_token
-    return abs(log(work)) + abs(log(row.seq_len / q.seq_len)) / 2 + abs(log((row.gpus or q.gpus) / q.gpus)) / 2
+def of_plan(found: Answer) -> Published | None:
+    """The runs nearest to an answer of the planner, of its model on its GPU alone."""
+    q = found.question
+    runs = _nearest_to(q, "fp8" if found.choices and found.choices[0].plan.options.fp8 else "bf16")
+    return runs if runs and all(r.preset == q.model and r.hardware == q.cluster.name for r in runs.rows) else None
+
+
+def _far(row: Row, q: Question) -> float:
+    """How far a run is from the question: in the GPU's peak, work per token, length and number of GPUs, by logarithms."""
+    peak = cluster(row.hardware).bf16_flops_per_s / q.cluster.bf16_flops_per_s
+    work = flops.per_token(row.shape, row.seq_len) / flops.per_token(q.shape, q.seq_len)
+    return abs(log(peak)) + abs(log(work)) + abs(log(row.seq_len / q.seq_len)) / 2 + abs(log((row.gpus or q.gpus) / q.gpus)) / 2
 
 
 @cache
 def _rows() -> Sequence[Row]:
     """Pre-training runs of known models whose speed is known: the newest release of each configuration."""
-    path = data_root("tables") / _TABLE
-    with path.open(encoding="utf-8", newline="") as file:
-        about = {row["id"]: row for row in csv.DictReader(file)}
-    table = read_runs(path)
-    latest = newest(run for run, _ in table)
+    about = cells()
+    latest = newest(run for run, _ in table())
     found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
-    for run, shown in table:
+    for run, shown in table():
         task, name = run.word("task"), run.word("model")
         if run.id not in latest or not shown.ran or not task.startswith("pretrain") or "multimodal" in task or not named(name):
             continue
@@ -150,8 +182,9 @@ def _rows() -> Sequence[Row]:
             continue
         degrees, options = (_said(run, keys) for keys in (_DEGREES, _OPTIONS))
         row = Row(
-            run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, " ".join((*degrees, *options)), tokens,
-            tokens * work / peak, run.word("release_or_date"), about[run.id]["source"], shape, run,
+            run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, " ".join((*degrees, *options)), options, tokens,
+            tokens * work / peak, run.word("release_or_date"), about[run.id]["source"],
+            link(run.word("source_group"), about[run.id]["source"]), shape, run,
         )  # fmt: skip
         key = (row.preset, row.hardware, row.gpus, precision, seq_len, degrees, round(tokens))
         found[key] = max(found.get(key, row), row, key=lambda r: len(r.layout))

@@ -190,6 +190,8 @@ class PlanAnswer(BaseModel):
 
     gpus: int
     plans: list[PlannedLayout]
+    published: dict[str, Any] | None
+    """The nearest published runs of the model on the GPU: what was measured, and the prediction for each, its own configuration left out."""
     ties: list[int]
     """Places of plans that cannot be told from the first."""
     runner_up: str | None

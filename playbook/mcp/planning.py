@@ -13,6 +13,7 @@ from pydantic import Field
 
 from playbook.diagnosis.answer import Exporter, diagnose
 from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.published import of_plan
 from playbook.diagnosis.seen import parsed
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import PlaybookError
@@ -28,6 +29,7 @@ from playbook.mcp.answers import (
 )
 from playbook.planner import layout, memory
 from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
 from playbook.planner.nearest_layouts import nearest
@@ -149,7 +151,9 @@ def plan_answer(
     shape, name, gpu = shape_of(model), named(model) or "given", cluster(counted(hardware, gpus)[0])
     try:
         question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
-        found = plain_data.document(explain.answer(question, top))
+        chosen = anchored(explain.answer(question, top))
+        runs = of_plan(chosen)
+        found = plain_data.document(chosen, runs.document(question) if runs else None)
     except PlaybookError as e:
         raise PlaybookError(_arguments(str(e))) from e
     kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "settings")
@@ -157,6 +161,7 @@ def plan_answer(
     return PlanAnswer(
         gpus=found["question"]["gpus"],
         plans=[PlannedLayout(**{k: p[k] for k in kept}) for p in found["plans"]],
+        published=found["published"],
         ties=found["ties"],
         runner_up=found["runner_up"],
         nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": [_arguments(w) for w in near["ways"]]},

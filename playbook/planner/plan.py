@@ -20,10 +20,10 @@ _DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
 WIDTHS = {"grad_bytes": (2, 4), "master_bytes": (2, 4), "moment_bytes": (1, 2, 4)}
 """Bytes that a state may take. Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` (types of the states)."""
 
-LOSSES = {"te": 2, "native": 6, "compiled": 4, "torch": 14}
-"""Bytes per logit that the loss holds: Transformer Engine writes the gradient over the bf16 logits; Megatron's own fused loss adds an
-fp32 softmax; torch's, compiled, has the logits and their gradient in bf16, and otherwise three fp32 tensors beside the logits.
-Source: Transformer Engine, `pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`; torchtitan,
+LOSSES = {"te": 2, "native": 10, "compiled": 4, "torch": 14}
+"""Bytes per logit that the loss holds: Transformer Engine writes the gradient over the bf16 logits; Megatron's own fused loss adds
+the logits in fp32 and their exponentials beside them; torch's, compiled, has the logits and their gradient in bf16, and otherwise three
+fp32 tensors beside the logits. Source: `docs/experiments/do-exported-plans-start.md` (four peaks of Megatron-LM); Transformer Engine, `pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`; torchtitan,
 `components/loss.py`."""
 
 

@@ -21,7 +21,7 @@ from playbook.cli.site import walk
 from playbook.paths import DEFAULT_RESULTS, data_root, repo_root
 from playbook.records.evidence import Evidence
 from playbook.records.read import read, verdicts
-from tests.support.processor_time import READS_RECORDS, processor_seconds
+from tests.support.processor_time import slower
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
 
@@ -44,14 +44,8 @@ READERS = (
 """Commands that only read, for which a person waits. The list of evidence checks every record that ships: about 1.4 s of a core for 186 of them, on a machine that does nothing else."""
 
 
-@pytest.fixture(scope="module")
-def slower():
-    """How many times as long this processor takes as the one that the seconds above are for, which reads all records in 1.1 s; at least once."""
-    return max(1.0, processor_seconds("-c", READS_RECORDS)[0] / 1.1)
-
-
 @pytest.mark.parametrize(("words", "most_s"), READERS)
-def test_reading_starts_quickly_and_imports_nothing_heavy(words, most_s, slower):
+def test_reading_starts_quickly_and_imports_nothing_heavy(words, most_s):
     began = computed_by_children()
     command = [sys.executable, "-X", "importtime", "-m", "playbook", *words]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=60)
@@ -64,7 +58,7 @@ def test_reading_starts_quickly_and_imports_nothing_heavy(words, most_s, slower)
     if words == ["--help"]:
         assert not {m for m in imported if m.split(".")[0] in ("pydantic", "playbook_bench", "playbook_trainer")}
     # Seconds of a core, several times what it takes on a quiet machine; of the clock it may take any time on a busy machine.
-    assert took < most_s * slower
+    assert took < most_s * slower()
 
 
 def computed_by_children():
@@ -91,7 +85,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
             "evidence table",
         ),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench check", "bench trace"),
-        *("layout check", "layout memory", "layout traffic", "plan check", "plan layouts", "config export", "config list"),
+        *("layout check", "layout memory", "layout traffic", "plan check", "plan layouts", "plan run", "config export", "config list"),
         *("skills check", "skills export", "skills index", "skills list", "skills report", "mcp"),
     }
     for command in found:

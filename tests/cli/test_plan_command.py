@@ -15,11 +15,13 @@ import pytest
 
 from playbook.cli import exit_codes
 from playbook.cli.app import app
-from playbook.paths import repo_root
+from playbook.paths import data_root, repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
+from playbook.planner.runs.check import check
+from playbook.planner.runs.published import RUNS
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.config.dry_run import dry_run
@@ -82,9 +84,9 @@ def test_nothing_fits_is_exit_code_2_and_says_what_would(run) -> None:
 def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
     table = tmp_path / "mine.csv"
     table.write_text("model,hardware,gpus,seq_len,mbs,gbs,tp,pp,precision,tokens_per_s_per_gpu\nqwen3_8b,H100,8,4096,1,64,1,1,bf16,4000\n")
-    plain, scaled = (
+    alone, plain, scaled = (
         json.loads(run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--json", *more).stdout)["plans"][0]
-        for more in ([], ["--anchor", str(table)])
+        for more in (["--no-published"], [], ["--anchor", str(table)])
     )
     assert scaled["layout"] == plain["layout"]
     speeds = scaled["tokens_per_s_per_gpu"], plain["tokens_per_s_per_gpu"]
@@ -93,7 +95,7 @@ def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
 
     shown = run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--anchor", str(table)).stdout.splitlines()
     (line,) = (line for line in shown if line.startswith("anchored"))
-    assert line == f"anchored 1 run, x{speeds[0]['value'] / speeds[1]['value']:.2f}"
+    assert line == f"anchored 1 run and published runs, x{speeds[0]['value'] / alone['tokens_per_s_per_gpu']['value']:.2f}"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_plans_of_the_torch_backend_are_exported_to_trainers_on_it(run, target: 
 
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"torchtitan", "accelerate"}))
 def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_log_is_set_beside(run, target: str) -> None:
-    asked = ["qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target]
+    asked = ["qwen3_30b_a3b", "--gpus", "8", "--hardware", "h200", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target]
     shown = run(*asked)
     assert shown.exit_code == 0
     assert re.search(r"global.batch.size.*64", shown.stdout)
@@ -143,9 +145,9 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
     assert lines[1].startswith(f"# for {RELEASES.get(target, 'playbook')}")
     beside = lines[-1].removeprefix("# beside the prediction: ")
     log = (
-        "playbook diagnose run --gpu h100"
+        "playbook diagnose run --gpu h200"
         if target == "playbook"
-        else "playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h100"
+        else "playbook diagnose train.log --model qwen3_30b_a3b --gpus 8 --gpu h200"
     )
     assert beside.startswith(log)
     sbatch = run(*asked, "--slurm").stdout
@@ -160,7 +162,8 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
 )
 def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
     asked = [*words, "--gbs", "256"]
-    predicted = json.loads(run(*asked, "--json").stdout)["plans"][0]
+    loss = ["--fix", "loss=native"] if target == "megatron-lm" else []  # the only one that its runs have
+    predicted = json.loads(run(*asked, *loss, "--json").stdout)["plans"][0]
     shown = run(*asked, "--export", target).stdout
     monkeypatch.chdir(tmp_path)
     took = f"elapsed time per iteration (ms): {predicted['seconds'] * 1100:.1f}"
@@ -260,3 +263,39 @@ def test_an_answer_takes_seconds_and_the_pages_is_still_among_the_best(run, plac
     again = parse(model, words)
     assert again.broken() == []
     assert step_time(again, cluster(found["question"]["hardware"])).tokens_per_s_per_gpu.value > 0.9 * best
+
+
+def test_a_published_layout_that_was_faster_leads_the_table(run) -> None:
+    asked = ("qwen3_30b_a3b", "--gpus", "16", "--hardware", "h100")
+    shown = run(*asked).stdout
+    found = json.loads(run(*asked, "--json").stdout)
+    fastest = max(found["published"]["rows"], key=lambda r: r["tokens_per_s_per_gpu"])
+    assert fastest["tokens_per_s_per_gpu"] > found["plans"][0]["tokens_per_s_per_gpu"]["value"]
+    assert shown.splitlines()[2].startswith("published ")
+    assert f"{fastest['tokens_per_s_per_gpu']:,.0f}" in shown.splitlines()[2]
+    far = 1 - fastest["predicted"] / fastest["tokens_per_s_per_gpu"]
+    assert f"of {fastest['id']} the planner says {fastest['predicted']:,.0f}, {far:.0%} too slow" in shown
+    assert fastest["link"].startswith("https://")
+    assert f"{fastest['id']}, {fastest['link']}" in shown
+
+    plain = run(*asked, "--no-published").stdout
+    assert not [line for line in plain.splitlines() if line.startswith(("published", "anchored", "ran "))]
+    other = [
+        line for line in run("llama3_8b", "--gpus", "8", "--hardware", "h200", "--top", "1").stdout.splitlines() if line.startswith("ran ")
+    ]
+    assert other == ["ran      no published run of llama3_8b on h200 in bf16"]
+    cut = run("qwen3_30b_a3b", "--layers", "8", "--gpus", "16", "--hardware", "h100", "--top", "1").stdout
+    assert "of qwen3_30b_a3b on h100" in cut, "runs of all 48 layers are none of eight"
+
+
+def test_an_id_of_a_published_run_resolves(run, capsys) -> None:
+    lines = dict(line.split(None, 1) for line in run("run", "r294").stdout.splitlines() if not line.startswith("assumes"))
+    assert (lines["model"], lines["tokens_per_s_per_gpu"], lines["gpus"]) == ("Qwen3-30B-A3B", "13011.4", "16")
+    assert lines["link"].startswith("https://github.com/")
+    found = json.loads(run("run", "r294", "--json").stdout)
+    row = next(r for r in check(data_root("tables") / RUNS, leave_out="configuration") if r.run.id == "r294")
+    assert found["predicted"] == pytest.approx(row.prediction.tokens_per_s_per_gpu)
+    assert found["scaled"] == pytest.approx(row.interval.value, rel=1e-3)
+    assert exit_codes.run(app, ["plan", "run", "r29"]) == exit_codes.USAGE
+    assert "no published run 'r29'; expected an id" in capsys.readouterr().err
+    assert "not known" in json.loads(run("run", "r003", "--json").stdout)["why"]

@@ -70,7 +70,8 @@ def test_the_fastest_published_run_and_what_the_planner_says_of_it_are_told(know
     ]  # a batch that is a guess
     more = answer["published"]["high"] / answer["measured"]["tokens_per_s_per_gpu"] - 1
     assert f"the fastest is {more:.0%} faster" in answer["position"]["sentence"]
-    assert "of what is published here the planner predicts 7" in answer["position"]["sentence"]
+    share = first["predicted"] / first["tokens_per_s_per_gpu"]
+    assert f"of what is published here the planner predicts {share:.0%}" in answer["position"]["sentence"]
     capped = [a["expected"] for a in answer["actions"] if a["at_most"]]
     assert capped == pytest.approx([more] * len(capped))  # and not at what the slower fastest layout leaves
     assert capped
@@ -98,6 +99,18 @@ def test_a_model_that_nobody_published_is_compared_by_utilisation_with_like_ones
     assert all(not r.shape.experts and r.hardware == "h100" for r in runs.rows)
     other = published.nearest(of(MOE, "a100"))
     assert other.shared == f"of {MOE} on other GPUs"
+
+
+def test_runs_of_another_gpu_or_length_are_named_as_such_or_left_out():
+    """4,096 tokens elsewhere say nothing of 128K: the work per token is another."""
+    near = of(MOE, "h200")
+    runs = published.nearest(near)
+    assert runs.shared == f"of {MOE} on other GPUs"
+    assert {r.other(near.question) for r in runs.rows} == {"other GPU"}
+    assert runs.rows[0].hardware == "h100"  # of the same peak
+    assert published.nearest(of(MOE, "h200", seq_len=131072)) is None
+    long = of(MOE, "h100", seq_len=131072)
+    assert {r.other(long.question) for r in published.nearest(long).rows} == {"other length: 4,096 tokens"}
 
 
 def test_one_speed_said_in_three_ways_is_the_same():

@@ -43,6 +43,7 @@ def test_the_ladder_says_how_many_runs_reach_what_is_asked(tmp_path: Path) -> No
     assert shown.count("data-text=") == 8
     assert "tp 2 ep 8" in shown
     assert "M<b>" not in published_page(table)
+    assert "{ #r3 data-text=" in shown, "an id that a diagnosis prints is a place on the page"
 
 
 def test_plan_tables_hold_an_answer_to_every_question_and_say_where_nothing_fits() -> None:

@@ -209,6 +209,7 @@ def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> N
             "train.receipt=false",
             "train.warmup_steps=0",
             "train.steps=1",
+            "optimizer.warmup_steps=0",
             "data.num_workers=0",
             "eval.every=1",
             f"eval.batches={batches}",

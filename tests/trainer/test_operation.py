@@ -147,6 +147,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_
         time.sleep(0.01)
     os.kill(ranks[1], signum)
     assert forks.wait() == [5, 5], forks.text(0)
+    assert "ended: a signal asked for it, and a checkpoint was saved" in forks.text(0)
     stopped = steps(out)[-1]["step"]
     assert summary(out)["outcome"] == "stopped"
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [".lock", f"step_{stopped:08d}"]
@@ -207,6 +208,7 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=1", "checkpoint.keep=9"]
     words = [TEXT, *QUICK, f"train.on_nan={policy}", *saving, f"output={tmp_path / 'out'}"]
     assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [code, code], forks.text(0)
+    assert ("ended: loss or gradient norm was not finite" in forks.text(0)) == (code == 3)
     rows, metrics = steps(tmp_path / "out"), summary(tmp_path / "out")["metrics"]
     assert [r["step"] for r in rows if r.get("nan")] == ([3] if policy != "continue" else [3, 4, 5, 6])
     folders = sorted((tmp_path / "saved").glob("step_*"))

@@ -97,12 +97,14 @@ def _check_files(config: TrainerConfig, rank: int) -> None:
     from playbook_trainer.checkpoint_files import hold
     from playbook_trainer.data import loader
     from playbook_trainer.huggingface import weights
+    from playbook_trainer.huggingface.generation import check_rows
     from playbook_trainer.observe import trackers
 
     trackers.check(config)
     loader.check(config)
     if config.init.weights is not None:
         weights.check_folder(config.model, Path(config.init.weights))
+        check_rows(config.model, Path(config.init.weights), config.data.seq_len)
     if config.checkpoint.export is not None:
         weights.refuse_to_overwrite(Path(config.checkpoint.export))
         if rank == 0:
@@ -125,6 +127,8 @@ def _train(config: TrainerConfig, rank: int, world: int) -> int:
         outcome = train(config, rank, world)
         if outcome == "ok" and rank == 0:
             mark_finished(config)
+        if rank == 0 and outcome in _ENDS:
+            sys.stderr.write(f"ended: {_ENDS[outcome]}\n")
         return OF_OUTCOME[outcome]
     except PlaybookError as e:
         if rank == 0:
@@ -143,6 +147,11 @@ def _train(config: TrainerConfig, rank: int, world: int) -> int:
         return ERROR
 
 
+_ENDS = {
+    "nan": "loss or gradient norm was not finite (train.on_nan); lower optimizer.lr, or go on from the last checkpoint",
+    "stopped": "a signal asked for it, and a checkpoint was saved; the same command goes on from there",
+}
+"""Why a run that has not reached its last step ended."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed", "sendBytes failed")
 """What gloo and torch's store say of a rank that has gone."""
 

@@ -300,7 +300,7 @@ def _show(found: Mapping[str, Any]) -> None:
     for row in runs["rows"][:_SHOWN] if runs else ():
         say(
             f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']} {row['hardware']},"
-            f" {row['precision']} {row['layout']} ({row['id']}{_planned(row['predicted'])})"
+            f" {row['precision']} {row['layout']} ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
         )
     say(f"so         {found['position']['sentence']}")
     walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]

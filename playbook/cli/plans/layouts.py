@@ -16,6 +16,7 @@ from playbook.planner.shapes import DEEPEST
 from playbook.text import count
 
 if TYPE_CHECKING:
+    from playbook.diagnosis.published import Published, Row
     from playbook.planner.choice.explain import Answer
     from playbook.planner.choice.search import Choice
     from playbook.planner.plan import Plan
@@ -38,7 +39,10 @@ _Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's mem
 _Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
 _Backend = Annotated[str, typer.Option("--backend", help="megatron, or torch (FSDP2).")]
 _Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
-_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them.")]
+_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")]
+_Published = Annotated[
+    bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
+]
 _Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
 _Layers = Annotated[
     int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")
@@ -69,6 +73,7 @@ def plan_for(
     backend: _Backend = "megatron",
     allow: _Allow = "",
     anchor: _Anchor = None,
+    published: _Published = True,
     top: _Top = 5,
     layers: _Layers = None,
     export: _Export = None,
@@ -89,7 +94,7 @@ def plan_for(
 
     shape = find(model) if layers is None else find(model).of_depth(layers)
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
-    fixed = tuple(_words(fix or []))
+    fixed = _fixed(tuple(_words(fix or [])), export)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     question = Question(shape, name, cluster(kind or _KIND), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
@@ -100,20 +105,33 @@ def plan_for(
     if slurm and export is None:
         raise ConfigError("--slurm speaks of the script that --export prints; add --export, or leave it out")
     found = explain.answer(question, top)
-    if anchor is not None:
-        found = _anchored(found, anchor)
+    if anchor is not None and emit_case is not None:
+        raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
+    if emit_case is None and (anchor is not None or published):
+        found = _anchored(found, anchor, published)
     if emit_case is not None and found.choices:
         _emit(found, emit_case, case_gpus, _words(against or []))
     elif export is not None and found.choices:
         _print_export(found.choices[0].plan, export, question.cluster.name, slurm=slurm)
-    elif as_json:
-        print_json(plain_data.document(found))
-    elif found.choices:
-        _show(found)
+    elif as_json or found.choices:
+        runs = _nearest(found) if published else None
+        print_json(plain_data.document(found, runs.document(question) if runs else None)) if as_json else _show(
+            found, runs, published=published
+        )
     else:
         _explain(found)
     if not found.choices:
         raise typer.Exit(USAGE)
+
+
+def _fixed(words: tuple[str, ...], export: str | None) -> tuple[str, ...]:
+    """What the reader fixed, and what every run of the trainer has that the plan is for."""
+    if export is None:
+        return words
+    from playbook_trainer.export.plans import SETTINGS
+
+    named = {word.partition("=")[0] for word in words}
+    return words + tuple(word for word in SETTINGS.get(export, ()) if word.partition("=")[0] not in named)
 
 
 def _words(given: list[str]) -> list[str]:
@@ -127,10 +145,16 @@ def _words(given: list[str]) -> list[str]:
     return words
 
 
-def _anchored(found: Answer, path: Path) -> Answer:
+def _anchored(found: Answer, path: Path | None, published: bool) -> Answer:
     from playbook.planner.choice.anchored import anchored
 
-    return anchored(found, path)
+    return anchored(found, path, with_published=published)
+
+
+def _nearest(found: Answer) -> Published | None:
+    from playbook.diagnosis.published import of_plan
+
+    return of_plan(found)
 
 
 def _print_export(plan: Plan, target: str, hardware: str, *, slurm: bool) -> None:
@@ -147,8 +171,6 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
         raise ConfigError(
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
-    if found.anchored:
-        raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
     case = case_of(found, path.stem, gpus, against)
     said = {"--gpus": q.gpus, "--hardware": q.cluster.name, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
     said |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
@@ -166,7 +188,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(found: Answer) -> None:
+def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
     from playbook.planner.choice.explain import PARTS, lost, next_run
     from playbook.planner.choice.plain_data import pipeline_string
 
@@ -176,7 +198,11 @@ def _show(found: Answer) -> None:
         f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / _GIB:.1f} GiB, {found.counts.timed:,} plans timed"
     )
     rows = [_line(i, c, tied=len(found.ties) > 1 and i in found.ties) for i, c in enumerate(found.choices)]
+    ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
+    rows = [*([_measured(ahead)] if ahead else []), *rows]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
+    if ahead:
+        say(f"\npublished is faster than plan 1 is predicted to be: {_foretold(ahead)}; start from what its page says")
     parts = sorted(best.time.parts.items(), key=lambda p: -p[1])
     step = best.time.seconds.value
     say(
@@ -199,6 +225,14 @@ def _show(found: Answer) -> None:
         )
     if found.anchored:
         say(f"anchored {found.anchored}")
+    if published and not runs:
+        say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
+    for row in runs.rows if runs else ():
+        other = row.other(q)
+        say(
+            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'} {row.hardware}{f' ({other})' if other else ''}:"
+            f" {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
+        )
     for words in best.time.assumptions:
         say(f"assumes  {words}")
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
@@ -225,6 +259,24 @@ def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
         "GiB": f"{choice.peak / _GIB:.0f}",
         "with": ", ".join(filter(None, extra)),
     }
+
+
+def _measured(row: Row) -> dict[str, str]:
+    """A published run as the first line of the table: degrees that it does not state have a dash."""
+    degrees = {k: row.run.word(k) or "-" for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "mbs")}
+    silent = {k: "1" if k in _SILENT and v == "-" else v for k, v in degrees.items()}
+    return {
+        "": "published", **silent, "tokens/s/GPU": f"{row.tokens_per_s_per_gpu:,.0f}", "80 %": "measured", "MFU": f"{row.mfu:.0%}", "GiB": "-",
+        "with": ", ".join(word.partition("=")[2] if word.startswith("dispatcher") else word.replace("=", " ") for word in row.options),
+    }  # fmt: skip
+
+
+def _foretold(row: Row) -> str:
+    """How far the prediction of a published run lies from it."""
+    if row.predicted is None:
+        return f"{row.id} states no batch, so it has no prediction"
+    far = row.predicted / row.tokens_per_s_per_gpu - 1
+    return f"of {row.id} the planner says {row.predicted:,.0f}, {abs(far):.0%} too {'slow' if far < 0 else 'fast'}, that run left out"
 
 
 def _explain(found: Answer) -> None:

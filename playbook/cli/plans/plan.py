@@ -54,6 +54,7 @@ _Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of measu
 _LeaveOut = Annotated[
     bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
 ]
+_LeaveSource = Annotated[bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")]
 
 
 @_plan_app.callback()
@@ -62,18 +63,39 @@ def plan() -> None:
 
 
 @_plan_app.command("check")
-def plan_check(runs: _Runs, anchor: _Anchor = None, leave_one_out: _LeaveOut = False, as_json: AsJson = False) -> None:
+def plan_check(
+    runs: _Runs, anchor: _Anchor = None, leave_one_out: _LeaveOut = False, leave_source_out: _LeaveSource = False, as_json: AsJson = False
+) -> None:
     """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
 
     Errors count the newest release of each configuration. No prediction reads what its row measured.
     """
     from playbook.planner.runs.check import check, document
 
-    rows = check(runs, anchor=anchor, leave_one_out=leave_one_out)
+    rows = check(runs, anchor=anchor, leave_out="source" if leave_source_out else "configuration" if leave_one_out else "")
     if as_json:
         print_json(document(rows))
     else:
         _show(rows)
+
+
+@_plan_app.command("run")
+def plan_run(
+    name: Annotated[str, typer.Argument(metavar="ID", help="A published run, as plans and diagnoses name it, such as r294.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one published run: what was set and measured, its page, and what is predicted for it."""
+    from playbook.planner.runs.published import one
+
+    found = one(name)
+    if as_json:
+        print_json(found)
+        return
+    wide = max(map(len, found))
+    for key, value in found.items():
+        for part in value if isinstance(value, list) else [value]:
+            if part and key != "schema":
+                say(f"{key:{wide}}  {f'{part:,.0f} tokens/s/GPU' if isinstance(part, float) else part}")
 
 
 def _show(rows: list[Row]) -> None:

@@ -12,7 +12,7 @@ from playbook.planner.choice.search import Choice
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, idle
 
 SCHEMA = "plan/1"
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "gbs", "seq_len")
@@ -20,7 +20,7 @@ _WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
 
 
 def words(plan: Plan) -> list[str]:
-    """The words that make `playbook layout` judge the plan: every setting that is not its default, and chunks where others would be taken for none."""
+    """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others would be taken for none."""
     plain = {f.name: f.default for f in fields(Plan)}
     whole = MODELS.get(plan.model, plan.shape)
     cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
@@ -32,7 +32,7 @@ def words(plan: Plan) -> list[str]:
         if value != getattr(usual, f.name):
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
             found.append(f"{f.name}={text}")
-    return found
+    return [word for word in found if not idle(plan, [word.partition("=")[0]])]
 
 
 def layout(plan: Plan) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def pipeline_string(plan: Plan) -> str | None:
     return pipeline.string(sizes, plan.shape.mtp) if len(set(sizes)) > 1 else None
 
 
-def document(found: Answer) -> dict[str, Any]:
-    """The answer of `playbook plan --json` and of the tool `plan_layout`.
+def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer of `playbook plan --json` and of the tool `plan_layout`, with the nearest published runs.
 
     Units: GiB, tokens per second and GPU, seconds.
     """
@@ -76,6 +76,7 @@ def document(found: Answer) -> dict[str, Any]:
             "gbs": question.global_batch, "goal": question.goal, "backend": question.backend, "allow": sorted(question.allow),
             "fix": list(question.fixed), "memory_gib": question.capacity / GIB,
         },
+        "published": published,
         "plans": [_row(c) for c in found.choices],
         "ties": found.ties,
         "runner_up": lost(found.choices[0], found.choices[1]) if len(found.choices) > 1 else None,

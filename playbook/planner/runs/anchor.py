@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
@@ -12,21 +12,28 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
+from playbook.errors import ConfigError
+from playbook.planner.models import named
 from playbook.planner.runs.table import Run
+from playbook.planner.time.cluster import cluster
+from playbook.planner.time.spread import has_experts
 
 _Vector = npt.NDArray[np.float64]
 
 _CONFIGURATION = ("model", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "ep", "layers", "hidden", "heads")
 _CHOICES = ("vpp", "etp", "dispatcher", "recompute", "cuda_graph", "offload")
 _KINDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("hardware",), 0.05),
+    (("experts", "generation", "batch"), 0.05),
+    (("preset", "generation", "batch"), 0.1),
     (("source_group",), 0.05),
     (("source_group", "hardware", "precision"), 0.1),
     (("source_group", "model", "hardware"), 0.1),
-    (("source_group", "model", "hardware", "precision"), 0.1),
     (("source_group", "model", "hardware", "precision", "tp", "pp", "ep", "fsdp"), 0.2),
 )
-"""Kinds of runs, and what being of one adds to the correlation of two predictions' errors."""
+"""Kinds of runs, and what being of one adds to the correlation of two predictions' errors.
+
+Only the first two hold between sources; how their weights were chosen: docs/experiments/planner-accuracy.md.
+"""
 _PARTS = 0.4
 """The most that steps of the same parts add for runs of the same people, whose hosts, networks and versions are the same."""
 _OWN_GROUP = ("source_group",)
@@ -63,8 +70,8 @@ class Anchors:
 
     def __init__(self, anchors: Sequence[Anchor]) -> None:
         self._anchors = list(anchors)
-        self._codes = [_Codes([_key(a.run, columns) for a in self._anchors]) for columns, _ in _KINDS]
-        self._groups = _Codes([_key(a.run, _OWN_GROUP) for a in self._anchors])
+        self._codes = [_Codes([_key(a, columns) for a in self._anchors]) for columns, _ in _KINDS]
+        self._groups = _Codes([_key(a, _OWN_GROUP) for a in self._anchors])
         self._shared = np.array([_shared(a) for a in self._anchors])
         self._parts = _unit(np.array([a.parts for a in self._anchors]))
         rows = [self._covariance(a) for a in self._anchors]
@@ -75,11 +82,17 @@ class Anchors:
         for i, anchor in enumerate(self._anchors):
             self._configurations[configuration(anchor.run)].append(i)
 
-    def scale(self, asked: Anchor, *, leave_out: bool = False) -> Scale:
-        """The scale for a run, whose own error is not looked at. With `leave_out`, runs of the same configuration do not count."""
+    def scale(self, asked: Anchor, *, leave_out: str = "") -> Scale:
+        """The scale for a run, whose own error is not looked at.
+
+        With `leave_out`, runs of the same configuration do not count; where it is `source`, none of the same source does either.
+        """
         near = self._covariance(asked)
         same = self._configurations.get(configuration(asked.run), []) if leave_out else []
         out = [i for i in same if _alike(self._anchors[i].run, asked.run)]
+        if leave_out == "source":
+            group = asked.run.word("source_group")
+            out = sorted({*out, *(i for i, a in enumerate(self._anchors) if a.run.word("source_group") == group)})
         near[out] = 0.0
         weights = self._inverse @ near
         if out:  # the inverse without these rows, from the whole one
@@ -91,10 +104,10 @@ class Anchors:
     def _covariance(self, asked: Anchor) -> _Vector:
         """Of the asked prediction's error with that of each anchor's."""
         found = sum(
-            (weight * codes.same(_key(asked.run, columns)) for (columns, weight), codes in zip(_KINDS, self._codes, strict=True)),
+            (weight * codes.same(_key(asked, columns)) for (columns, weight), codes in zip(_KINDS, self._codes, strict=True)),
             np.zeros(len(self._anchors)),
         )
-        found = found + _PARTS * self._groups.same(_key(asked.run, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
+        found = found + _PARTS * self._groups.same(_key(asked, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
         return np.asarray(_shared(asked) * self._shared * found)
 
 
@@ -143,8 +156,36 @@ def _alike(a: Run, b: Run) -> bool:
     return configuration(a) == configuration(b) and all(x == y or not x or not y for x, y in said)
 
 
-def _key(run: Run, columns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(_plain(run, c) for c in columns)
+def _key(anchor: Anchor, columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_KEYS[c](anchor) if c in _KEYS else _plain(anchor.run, c) for c in columns)
+
+
+def _batch(run: Run) -> str:
+    """Nothing where the batch is stated, else the run's own name: where it is a guess, the error is the guess's, and no other run shares it."""
+    return "" if run.word("mbs") or run.word("gbs") else run.id
+
+
+@lru_cache(maxsize=1024)
+def _preset(name: str) -> str:
+    return named(name) or _letters(name)
+
+
+@lru_cache(maxsize=1024)
+def _generation(hardware: str) -> str:
+    """The letters before a product's number: H100, H200 and H800 are one generation, B200 and GB200 another."""
+    try:
+        name = cluster(hardware).name
+    except ConfigError:
+        return _letters(hardware)
+    return re.sub("^g|[0-9_].*", "", name)
+
+
+_KEYS: dict[str, Callable[[Anchor], str]] = {
+    "preset": lambda a: _preset(a.run.word("model")),
+    "generation": lambda a: _generation(a.run.word("hardware")),
+    "batch": lambda a: _batch(a.run),
+    "experts": lambda a: str(has_experts(a.parts)),
+}
 
 
 def _plain(run: Run, column: str) -> str:

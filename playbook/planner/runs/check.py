@@ -71,16 +71,18 @@ class Row:
         return (speed(self.prediction, self.measured) or 0.0) * self.prediction.flops_per_token / 1e12 / self.prediction.peak_tflops
 
 
-def check(path: Path, *, anchor: Path | None = None, leave_one_out: bool = False) -> list[Row]:
-    """The rows of a table with their predictions, scaled to another table's runs or, each left out in turn, to the table's own.
+def check(path: Path, *, anchor: Path | None = None, leave_out: str = "") -> list[Row]:
+    """The rows of a table with their predictions, scaled to another table's runs or, with `leave_out`, to the table's own.
+
+    `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
 
     Raises:
         ConfigError: a file is no table of runs.
     """
     rows = _rows(path)
     if anchor is not None:
-        return _scaled(rows, _rows(anchor), leave_out=leave_one_out)
-    return _scaled(rows, rows, leave_out=True) if leave_one_out else rows
+        return _scaled(rows, _rows(anchor), leave_out=leave_out)
+    return _scaled(rows, rows, leave_out=leave_out) if leave_out else rows
 
 
 def _rows(path: Path) -> list[Row]:
@@ -97,12 +99,25 @@ def _rows(path: Path) -> list[Row]:
     return found
 
 
-def _scaled(rows: list[Row], by: list[Row], *, leave_out: bool) -> list[Row]:
-    counted = [_anchor(r, r.prediction) for r in by if r.counts and r.prediction]
+def _scaled(rows: list[Row], by: list[Row], *, leave_out: str) -> list[Row]:
+    counted = _anchors(by)
     if not counted:
         return rows
     anchors = Anchors(counted)
     return [replace(r, scale=anchors.scale(_anchor(r, r.prediction), leave_out=leave_out)) if r.prediction else r for r in rows]
+
+
+def anchors_of(path: Path) -> list[Anchor]:
+    """What the runs of a table showed beside their predictions: the newest measured run of each configuration.
+
+    Raises:
+        ConfigError: the file is no table of runs.
+    """
+    return _anchors(_rows(path))
+
+
+def _anchors(rows: Sequence[Row]) -> list[Anchor]:
+    return [_anchor(r, r.prediction) for r in rows if r.counts and r.prediction]
 
 
 def _anchor(row: Row, found: Prediction) -> Anchor:
@@ -135,7 +150,7 @@ def _constant(rows: Sequence[Row]) -> Callable[[Row], float]:
     wide = pstdev(logs)
     found = [replace(_anchor(r, r.prediction), error=u - middle, spread=wide) for r, u in zip(counted, logs, strict=True) if r.prediction]
     anchors, own = Anchors(found), {a.run.id: a for a in found}
-    return lambda row: own[row.run.id].error - anchors.scale(own[row.run.id], leave_out=True).log
+    return lambda row: own[row.run.id].error - anchors.scale(own[row.run.id], leave_out="configuration").log
 
 
 def _summary(name: str, rows: Sequence[Row], constant: Callable[[Row], float]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
             f"{path}: line {line}: mem_unit is '{unit[:40]}'; expected one of {', '.join(u for u in _UNITS if u)}, or nothing"
         )
     gib = numbers["mem_gb"] and numbers["mem_gb"] * _UNITS[unit]
-    said = {**_of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
+    said = {**of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
     shown = Measured(
         numbers["tokens_per_s_per_gpu"], numbers["tflops_per_gpu"], numbers["step_time_s"], gib, ran=row.get("status", "ok") == "ok"
     )
@@ -179,7 +179,7 @@ def _sources() -> dict[str, dict[str, str]]:
     return table
 
 
-def _of_source(group: str) -> dict[str, str]:
+def of_source(group: str) -> dict[str, str]:
     """What a source says of all its runs."""
     return _sources().get(group, {})
 

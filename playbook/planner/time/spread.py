@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import hypot
 
 from playbook.planner.plan import Plan
@@ -64,6 +64,11 @@ def weights(parts: Mapping[str, float]) -> tuple[float, ...]:
     """What each part's constants contribute to the spread, in one order for all plans."""
     total = sum(parts.values())
     return tuple(spread * parts.get(name, 0.0) / total for name, spread in _PART.items())
+
+
+def has_experts(weighted: Sequence[float]) -> bool:
+    """Whether a step of these `weights` multiplies experts' matrices."""
+    return weighted[tuple(_PART).index("grouped")] > 0
 
 
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from playbook.planner.choice.anchored import scale_of, scaled
 from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
@@ -61,7 +62,9 @@ def ask(asked: Asked) -> Answered:
     found = search(question, 1).choices
     if not found:
         return Answered(asked, where.memory_gib)
-    speed = found[0].time.tokens_per_s_per_gpu
+    first = found[0].time
+    time = scaled(first, scale_of(question, first, fp8=bool(found[0].plan.options.fp8)))
+    speed = time.tokens_per_s_per_gpu
     return Answered(
         asked,
         where.memory_gib,
@@ -69,7 +72,7 @@ def ask(asked: Asked) -> Answered:
         _short(speed.value),
         _short(speed.low),
         _short(speed.high),
-        _short(found[0].time.mfu),
+        _short(time.mfu),
         tuple(_short(s.peak / GIB) for s in found[0].stages),
     )
 

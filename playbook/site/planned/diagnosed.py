@@ -46,7 +46,7 @@ def _row(a: Answered) -> dict[str, Any]:
     where = setting(MODELS[a.asked.model], a.asked.model, a.asked.hardware, a.asked.gpus, seq_len=a.asked.seq_len, gbs=None)
     runs = nearest(where)
     told = ("id", "model", "hardware", "gpus", "layout", "tokens_per_s_per_gpu", "mfu", "predicted")
-    rows = [{k: getattr(r, k) for k in told} for r in runs.rows[:_SHOWN]] if runs else []
+    rows = [{**{k: getattr(r, k) for k in told}, "other": r.other(where.question)} for r in runs.rows[:_SHOWN]] if runs else []
     return {
         **asdict(a.asked),
         "speed": a.speed,

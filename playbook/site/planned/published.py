@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from playbook.planner.runs.published import link
 from playbook.site.figures.strips import dots
 from playbook.site.pages import markdown, render
 from playbook.site.text import attribute, number, text
@@ -69,10 +70,12 @@ def _step(name: tuple[str, str, str], values: Sequence[float], most: float) -> s
 
 def _run(row: Row) -> list[str]:
     words = " ".join([row["id"], row["model"], row["hardware"], row["precision"], row["task"], row["dispatcher"]]).lower()
-    marks = f'data-text="{attribute(words)}" data-model="{attribute(row["model"])}" data-platform="{attribute(row["hardware"])}"'
+    page = link(row["source_group"], row.get("source", ""))
+    source = f"[{text(row['source_group'])}]({page})" if page else text(row["source_group"])
+    marks = f'#{attribute(row["id"])} data-text="{attribute(words)}" data-model="{attribute(row["model"])}" data-platform="{attribute(row["hardware"])}"'
     layout = " ".join(f"{k} {row[k]}" for k in _DEGREES if row[k] not in ("", "1"))
     return [
-        f'{text(row["model"])}<br><span class="pb-of">{text(row["task"])}, {text(row["source_group"])} {text(row["release_or_date"])}</span> {{ {marks} }}',
+        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {text(row["task"])}, {source} {text(row["release_or_date"])}</span> {{ {marks} }}',
         text(f"{row['gpus']} {row['hardware']}".strip()),
         text(row["precision"]),
         _cell(row["seq_len"], "tokens a row"),

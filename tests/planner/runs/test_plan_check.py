@@ -11,6 +11,7 @@ from playbook.cli.app import app
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.runs.check import check, document, groups, ranking, total
+from playbook.planner.runs.published import ERRORS, RUNS, errors_of
 from playbook.planner.runs.table import read_runs
 
 PUBLISHED = data_root("tables") / "published_runs.csv"
@@ -81,11 +82,39 @@ def test_layouts_of_published_runs_are_chosen_well(published):
 
 
 def test_anchored_errors_and_intervals_stay_within_their_bounds():
-    found = total(check(PUBLISHED, leave_one_out=True))
+    found = total(check(PUBLISHED, leave_out="configuration"))
     assert found["median_error"] < 0.1
     assert found["p90_error"] < 0.3
     assert 0.75 <= found["covered"] <= 0.9
     assert found["width"] < 1.5
+
+
+def test_a_whole_source_left_out_is_no_worse_than_constants_alone(published):
+    found, alone = total(check(PUBLISHED, leave_out="source")), total(published)
+    assert found["median_error"] < alone["median_error"]
+    assert found["p90_error"] < alone["p90_error"] - 0.01
+    assert 0.75 <= found["covered"] <= 0.9
+
+
+def test_a_source_left_out_has_no_say(write):
+    header = HEADER.replace("id,", "id,source_group,")
+    (row,) = check(write(header, RUN.replace("a,", "a,us,", 1)))
+    speed = row.prediction.tokens_per_s_per_gpu
+    same = [
+        RUN.replace("a,", f"{name},{group},", 1).replace("1024", gbs).rpartition(",")[0]
+        for name, group, gbs in (("b", "us", "512"), ("c", "they", "256"))
+    ]
+    table = write(header, *(f"{r},{speed / 2}" for r in same))
+    asked = write(header, RUN.replace("a,", "a,us,", 1), name="asked.csv")
+    (both,), (others,) = check(asked, anchor=table, leave_out="configuration"), check(asked, anchor=table, leave_out="source")
+    assert both.scale.log < others.scale.log < 0
+
+
+def test_the_shipped_errors_of_published_runs_are_current():
+    stored, fresh = (json.loads(text) for text in ((data_root("tables") / ERRORS).read_text(), errors_of(data_root("tables") / RUNS)))
+    assert stored.keys() == fresh.keys()
+    for name, row in fresh.items():
+        assert stored[name] == pytest.approx(row, abs=2e-4), f"{name}: run `python tools/planner/published_errors.py`"
 
 
 def test_an_anchor_takes_a_constant_error_away(write):
@@ -93,7 +122,7 @@ def test_an_anchor_takes_a_constant_error_away(write):
     first = check(write(HEADER, *(r + "1000" for r in runs)))
     twice = write(HEADER, *(f"{r}{2 * p.prediction.tokens_per_s_per_gpu}" for r, p in zip(runs, first, strict=True)))
     assert total(check(twice))["median_error"] == pytest.approx(0.5)
-    assert total(check(twice, leave_one_out=True))["median_error"] < 0.1
+    assert total(check(twice, leave_out="configuration"))["median_error"] < 0.1
     assert total(check(twice, anchor=twice))["median_error"] < 0.1
 
 

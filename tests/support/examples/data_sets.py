@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
@@ -18,6 +19,19 @@ from playbook_trainer.data.rows import make_rows
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 TEXTS = [f"document {i} " * (1 + i % 5) for i in range(60)]
+
+CHAT_TOKENS = ["<|im_end|>", "<|pad|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
+CHAT_TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for item in message.content %}
+{%- if item.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ item.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""As Qwen3-VL's own, in short."""
 
 
 def config(name: str, **overrides: Any) -> TrainerConfig:
@@ -111,3 +125,17 @@ def words_of(cfg: TrainerConfig, split: Any, rows: int) -> Counter[bytes]:
     """The text of every document of the first rows."""
     made = make_rows(cfg, split)
     return Counter(bytes(t for t in d.tokens.tolist() if t < 256) for k in range(rows) for d in made.row(k))
+
+
+def chat_tokenizer(folder: Path) -> Path:
+    """Bytes, and the special tokens at the ids of the tiny model, with a chat template beside it."""
+    folder.mkdir(exist_ok=True, parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in CHAT_TOKENS])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder / "tokenizer.json"

@@ -1,7 +1,7 @@
 """Scripts of Megatron-Bridge held against its source: it wants Python 3.12 and a GPU's packages, so that its syntax trees are read instead.
 
 Each class that a script builds must have the fields that it is given, with a value of their choices. What the model's fields mean is read back by
-megatron-core's `TransformerConfig`, from which the provider derives.
+megatron-core's `TransformerConfig`, from which the provider derives, and the rate's schedule is built by megatron-core's own class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def read_back(exports: Sequence[Export]) -> list[dict[str, Any]]:
     scripts = [ast.parse(found.files["plan_bridge.py"]) for _, _, found in exports]
     problems = [[*unknown(script)] for script in scripts]
     models = megatron.answers(
-        [{**megatron.setting(export), "fields": arguments(script, "model")} for export, script in zip(exports, scripts, strict=True)]
+        [
+            {**megatron.setting(export), "fields": arguments(script, "model"), "scheduler": _schedule(script)}
+            for export, script in zip(exports, scripts, strict=True)
+        ]
     )
     return [
         {"error": "; ".join(wrong)} if wrong else model if "error" in model else model | _loop(export, script)
@@ -47,6 +50,17 @@ def _loop(export: Export, script: ast.Module) -> dict[str, Any]:
     found = {"dp": ranks // held, "mbs": train["micro_batch_size"], "gbs": train["global_batch_size"], "seq_len": model["seq_length"]}
     pattern = str(model.get("hybrid_layer_pattern", "")).partition("/")[0]
     return found | ({"vpp": (pattern.count("|") + 1) // model["pipeline_model_parallel_size"]} if pattern else {})
+
+
+def _schedule(script: ast.Module) -> dict[str, Any]:
+    """What `_get_scheduler` of its `optim.py` gives to megatron-core's scheduler; None where a script leaves out what its classes leave out."""
+    optimizer, scheduler, train = (arguments(script, section) for section in ("optimizer", "scheduler", "train"))
+    steps = scheduler["lr_decay_iters"] * train["global_batch_size"]
+    return {
+        "init_lr": 0.0, "max_lr": optimizer["lr"], "min_lr": optimizer.get("min_lr"), "lr_warmup_steps": 0, "lr_decay_steps": steps,
+        "lr_decay_style": scheduler["lr_decay_style"], "wd_incr_steps": steps, "wd_incr_style": "constant",
+        "start_wd": scheduler.get("start_weight_decay"), "end_wd": scheduler.get("end_weight_decay"),
+    }  # fmt: skip
 
 
 def unknown(script: ast.Module) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Reads exports back with megatron-core's own code: a process of its own, since the trainer's tests import another release.
 
 Standard input has one JSON object a line, `{"world": GPUs, "blackwell": bool, "environment": {...}}` with either `argv`, words of Megatron-LM's command
-line, or `fields`, arguments of `TransformerConfig`. Standard output has an answer a line: `{"error": ...}`, or what the parser, the configuration and the
-layer counts of every rank and chunk make of it. The folder of the unpacked wheel is the only argument.
+line, or `fields`, arguments of `TransformerConfig`, and `scheduler`, those of `OptimizerParamScheduler`. Standard output has an answer a line:
+`{"error": ...}`, or what the parser, the configurations and the layer counts of every rank and chunk make of it. The folder of the unpacked wheel is the
+only argument.
 
 The wheel is for Python 3.12 and wants a GPU: `typing.override`, the GPU's capability, triton and Transformer Engine's presence are supplied; none of
 them says whether arguments go together.
@@ -117,6 +118,13 @@ def _built(fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return cls(**known), {"hybrid_layer_pattern": fields.get("hybrid_layer_pattern")}
 
 
+def _schedule(arguments: dict[str, Any]) -> None:
+    """Builds the scheduler of learning rate and weight decay, for an optimizer without parameters."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    OptimizerParamScheduler(types.SimpleNamespace(param_groups=[]), **arguments)
+
+
 def _chunks(config: Any, pattern: str | None) -> list[int]:
     """Decoder layers of every chunk in the order of the model, as each rank counts them for itself."""
     from megatron.core import parallel_state
@@ -142,6 +150,8 @@ def read_back(job: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(job["environment"], WORLD_SIZE=str(job["world"]), RANK="0")
     _GPU["capability"] = (10, 0) if job["blackwell"] else (9, 0)
     config, besides = _parsed(job["argv"]) if "argv" in job else _built(job["fields"])
+    if "scheduler" in job:
+        _schedule(job["scheduler"])
     routed = config.num_moe_experts is not None
     flex = config.moe_token_dispatcher_type == "flex"
     pattern = besides.pop("hybrid_layer_pattern")

@@ -74,7 +74,7 @@ def test_a_field_of_a_section_leaves_the_rest_of_the_preset_s() -> None:
 
 
 def test_an_override_in_quotes_is_text() -> None:
-    words = ["data.path='2024'", 'tracker.name="null"', "data.subset=2014a", "train.steps=7", "data.text_key=it's", "checkpoint.dir="]
+    words = ["data.path='2024'", 'tracker.name="null"', "data.subset=2014a", "train.steps=7", "data.text_key=it's", "checkpoint.dir=null"]
     given = parse_overrides(words)
     assert given == {
         "data.path": "2024",

@@ -11,9 +11,9 @@ from typing import Any
 
 import parity
 import pytest
-from data_sets import VL, config, jpeg
+from data_sets import CHAT_TEMPLATE as TEMPLATE
+from data_sets import VL, chat_tokenizer, config, jpeg
 from ranks import ROOT, environment, steps, summary
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.batch import IGNORE
@@ -21,34 +21,6 @@ from playbook_trainer.data.collate import collate
 from playbook_trainer.data.loader import check
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.huggingface import weights
-
-SPECIAL = ["<|im_end|>", "<|pad|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
-TEMPLATE = """{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for item in message.content %}
-{%- if item.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ item.text }}{% endif %}
-{%- endfor %}
-{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""As Qwen3-VL's own, in short."""
-
-
-def tokenizer(folder: Path) -> Path:
-    """Bytes, and the special tokens at the ids of the tiny model, with a chat template beside it."""
-    folder.mkdir(exist_ok=True, parents=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder / "tokenizer.json"
-
 
 ASKED = "What is wrong here?"
 BOTH = [
@@ -77,7 +49,7 @@ def data(folder: Path, entries: list[Any], name: str = "a.jsonl") -> dict[str, A
     return {
         "data__kind": "chat",
         "data__path": str(folder / name),
-        "data__tokenizer": str(tokenizer(folder / "model")),
+        "data__tokenizer": str(chat_tokenizer(folder / "model")),
         "data__seq_len": 256,
     }
 
@@ -113,6 +85,10 @@ def test_every_form_is_the_same_document_with_the_loss_on_the_answers(form: int,
         ({**BOTH[0], "images": ["0.jpg", "0.jpg"]}, "2 images are named, and 1 shown"),
         ({**BOTH[0], "images": ["../0.jpg"]}, "lies outside"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}, {"role": "assistant", "content": "x"}]}, "makes 1 image tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], "imges": ["0.jpg"]},
+            "there is a key 'imges'",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_named(entry: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -125,9 +101,9 @@ def test_what_is_no_conversation_is_named(entry: dict[str, Any], expected: str, 
 def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path: Path) -> None:
     given = data(tmp_path, [BOTH[0]] * 2)
     (tmp_path / "model" / "chat_template.jinja").write_text(
-        TEMPLATE.replace("message.content is string %}", "message.content is string %}{{ loop.last }}")
+        TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last or message.role == 'user' else '...' }}")
     )
-    with pytest.raises(DataError, match="renders answer 1 otherwise once more turns follow"):
+    with pytest.raises(DataError, match="renders answer 1 otherwise once more turns follow, or leaves it out"):
         check(config(VL, **given))
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for")
     with pytest.raises(ConfigError, match="no Jinja that can be read"):
@@ -152,7 +128,7 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
     (photographs / "conversations.jsonl").write_text(lines * 10)
     model = parity.tiny("qwen3_vl_tiny")
     weights.save_safetensors(model, parity.random_state(model), folder)
-    tokenizer(folder)
+    chat_tokenizer(folder)
     less = [
         "train.steps=3",
         "train.warmup_steps=1",
@@ -176,3 +152,67 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
         "chat_template.jinja",
         weights.SINGLE,
     }
+
+
+QWEN3 = """{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}{% if loop.last %}{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}{% endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""As Qwen3's own, in short: thoughts of the last answer alone, tools and calls."""
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+CALLS = {
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+    "messages": [
+        {"role": "user", "content": "Blue?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "It says so."},
+    ],
+}
+
+
+def test_tools_calls_and_thoughts_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    words = data(tmp_path, [CALLS] * 2)
+    (tmp_path / "model" / "chat_template.jinja").write_text(QWEN3)
+    cfg = config(VL, **words, data__pack=False)
+    (document,) = make_rows(cfg, "train").row(0)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = theirs.apply_chat_template(CALLS["messages"], tools=CALLS["tools"], tokenize=False)
+    assert document.tokens.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    labels = collate([[document]], cfg.model, cfg.data).labels_N
+    said = theirs.decode(labels[labels != IGNORE].tolist())
+    assert said == "<tool_call>look</tool_call><|im_end|>\n<think>\nIt says so.\n</think>\n\nYes.<|im_end|>\n"
+
+
+def test_two_answers_of_a_template_that_thinks_in_the_last_alone(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    turns = [("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second.")]
+    words = data(tmp_path, [{"messages": [{"role": role, "content": content} for role, content in turns]}] * 2)
+    (tmp_path / "model" / "chat_template.jinja").write_text(QWEN3)
+    cfg = config(VL, **words, data__pack=False)
+    (document,) = make_rows(cfg, "train").row(0)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    labels = collate([[document]], cfg.model, cfg.data).labels_N
+    said = theirs.decode(labels[labels != IGNORE].tolist())
+    assert said == "First.<|im_end|>\n<think>\n\n</think>\n\nSecond.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (CALLS, "does not show 'tools'"),
+        ({"messages": CALLS["messages"]}, "does not show the tool_calls of turn 1"),
+        ({**BOTH[0], "images": None, "imgs": ["0.jpg"]}, "no image is named under image or images"),
+    ],
+)
+def test_what_a_template_does_not_show_is_refused(entry: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said):
+        check(config(VL, **data(tmp_path, [entry] * 2)))

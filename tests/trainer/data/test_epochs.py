@@ -33,7 +33,7 @@ def texts(tmp_path: Path) -> Callable[..., str]:
 
 def config(path: str, **words: Any) -> TrainerConfig:
     keys = {key.replace("__", "."): value for key, value in words.items()}
-    return load(CONFIG, {"data.path": path, "data.seq_len": 64, "train.warmup_steps": 0, **keys})
+    return load(CONFIG, {"data.path": path, "data.seq_len": 64, "train.warmup_steps": 0, "optimizer.warmup_steps": 0, **keys})
 
 
 def documents(given: TrainerConfig, split: Any, rows: int) -> set[str]:
@@ -51,8 +51,8 @@ def test_after_an_epoch_every_sample_was_read_and_one_step_before_not(
     given = config(texts(50), eval__path=texts(3, "eval"), **words)
     resolved = with_steps(given.model_copy(update={"train": given.train.model_copy(update={"epochs": 1})}))
     wanted = {f"<train {i}>" for i in range(50)}
-    assert documents(given, "train", resolved.train.steps * batch) == wanted
-    assert documents(given, "train", (resolved.train.steps - 1) * batch) < wanted
+    assert documents(resolved, "train", resolved.train.steps * batch) == wanted
+    assert documents(resolved, "train", (resolved.train.steps - 1) * batch) < wanted
     if not pack:
         assert resolved.train.steps == -(-50 // batch)
 
@@ -119,3 +119,12 @@ def test_a_run_does_not_go_on_where_other_samples_are_held_out(texts: Callable[.
 def test_what_would_have_no_effect_is_refused(words: dict[str, Any], said: str, backend: str) -> None:
     problems = feature_problems(load(CONFIG, {"backend": backend, **{key.replace("__", "."): value for key, value in words.items()}}))
     assert any(said in problem for problem in problems), problems
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(texts: Callable[..., str]) -> None:
+    said = r"optimizer\.warmup_steps 10 is longer than the 9 steps of the run"
+    with pytest.raises(ConfigError, match=said):
+        with_steps(config(texts(40), data__pack=False, train__epochs=1, optimizer__warmup_steps=10))
+    short = load(CONFIG, {"train.steps": 9, "optimizer.warmup_steps": 10})
+    assert any("optimizer.warmup_steps 10 is longer than the 9 steps" in problem for problem in feature_problems(short))
+    assert not any("optimizer.warmup_steps" in p for p in feature_problems(load(CONFIG, {"train.steps": 9, "optimizer.warmup_steps": 9})))

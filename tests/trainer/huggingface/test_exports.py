@@ -24,7 +24,7 @@ COMPANIONS = {
     "preprocessor_config.json": "{}",
     "vocab.json": "{}",
 }
-SAID = {"max_position_embeddings": 40_960, "eos_token_id": [256, 7], "video_token_id": 300, "of_a_later_version": {"x": 1}}
+SAID = {"max_window_layers": 28, "eos_token_id": [256, 7], "video_token_id": 300, "id2label": {"x": 1}, "of_a_later_version": False}
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("source", torch.bfloat16), ("fp32", torch.float32)])

@@ -13,6 +13,7 @@ from playbook.errors import ConfigError, FileError
 from playbook_trainer.config.model import ModelConfig, YarnConfig
 from playbook_trainer.config.tree import load, model_names
 from playbook_trainer.huggingface.config import fields_of, hf_config
+from playbook_trainer.huggingface.kept import Kept
 
 CONFIG = Path("trainer/configs/qwen3_tiny.yaml")
 
@@ -37,7 +38,7 @@ def test_stretched_frequencies_are_read_back(tmp_path: Path) -> None:
 
 def test_a_configuration_names_a_folder_in_place_of_a_preset(tmp_path: Path) -> None:
     model = parity.tiny("qwen3_vl_moe_tiny")
-    given = folder(tmp_path / "Tiny-VL", model, eos_token_id=[256, 7], max_position_embeddings=4096)
+    given = folder(tmp_path / "Tiny-VL", model, eos_token_id=[256, 7], max_window_layers=28)
     for name in (given, given / "config.json"):
         found = load(CONFIG, {"model": str(name)}).model
         assert found == model.model_copy(update={"name": "Tiny-VL"})
@@ -53,6 +54,9 @@ def test_a_configuration_names_a_folder_in_place_of_a_preset(tmp_path: Path) -> 
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"hidden_size": "many"}, "hidden_size: Input should be a valid integer"),
         ({"hidden_size": None}, "hidden_size: Field required"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1, here 0"),
+        ({"eos_token_id": None}, "neither config.json nor generation_config.json has eos_token_id"),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "has no rope_theta"),
         ({"use_sliding_window": True}, "use_sliding_window True, here False"),
     ],
 )
@@ -60,3 +64,35 @@ def test_what_this_trainer_does_not_train_is_refused(change: dict[str, Any], exp
     given = folder(tmp_path / "m", parity.tiny("qwen3_tiny"), **change)
     with pytest.raises((ConfigError, FileError), match=expected):
         load(CONFIG, {"model": str(given)})
+
+
+def test_names_of_transformers_5_are_read_and_kept_readable_for_transformers_4(tmp_path: Path) -> None:
+    model = parity.tiny("qwen3_moe_tiny")
+    given = folder(tmp_path / "m", model)
+    settings = json.loads((given / "config.json").read_text())
+    settings["num_local_experts"] = settings.pop("num_experts")
+    del settings["rope_theta"], settings["rope_scaling"]
+    (given / "config.json").write_text(json.dumps(settings))
+    assert ModelConfig(name=model.name, **fields_of(given / "config.json")) == model
+    kept = Kept(settings).config_json({}, "float32")
+    assert (kept["num_experts"], kept["rope_theta"], kept["rope_scaling"]) == (model.num_experts, model.rope_theta, None)
+
+
+def test_the_end_of_an_answer_is_that_of_the_generation_config(tmp_path: Path) -> None:
+    model = parity.tiny("qwen3_tiny")
+    given = folder(tmp_path / "m", model, eos_token_id=None)
+    (given / "generation_config.json").write_text(json.dumps({"eos_token_id": [model.eos_token_id, 7]}))
+    assert fields_of(given / "config.json")["eos_token_id"] == model.eos_token_id
+
+
+@pytest.mark.parametrize(("theta", "refused"), [(10_000.0, False), (500.0, True)])
+def test_a_tower_that_turns_otherwise_is_refused(theta: float, refused: bool, tmp_path: Path) -> None:
+    given = folder(tmp_path / "m", parity.tiny("qwen3_vl_tiny"))
+    settings = json.loads((given / "config.json").read_text())
+    settings["vision_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    (given / "config.json").write_text(json.dumps(settings))
+    if not refused:
+        fields_of(given / "config.json")
+        return
+    with pytest.raises(ConfigError, match=r"vision_config\.rope_parameters\.rope_theta 500"):
+        fields_of(given / "config.json")

@@ -200,6 +200,56 @@ def test_biases_of_routers_are_not_rounded_with_the_weights(tmp_path: Path) -> N
     assert all((bias - biases).abs().max() < 2.1e-3 for bias in found)
 
 
+BALANCED = ("moe.aux_loss_coeff=0.5", "model.num_layers=2", "train.micro_batch_size=2", "train.global_batch_size=4")
+PADDED: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "packed": (MOE, 1, ()),
+    "rows": (MOE, 1, ("data.pack=false",)),
+    "packed, sequence parallel": (MOE, 2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "rows, stages, recomputed": (MOE, 2, ("data.pack=false", "parallel.pp=2", "train.recompute=full")),
+    "images": (VISION, 1, ("data.seq_len=512",)),
+}
+
+
+@pytest.mark.timeout(400)
+def test_balancing_losses_leave_padding_out_on_both_backends(tmp_path: Path) -> None:
+    jobs, equal = [], {}
+    for name, (path, ranks, words) in PADDED.items():
+        alone = tuple(word for word in words if not word.startswith(("parallel", "train.recompute")))
+        equal[name] = f"torch {path} {alone}".replace("/", " ")
+        if equal[name] not in {job.name for job in jobs}:
+            jobs.append(Job(equal[name], 1, (path, *COMMON, *BALANCED, *alone)))
+        jobs.append(Job(name, ranks, (path, *COMMON, *BALANCED, "backend=megatron", *words)))
+    errors = train_all(jobs, tmp_path, timeout=380, script=ROOT / "tests/support/megatron/megatron_many.py")
+    assert not any(errors.values()), errors
+    for name, expected in equal.items():
+        far = difference(tmp_path / name, tmp_path / expected)
+        assert far["loss"] < 2e-5, (name, far)
+        assert far["grad_norm"] < 2e-4, (name, far)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_depths_of_multi_token_prediction_leave_padding_out(tmp_path: Path) -> None:
+    """Padded rows train as the same rows without padding, whatever is run again in the backward pass."""
+    words = (MOE, *COMMON, *BALANCED, "backend=megatron", "model.mtp_layers=2")
+    again = {
+        "packed": (),
+        "rows": ("train.recompute=full",),
+        "packed, again": ("train.recompute=selective", "train.recompute_modules=[moe]"),
+    }
+    pack = {name: f"data.pack={str('packed' in name).lower()}" for name in again}
+    jobs = [Job(f"{name}, bare", 1, (*words, pack[name], "data.pad=false")) for name in ("packed", "rows")]
+    jobs += [Job(name, 1, (*words, pack[name], *more)) for name, more in again.items()]
+    errors = train_all(jobs, tmp_path, timeout=180, script=ROOT / "tests/support/megatron/megatron_many.py")
+    assert not any(errors.values()), errors
+    for name in again:
+        rows, bare = steps(tmp_path / name), steps(tmp_path / f"{name.split(',')[0]}, bare")
+        assert sum(row["raw_tokens"] for row in rows) > sum(row["raw_tokens"] for row in bare)
+        # In rows, the last token of a document sees the embedding of padding at its first depth, and none in a stream of documents.
+        for key, most in (("loss", 2e-5), ("grad_norm", 2e-3 if name == "rows" else 2e-4)):
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in bare], rel=most), name
+
+
 FSDP = ("megatron.data_parallel=megatron_fsdp",)
 SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
     "dp 2": (2, FSDP, (0, 16)),

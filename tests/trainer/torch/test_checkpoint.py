@@ -337,7 +337,7 @@ def test_two_runs_do_not_share_an_output(forks: Forks, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "metrics.jsonl").write_text("of the other\n")
-    line = [TEXT, *QUICK, f"output={out}", "train.steps=1", "train.warmup_steps=0"]
+    line = [TEXT, *QUICK, f"output={out}", "train.steps=1", "train.warmup_steps=0", "optimizer.warmup_steps=0"]
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"

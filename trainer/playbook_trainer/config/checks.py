@@ -144,8 +144,18 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
         )
+    if config.train.epochs is None:
+        problems += warm_up_problems(config)
     problems += _evaluation_problems(config)
     return problems + (megatron.feature_problems(config) if config.backend == "megatron" else _torch_problems(config))
+
+
+def warm_up_problems(config: TrainerConfig) -> list[str]:
+    """A learning rate that would never be reached."""
+    warm_up, steps = config.optimizer.warmup_steps, config.train.steps
+    if warm_up <= steps:
+        return []
+    return [f"optimizer.warmup_steps {warm_up} is longer than the {steps} steps of the run, which would never reach optimizer.lr: lower it"]
 
 
 def _evaluation_problems(config: TrainerConfig) -> list[str]:

@@ -58,6 +58,9 @@ class DataConfig(Strict):
     """Height and width in pixels, used with `images: fixed`."""
     max_image_pixels: int = Field(default=65_536, gt=0, le=2**28)
     """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
+    min_image_pixels: int | None = Field(default=None, ge=0, le=2**28)
+    """Smaller images are scaled up to at least this many pixels, as Qwen3-VL's preprocessor does, or to max_image_pixels where that is less. None takes
+    what the image processor beside init.weights says, and scales nothing up where there is none."""
     max_source_pixels: int = Field(default=64_000_000, gt=0, le=2**31)
     """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
     max_images_per_sample: int = Field(default=3, gt=0, le=2**16)

@@ -97,6 +97,8 @@ class Batch:
     num_images: int
     num_pairs: int = 0
     """Sum of the squared lengths of the documents, padding left out; what attention costs."""
+    real_N: Tensor | None = None
+    """bool [N], which tokens are no padding; None where all are real, or where nothing asks for it, as in a model without experts."""
     vision: VisionBatch | None = None
     slices: list[Slice] | None = None
     """Set by the context-parallel split where keys are gathered."""

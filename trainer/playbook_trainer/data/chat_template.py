@@ -17,6 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from playbook.errors import ConfigError, DataError
 
 _Message = Mapping[str, Any]
+_MARK = "\ue000mark of an answer\ue001"
+"""Stands for an answer, to see where it goes; of characters that no text has."""
 
 
 class _Generation(Extension):
@@ -63,29 +65,59 @@ class ChatTemplate:
         except jinja2.TemplateError as e:
             raise ConfigError(f"the chat template of {folder} is no Jinja that can be read: {e}") from e
 
-    def render(self, messages: Sequence[_Message], place: str) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, messages: Sequence[_Message], place: str, tools: Sequence[Any] | None = None) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and from where to where in it the assistant speaks, the end of its turn included.
 
         Raises:
-            DataError: the template refuses the conversation, or renders an answer otherwise once more turns follow, or nobody answers.
+            DataError: the template refuses the conversation, leaves out what a turn says, or nobody answers.
         """
-        text, spans = self._text(messages, place), []
+        text, spans = self._text(messages, place, tools), []
+        if tools and text == self._text(messages, place, None):
+            raise DataError(f"{place}: the chat template does not show 'tools'; take a template that does, or leave them out")
         for i, message in enumerate(messages):
+            self._refuse_unseen(messages, i, text, place, tools)
             if message.get("role") != "assistant":
                 continue
-            before, after = self._text(messages[:i], place, prompt=True), self._text(messages[: i + 1], place)
-            if not text.startswith(after) or not after.startswith(before):
-                raise DataError(
-                    f"{place}: the chat template renders answer {i} otherwise once more turns follow; make a sample of each answer"
-                )
-            spans.append((len(before), len(after)))
+            before, after = self._text(messages[:i], place, tools, prompt=True), self._text(messages[: i + 1], place, tools)
+            if text.startswith(after) and after.startswith(before):
+                spans.append((len(before), len(after)))
+            else:
+                spans.append(self._span(messages, i, (text, before), place, tools))
         if not spans:
             raise DataError(f"{place}: no turn of the assistant, so there is nothing to learn")
         return text, spans
 
-    def _text(self, messages: Sequence[_Message], place: str, *, prompt: bool = False) -> str:
+    def _refuse_unseen(self, messages: Sequence[_Message], i: int, text: str, place: str, tools: Sequence[Any] | None) -> None:
+        """Refuse calls that the template does not show: an empty answer would be learnt in their place."""
+        if messages[i].get("tool_calls"):
+            without = [*messages[:i], {k: v for k, v in messages[i].items() if k != "tool_calls"}, *messages[i + 1 :]]
+            if self._text(without, place, tools) == text:
+                raise DataError(f"{place}: the chat template does not show the tool_calls of turn {i}; take a template that does")
+
+    def _span(
+        self, messages: Sequence[_Message], i: int, texts: tuple[str, str], place: str, tools: Sequence[Any] | None
+    ) -> tuple[int, int]:
+        """Where answer `i` stands in a text that renders it otherwise than where it is the last, as Qwen3's does with thoughts.
+
+        Its content is found by putting a mark in its place; what the template puts around it as the last answer is taught as far as it is there.
+        """
+        text, before = texts
+        content = messages[i].get("content")
+        marked = self._text([*messages[:i], {**messages[i], "content": _MARK}, *messages[i + 1 :]], place, tools)
+        ahead, found, behind = marked.partition(_MARK)
+        if not (found and isinstance(content, str) and text.startswith(ahead) and text.endswith(behind)):
+            raise DataError(
+                f"{place}: the chat template renders answer {i} otherwise once more turns follow, or leaves it out; make a sample of each answer"
+            )
+        start, end = len(ahead), len(text) - len(behind)
+        alone = self._text([*messages[:i], {**messages[i], "content": _MARK}], place, tools)
+        lead, _, tail = alone[len(before) :].partition(_MARK) if alone.startswith(before) else ("", "", "")
+        start -= len(lead) if lead and ahead.endswith(lead) else 0
+        return start, end + (len(tail) if behind.startswith(tail) else 0)
+
+    def _text(self, messages: Sequence[_Message], place: str, tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._given)
+            return self._template.render(messages=list(messages), tools=tools, add_generation_prompt=prompt, **self._given)
         except Exception as e:  # a template may fail in any way
             raise DataError(
                 f"{place}: the chat template does not take this conversation: {str(e).splitlines()[0] if str(e) else type(e).__name__}"

@@ -24,15 +24,18 @@ def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataCo
         DataError: an image cannot be decoded, and `data.on_bad_image` is fail.
     """
     documents: list[Document] = []
+    real: list[bool] = []
     useful = pairs = 0
     for row in rows:
         length = sum(len(d.tokens) for d in row)
         documents += row
+        real += [True] * len(row)
         useful += length
         pairs += sum(len(d.tokens) ** 2 for d in row)
         if missing := _padded_length(length, data) - length:
             padding = np.full(missing, model.pad_token_id, dtype=np.int64)
             documents.append(Document(padding, loss_from=len(padding)))
+            real.append(False)
     lengths = [len(d.tokens) for d in documents]
     images = [image for d in documents for image in d.images]
     vision, sound = None, [True] * len(images)
@@ -51,6 +54,7 @@ def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataCo
         num_loss=int((labels != IGNORE).sum()),
         num_images=len(images),
         num_pairs=pairs,
+        real_N=torch.from_numpy(np.repeat(real, lengths)) if model.num_experts and not all(real) else None,
         vision=vision,
     )
 

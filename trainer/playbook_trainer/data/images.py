@@ -108,12 +108,17 @@ def header_size(file: Path | ImageFile, max_pixels: int = _MAX_FILE_PIXELS) -> t
     return _opened(file, max_pixels, upright)
 
 
-def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
+def target_size(height: int, width: int, factor: int, max_pixels: int, min_pixels: int = 0) -> tuple[int, int]:
     """Height and width as multiples of `factor` with at most `max_pixels` pixels; the aspect ratio is kept as far as that allows.
 
-    The rounding is that of Hugging Face's Qwen2-VL processor, without its lower bound: small images are not scaled up.
+    An image that would have less than `min_pixels` is scaled up to them, and by the rounding to a little more, which may be beyond `max_pixels`.
+    The rounding is that of Hugging Face's Qwen2-VL processor (smart_resize).
     """
-    rows, cols = max(1, round(height / factor)), max(1, round(width / factor))
+    rows, cols = round(height / factor), round(width / factor)
+    if rows * cols * factor * factor < min_pixels:
+        stretch = math.sqrt(min_pixels / (height * width))
+        return math.ceil(height * stretch / factor) * factor, math.ceil(width * stretch / factor) * factor
+    rows, cols = max(1, rows), max(1, cols)
     most = max(1, max_pixels // (factor * factor))
     if rows * cols > most:
         shrink = math.sqrt(height * width / max_pixels) * factor

@@ -22,14 +22,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from playbook.errors import ConfigError, DataError, PlaybookError
 from playbook.processes import die_with_parent
+from playbook_trainer.config.checks import warm_up_problems
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.image_decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
 from playbook_trainer.data.packing import LaneState
+from playbook_trainer.data.reader import Lost
 from playbook_trainer.data.resume import identity, other_stream
-from playbook_trainer.data.rows import Lost, Rows, check_data, count_steps, make_rows
+from playbook_trainer.data.rows import Rows, check_data, count_steps, make_rows
 from playbook_trainer.data.sources.streams import Split
 from playbook_trainer.data.tokenizer import refuse_bytes
 from playbook_trainer.exit_codes import RunError
@@ -129,7 +131,10 @@ def with_steps(config: TrainerConfig) -> TrainerConfig:
             f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps {train.warmup_steps} "
             "leaves none to time; lower train.warmup_steps or train.global_batch_size, or raise train.epochs"
         )
-    return config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    resolved = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    if problems := warm_up_problems(resolved):
+        raise ConfigError(problems[0])
+    return resolved
 
 
 def data_sha(config: TrainerConfig, steps: int = 4) -> str:

@@ -8,8 +8,9 @@ its own rows; where a lane stands is a few numbers, from which any rank and work
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from playbook.errors import ConfigError
@@ -42,9 +43,26 @@ class Packing:
     buffer: int
 
 
-def _first_fit(waiting: Sequence[int], room: int) -> int | None:
-    """Index of the first waiting length that is at most `room`; None if there is none."""
-    return next((i for i, length in enumerate(waiting) if length <= room), None)
+def pack(waiting: deque[T], source: Iterator[T], packing: Packing, length: Callable[[T], int]) -> list[T]:
+    """The next row: the earliest of what waits that still fits, until nothing does; `waiting` is filled up from `source`. Empty where both are."""
+    most = max(1, packing.buffer)
+
+    def fill() -> None:
+        waiting.extend(islice(source, max(0, most - len(waiting))))  # a run may go on with a smaller buffer
+
+    fill()
+    row, room = list[T](), packing.seq_len
+    at: int | None = 0 if waiting else None
+    while at is not None:
+        entry = waiting[at]
+        del waiting[at]
+        row.append(entry)
+        room -= length(entry)
+        if not packing.buffer:
+            break
+        fill()
+        at = next((i for i, each in enumerate(waiting) if length(each) <= room), None)
+    return row
 
 
 class Lane(Generic[T, D]):
@@ -69,6 +87,7 @@ class Lane(Generic[T, D]):
         self._chunk: tuple[int, Items[T]] = (-1, [])
         self._sample: tuple[tuple[int, int], Sequence[D]] = ((-1, -1), [])
         self._waiting: deque[tuple[Place, D]] = deque()
+        self._drawn = iter(self._draw, None)  # a generator would be at its end after an error
         self.rows = 0
         self._next: Place = (0, 0, 0)
         if state is not None:
@@ -79,33 +98,13 @@ class Lane(Generic[T, D]):
 
     def row(self) -> list[D]:
         """Pack the next row of the lane."""
-        row, room, most = [], self._packing.seq_len, max(1, self._packing.buffer)
-        self._refill(most)
-        at: int | None = 0
-        while at is not None:
-            document = self._waiting[at][1]
-            del self._waiting[at]
-            row.append(document)
-            room -= len(document)
-            if not self._packing.buffer:
-                break
-            self._refill(most)
-            at = _first_fit([len(d) for _, d in self._waiting], room)
+        row = pack(self._waiting, self._drawn, self._packing, lambda entry: len(entry[1]))
         self.rows += 1
-        return row
-
-    def is_past(self, chunks: float) -> bool:
-        """Whether the rows so far hold all that this lane draws from the first `chunks` chunks of the stream."""
-        self._refill(1)
-        return all(self._number + drawn * self._lanes >= chunks for (drawn, _, _), _ in self._waiting)
+        return [document for _, document in row]
 
     def state(self) -> LaneState:
         """Where the lane stands, for a lane that goes on from here."""
         return [self.rows, *self._next, *(number for place, _ in self._waiting for number in place)]
-
-    def _refill(self, most: int) -> None:
-        while len(self._waiting) < most:
-            self._waiting.append(self._draw())
 
     def _draw(self) -> tuple[Place, D]:
         while True:

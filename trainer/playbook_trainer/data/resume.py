@@ -23,6 +23,7 @@ def identity(config: TrainerConfig) -> dict[str, Any]:
     if config.data.path is not None:
         found["data.path"] = Path(config.data.path).name  # the same data may lie on another file system by now
     found["eval.path"] = "set" if config.eval.path is not None else None  # with it, no training sample is held out
+    found["train.epochs"] = "set" if config.train.epochs is not None else None  # with it, rows are planned over whole epochs
     if config.data.source == "generated":
         del found["data.path"]  # a cache of what is made
         found |= {f"data.generated.{key}": value for key, value in data["generated"].items()}
@@ -33,7 +34,7 @@ def other_stream(state: Mapping[str, Any], config: TrainerConfig) -> str | None:
     """Why the stream that a checkpoint has read is not the one of this configuration, if so; what it does not say is not compared."""
     saved, own = state.get("stream", {}), identity(config)
     if saved:  # from before there was that key
-        saved = {"eval.path": None, **saved}
+        saved = {"eval.path": None, "train.epochs": None, **saved}
     for key in own:
         if key not in saved or saved[key] == own[key]:
             continue

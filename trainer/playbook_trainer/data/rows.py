@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -13,13 +14,16 @@ from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig, TrainerConfig
 from playbook_trainer.data.chat_template import ChatTemplate
 from playbook_trainer.data.document import Document
-from playbook_trainer.data.images import BadImage
+from playbook_trainer.data.epochs import EpochPlan, EpochRows, measured
 from playbook_trainer.data.packing import Lane, LaneState, Packing
+from playbook_trainer.data.reader import Lost, Reader, none_left
 from playbook_trainer.data.sources.chat import Conversation
+from playbook_trainer.data.sources.pieces import Pieces, pieces
 from playbook_trainer.data.sources.registry import Text, open_chat, open_text, open_vqa
-from playbook_trainer.data.sources.streams import Flat, Items, Sharded, Split
+from playbook_trainer.data.sources.streams import HOLD_OUT, Flat, Part, Sharded, Split
 from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, fit_images, merge_factor
 from playbook_trainer.data.tokenizer import FileTokenizer, load_tokenizer
+from playbook_trainer.huggingface.preprocessor import pixels_of
 
 T = TypeVar("T")
 
@@ -27,17 +31,6 @@ _MOCK_LENGTHS = 1000
 """Real samples whose lengths mock rows draw from."""
 _CHECKED, _CHECKED_TOKENS = 256, 1_000_000
 """Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read: long ones take seconds."""
-_MOST_LOST = 10_000
-"""Samples in a row that may be left out; where as many are, data and configuration do not fit each other."""
-
-
-class Lost(NamedTuple):
-    """A sample that is left out."""
-
-    counter: str
-    """`samples_dropped` (too long) or `samples_bad` (not readable as a sample)."""
-    why: str
-    """Its place, and what is wrong with it."""
 
 
 class Rows(Protocol):
@@ -68,31 +61,88 @@ def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneStat
     """
     if config.data.kind == "mock":
         return MockRows(_mock_lengths(config), config.model, config.data, _seed(config, split))
-    return _lane_rows(config, split, states or {})
+    data = _data_of(config, split)
+    samples, documents = _samples(data, config.model, config.train.global_batch_size)
+    if split == "train" and config.train.epochs is not None:
+        stream, reader = samples.stream(_part(config, split), config.train.global_batch_size), Reader(documents, data)
+        return EpochRows(lambda: epoch_plan(config), stream, reader, config.train.global_batch_size)
+    return LaneRows(samples, documents, config, split, states or {})
 
 
 def count_steps(config: TrainerConfig, epochs: float) -> int:
-    """Steps after which every sample of the training data has been in a row `epochs` times, whatever else has been by then.
-
-    Reads all samples but no image; rows are packed as in the run.
-    """
-    rows = _lane_rows(config, "train", {})
-    return max(1, *(rows.count(number, epochs) for number in range(config.train.global_batch_size)))
+    """Steps whose rows hold every sample of the training data `epochs` times. Reads all samples but no image; rows are packed as in the run."""
+    return max(1, -(-epoch_plan(config).count(epochs) // config.train.global_batch_size))
 
 
-def _lane_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneState]) -> LaneRows[Any]:
-    data, model = _data_of(config, split), config.model
-    if data.kind == "text":
-        return LaneRows(open_text(data, model), text_documents(model, data), config, split, states)
+def epoch_plan(config: TrainerConfig) -> EpochPlan:
+    """The plan of the training data's epochs, made once for the same data."""
+    read = {"seed", "model", "data", "eval", "init"}
+    return _epoch_plan(config.model_dump_json(include=read), config.train.global_batch_size, _stamp(config.data.path))
+
+
+@lru_cache(maxsize=1)
+def _epoch_plan(settings: str, lanes: int, _stamp: tuple[object, ...]) -> EpochPlan:
+    config = TrainerConfig.model_validate_json(settings)
+    samples, documents = _samples(_data_of(config, "train"), config.model, lanes)
+    sizes = measured(samples.stream(_part(config, "train"), lanes), Reader(documents, config.data))
+    return EpochPlan(sizes, _packing(config.data), lanes, _seed(config, "train"))
+
+
+def _stamp(path: str | None) -> tuple[object, ...]:
+    """What changes where the files of a data set do."""
+    root = Path(path or "")
+    try:
+        files = sorted(root.iterdir()) if root.is_dir() else [root]
+        return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
+    except (OSError, ValueError):  # which reading it will say
+        return ()
+
+
+def _samples(data: DataConfig, model: ModelConfig, lanes: int) -> tuple[Flat[Any] | Sharded[Any], Callable[[Any], Sequence[Document]]]:
+    """The samples that `data` names, and what makes documents of one. Of few texts, each piece is a sample, so that every lane has its own."""
     if data.kind == "chat":
-        return LaneRows(open_chat(data), _chat_documents(model, data), config, split, states)
-    return LaneRows(open_vqa(data), _vqa_documents(model, data), config, split, states)
+        return open_chat(data), _chat_documents(model, data)
+    if data.kind == "vqa":
+        return open_vqa(data), _vqa_documents(model, data)
+    return _texts(data.model_dump_json(), model.model_dump_json(), lanes, _stamp(data.path))
+
+
+@lru_cache(maxsize=4)
+def _texts(
+    data_json: str, model_json: str, lanes: int, _stamp: tuple[object, ...]
+) -> tuple[Flat[Any] | Sharded[Any], Callable[[Any], Sequence[Document]]]:
+    data, model = DataConfig.model_validate_json(data_json), ModelConfig.model_validate_json(model_json)
+    texts, documents = open_text(data, model), text_documents(model, data)
+    few = texts.fewer_than(max(HOLD_OUT, lanes))
+    return (texts, documents) if few is None else (pieces(few, documents), lambda piece: [piece])
+
+
+def _part(config: TrainerConfig, split: Split) -> Part:
+    return "all" if config.eval.path is not None else split
+
+
+def _packing(data: DataConfig) -> Packing:
+    return Packing(data.seq_len, data.pack_buffer if data.pack else 0)
 
 
 def _data_of(config: TrainerConfig, split: Split) -> DataConfig:
-    """Where the samples of a split are."""
+    """Where the samples of a split are, and the bounds of image sizes."""
     own = split == "eval" and config.eval.path is not None
-    return config.data.model_copy(update={"path": config.eval.path}) if own else config.data
+    path = config.eval.path if own else config.data.path
+    return config.data.model_copy(update={"path": path, "min_image_pixels": _least_pixels(config)})
+
+
+def _least_pixels(config: TrainerConfig) -> int | None:
+    """Pixels below which images are scaled up, by the configuration or by the image processor beside the weights."""
+    data, weights, vision = config.data, config.init.weights, config.model.vision
+    if weights is None or vision is None or data.kind not in ("vqa", "chat"):
+        return data.min_image_pixels
+    least, most = pixels_of(Path(weights), vision)
+    if most is not None and data.images == "variable" and data.max_image_pixels > most:
+        raise ConfigError(
+            f"data.max_image_pixels is {data.max_image_pixels}, and the image processor in {weights} takes no more than {most}"
+        )
+    return least if data.min_image_pixels is None else data.min_image_pixels
 
 
 def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
@@ -114,62 +164,17 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
 
 
 def _check_first(data: DataConfig, model: ModelConfig) -> None:
-    if data.kind == "text":
-        _read_first(open_text(data, model), text_documents(model, data), data)
-    elif data.kind == "chat":
-        _read_first(open_chat(data), _chat_documents(model, data), data)
-    elif data.kind == "vqa":
-        _read_first(open_vqa(data), _vqa_documents(model, data), data)
+    if data.kind != "mock":
+        _read_first(*_samples(data, model, 1), data)
 
 
-def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> None:
-    items, reader, read, tokens = data.head(), _Reader(documents, config), 0, 0
+def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], Sequence[Document]], config: DataConfig) -> None:
+    items, reader, read, tokens = data.head(), Reader(documents, config), 0, 0
     while read < min(_CHECKED, len(items)) and tokens < _CHECKED_TOKENS:
         tokens += sum(len(document.tokens) for document in reader.read(items, read))
         read += 1
     if len(reader.lost) == read > 0:
-        raise DataError(_none_left(reader.lost))
-
-
-def _none_left(lost: Sequence[Lost]) -> str:
-    return (
-        f"the data has {len(lost)} samples in a row of which none can be used, first {lost[0].why}; raise data.seq_len or "
-        "data.max_images_per_sample, set data.on_long_sample: cut, or mend the data"
-    )
-
-
-class _Reader(Generic[T]):
-    """Documents of samples under the policies for those that are bad or too long; remembers which ones it left out."""
-
-    def __init__(self, documents: Callable[[T], list[Document]], data: DataConfig) -> None:
-        self._documents, self._skip = documents, data.on_bad_sample == "skip"
-        self.lost: list[Lost] = []
-        self._in_vain: list[Lost] = []
-
-    def read(self, items: Items[T], i: int) -> list[Document]:
-        """The documents of item `i`; none where it is left out.
-
-        Raises:
-            DataError: it is bad and the policy is to fail, or too many in a row are left out.
-        """
-        try:
-            found = self._documents(items[i])
-        except BadImage:  # which data.on_bad_image is about
-            raise
-        except TooLong as e:
-            lost = Lost("samples_dropped", str(e))
-        except DataError as e:
-            if not self._skip:
-                raise
-            lost = Lost("samples_bad", str(e))
-        else:
-            self._in_vain.clear()
-            return found
-        self.lost.append(lost)
-        self._in_vain.append(lost)
-        if len(self._in_vain) == _MOST_LOST:
-            raise DataError(_none_left(self._in_vain))
-        return []
+        raise DataError(none_left(reader.lost))
 
 
 class LaneRows(Generic[T]):
@@ -178,16 +183,16 @@ class LaneRows(Generic[T]):
     def __init__(
         self,
         data: Flat[T] | Sharded[T],
-        documents: Callable[[T], list[Document]],
+        documents: Callable[[T], Sequence[Document]],
         config: TrainerConfig,
         split: Split,
         states: Mapping[int, LaneState],
     ) -> None:
         self._lanes_in_all = config.train.global_batch_size
-        self._stream = data.stream("all" if config.eval.path is not None else split, self._lanes_in_all)
-        self._reader, self._states = _Reader(documents, config.data), states
+        self._stream = data.stream(_part(config, split), self._lanes_in_all)
+        self._reader, self._states = Reader(documents, config.data), states
         self.extent = self._stream.extent
-        self._packing = Packing(config.data.seq_len, config.data.pack_buffer if config.data.pack else 0)
+        self._packing = _packing(config.data)
         self._seed = _seed(config, split)
         self._lanes: dict[int, Lane[T, Document]] = {}
 
@@ -209,14 +214,6 @@ class LaneRows(Generic[T]):
     def state(self, k: int) -> LaneState:
         """Where the lane of row `k` stands."""
         return self._lanes[k % self._lanes_in_all].state()
-
-    def count(self, number: int, epochs: float) -> int:
-        """Rows of a lane until its samples have been in one `epochs` times."""
-        lane, chunks = self._begin(number, 0), epochs * self._stream.num_chunks
-        while number < chunks and not lane.is_past(chunks):
-            lane.row()
-            self._reader.lost.clear()
-        return lane.rows
 
     def _begin(self, number: int, wanted: int) -> Lane[T, Document]:
         state = self._states.get(number)
@@ -262,18 +259,19 @@ class MockRows:
         return []
 
 
-def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], list[Document]]:
+def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], Pieces]:
     """Tokenize a text, end it with eos and cut it into pieces of seq_len; the last piece is shorter. The loss is everywhere."""
     tokenizer = load_tokenizer(data.tokenizer, model, prepared=True)
 
-    def documents(text: Text) -> list[Document]:
-        tokens = np.append(np.asarray(tokenizer.encode(text) if isinstance(text, str) else text, dtype=np.int64), model.eos_token_id)
-        if model.image_token_id is not None and bool((tokens == model.image_token_id).any()):
+    def documents(text: Text) -> Pieces:
+        ids = tokenizer.encode_long(text) if isinstance(text, str) else text
+        if model.image_token_id is not None and bool((ids == model.image_token_id).any()):
             raise DataError(
                 f"data.path {data.path}: the tokenizer turns text into model.image_token_id {model.image_token_id}; "
                 "take the model's own tokenizer"
             )
-        return [Document(tokens[at : at + data.seq_len]) for at in range(0, len(tokens), data.seq_len)]
+        narrow = np.min_scalar_type(model.vocab_size)
+        return Pieces(np.concatenate([ids.astype(narrow), np.asarray([model.eos_token_id], dtype=narrow)]), data.seq_len)
 
     return documents
 
@@ -317,7 +315,7 @@ def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversat
 
     def documents(conversation: Conversation) -> list[Document]:
         place, files = conversation.place, conversation.images
-        text, spans = template.render(conversation.messages, place)
+        text, spans = template.render(conversation.messages, place, conversation.tools)
         found, starts = tokenizer.encode_with_places(text)
         ids, at = np.asarray(found, dtype=np.int64), np.asarray(starts)
         taught = np.any([(a <= at) & (at < b) for a, b in spans], axis=0)
@@ -346,8 +344,8 @@ def _mock_lengths(config: TrainerConfig) -> list[int]:
     return _lengths(open_vqa(real.data), _vqa_documents(model, real.data), real.data)
 
 
-def _lengths(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> list[int]:
-    items, reader = data.head(), _Reader(documents, config)
+def _lengths(data: Flat[T] | Sharded[T], documents: Callable[[T], Sequence[Document]], config: DataConfig) -> list[int]:
+    items, reader = data.head(), Reader(documents, config)
     pieces = (d for i in range(min(_MOCK_LENGTHS, len(items))) for d in reader.read(items, i))
     return [len(d) for d in islice(pieces, _MOCK_LENGTHS)]
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
+from playbook_trainer.huggingface.parts import read_json
 
 _NUM_BYTES = 256
 _BYTE_VOCABULARY = 1024
 """No model of bytes and special tokens has more ids."""
+
+
+_LINE = re.compile(r"\n(?=\S)")
+_BLOCK = 2**20
+"""Characters that are tokenized at once: a token takes some hundred bytes while it is."""
 
 
 class Tokenizer(Protocol):
@@ -20,6 +32,10 @@ class Tokenizer(Protocol):
         """The ids of `text`, without any special token."""
         ...
 
+    def encode_long(self, text: str) -> NDArray[Any]:
+        """As `encode`, for texts of any length; one of more than a million characters is tokenized in blocks that end with a line."""
+        ...
+
 
 class ByteTokenizer:
     """One token per UTF-8 byte, ids 0 to 255; the special tokens of the model lie above."""
@@ -27,6 +43,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """The bytes of `text`."""
         return list(text.encode("utf-8"))
+
+    def encode_long(self, text: str) -> NDArray[Any]:
+        """The bytes of `text`."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
 
 class FileTokenizer:
@@ -48,6 +68,8 @@ class FileTokenizer:
             raise
         except Exception as e:  # the library raises bare Exception for every broken file
             raise DataError(f"{path} is no tokenizer.json that the 'tokenizers' library can read: {e}") from e
+        self.path, self.settings = path, _settings(path.parent / "tokenizer_config.json")
+        self._check_settings()
         self._backend.encode_special_tokens = not prepared
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -56,6 +78,33 @@ class FileTokenizer:
             raise ConfigError(
                 f"{path} has token ids up to {largest}, the model's vocab_size is {vocab_size}; "
                 f"take the model's own tokenizer, or set model.vocab_size to at least {largest + 1}"
+            )
+
+    def _check_settings(self) -> None:
+        """Refuse what the files beside it add to the tokenizer: transformers makes other tokens of the same text then."""
+        folder, added = self.path.parent, {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        named = [*_named(self.settings), *_named(_settings(folder / "special_tokens_map.json")), *_settings(folder / "added_tokens.json")]
+        spaced = re.search(r'"add_prefix_space":\s*true', self._backend.to_str()) is not None
+        wrong = [f"token {name!r}, which is none of its added_tokens" for name in dict.fromkeys(named) if name not in added]
+        wrong += ["split_special_tokens"] if self.settings.get("split_special_tokens") else []
+        wrong += ["add_prefix_space"] if self.settings.get("add_prefix_space") and not spaced else []
+        if wrong:
+            raise ConfigError(
+                f"{self.path}: the files beside it ask for {'; '.join(wrong[:3])}; take the tokenizer as it was saved, or make them agree"
+            )
+
+    def refuse_frames(self) -> None:
+        """Refuse a tokenizer that puts tokens around every text: here a text begins without, and ends with the model's eos_token_id.
+
+        Raises:
+            ConfigError: its settings or its post_processor say so.
+        """
+        asked = [key for key in ("add_bos_token", "add_eos_token") if self.settings.get(key)]
+        if self._backend.num_special_tokens_to_add(False):
+            asked.append("a post_processor with special tokens")
+        if asked:
+            raise ConfigError(
+                f"{self.path} asks for {' and '.join(asked)}, and texts get none but the end here (transformers 4 and 5 differ in it): say false in a copy"
             )
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
@@ -67,6 +116,20 @@ class FileTokenizer:
         """The ids of `text`."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
+    def encode_long(self, text: str) -> NDArray[Any]:
+        """The ids of `text`."""
+        return np.concatenate([np.asarray(self.encode(text[a:b]), dtype=np.uint32) for a, b in pairwise(_borders(text))])
+
+
+def _borders(text: str) -> list[int]:
+    """Where blocks begin and end: before a line that begins with no space, else before a word, else anywhere."""
+    borders = [0]
+    while (start := borders[-1]) + _BLOCK < len(text):
+        window = text[start + 1 : start + _BLOCK]
+        line = max((match.end() for match in _LINE.finditer(window)), default=0)
+        borders.append(start + 1 + (line or max(0, window.rfind(" ")) or len(window)))
+    return [*borders, len(text)]
+
 
 def load_tokenizer(name: str, model: ModelConfig, *, prepared: bool = False) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names; in `prepared` text, special tokens are tokens.
@@ -76,7 +139,26 @@ def load_tokenizer(name: str, model: ModelConfig, *, prepared: bool = False) -> 
         ConfigError: its ids, or the model's special ids, do not fit the model's vocabulary.
     """
     _check_special(model, least=_NUM_BYTES if name == "byte" else 0)
-    return ByteTokenizer() if name == "byte" else FileTokenizer(Path(name), model.vocab_size, prepared=prepared)
+    if name == "byte":
+        return ByteTokenizer()
+    tokenizer = FileTokenizer(Path(name), model.vocab_size, prepared=prepared)
+    tokenizer.refuse_frames()
+    return tokenizer
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """One of the files beside a tokenizer.json; empty where it is not there."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _named(settings: dict[str, Any]) -> list[str]:
+    """The special tokens that such a file names, each of which transformers adds to the tokenizer."""
+    groups = [settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")]
+    each: list[Any] = [value for key, value in settings.items() if key.endswith("_token") and not key.startswith("add_")]
+    for group in (*groups, settings.get("added_tokens_decoder")):
+        each += group.values() if isinstance(group, dict) else group if isinstance(group, list) else []
+    texts = [value.get("content") if isinstance(value, dict) else value for value in each]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def refuse_bytes(config: TrainerConfig) -> None:
@@ -86,9 +168,15 @@ def refuse_bytes(config: TrainerConfig) -> None:
         ConfigError: `init.weights` has a tokenizer, or more ids than bytes, and `data.tokenizer` is byte.
     """
     data, weights = config.data, config.init.weights
-    if weights is None or data.tokenizer != "byte" or data.kind == "mock" or data.source == "generated":
+    if weights is None or data.kind == "mock" or data.source == "generated":
         return
     own = Path(weights) / "tokenizer.json"
+    if data.tokenizer != "byte":
+        if own.is_file() and not _same(own, Path(data.tokenizer)):
+            raise ConfigError(
+                f"data.tokenizer {data.tokenizer} is another than the one that the weights in {weights} know text by: set data.tokenizer: {own}"
+            )
+        return
     if own.is_file():
         raise ConfigError(
             f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: {own}"
@@ -98,6 +186,17 @@ def refuse_bytes(config: TrainerConfig) -> None:
             f"data.tokenizer is byte, and the weights in {weights} have {config.model.vocab_size} ids, which are not of bytes: "
             "set data.tokenizer to the tokenizer.json that was published with them"
         )
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two files of tokenizers hold the same, however they are written; one that is not there is refused elsewhere."""
+    try:
+        first, second = one.read_bytes(), other.read_bytes()
+        return first == second or json.loads(first) == json.loads(second)
+    except OSError:
+        return True
+    except (ValueError, RecursionError):
+        return False
 
 
 def _check_special(model: ModelConfig, least: int) -> None:

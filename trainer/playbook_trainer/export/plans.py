@@ -23,6 +23,9 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
     "playbook": ours.launchable,
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
+SETTINGS: Mapping[str, tuple[str, ...]] = {"megatron-lm": ("loss=native",)}
+"""By trainer, settings that all its runs have, for the search to reckon with. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses
+Transformer Engine's loss."""
 _BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
 

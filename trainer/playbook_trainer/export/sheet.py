@@ -22,6 +22,7 @@ READING = " ".join(
         "images",
         "fixed_image_size",
         "max_image_pixels",
+        "min_image_pixels",
         "max_source_pixels",
         "max_images_per_sample",
         "on_bad_image",

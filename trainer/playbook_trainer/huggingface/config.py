@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,9 @@ from pydantic import ValidationError
 
 from playbook.errors import ConfigError
 from playbook_trainer.config.model import ModelConfig, VisionConfig
+from playbook_trainer.huggingface.generation import end_of
+from playbook_trainer.huggingface.keys import untrained
+from playbook_trainer.huggingface.parts import part_of, read_json, text_of
 
 _TEXT_FIELDS = {
     "vocab_size": "vocab_size",
@@ -22,7 +24,6 @@ _TEXT_FIELDS = {
     "hidden_act": None,
     "rms_norm_eps": "rms_norm_eps",
     "attention_bias": None,
-    "use_sliding_window": None,
 }
 """Their name to ours; None where the model has no choice."""
 
@@ -244,7 +245,7 @@ def fields_of(path: Path) -> dict[str, Any]:
         ConfigError: it describes none that this trainer trains.
     """
     settings = read_json(path)
-    kind, text, vision = str(settings.get("model_type")), _part(settings, "text_config") or settings, _part(settings, "vision_config")
+    kind, text, vision = str(settings.get("model_type")), text_of(settings), part_of(settings, "vision_config")
     if kind not in _KINDS:
         raise ConfigError(f"{path} is of model_type {kind!r}; this trainer trains {', '.join(_KINDS)}")
     rope = _rope(text)
@@ -252,12 +253,21 @@ def fields_of(path: Path) -> dict[str, Any]:
     for name in ("eos_token_id", "pad_token_id"):  # of several, the first ends an answer
         if isinstance(fields.get(name), list):
             fields[name] = next(iter(fields[name]), None)
+    fields["eos_token_id"] = end_of(path.parent, fields.get("eos_token_id"))
+    if fields.get("rope_theta") is None:
+        raise ConfigError(
+            f"{path} has no rope_theta, and versions of transformers take different ones then: add the one that the model was trained with"
+        )
     if kind == "deepseek_v3":
         fields |= _deepseek_fields(text, fields, rope)
     elif fields.get("num_experts"):
         fields.setdefault("norm_topk_prob", kind == "qwen3_vl_moe")  # what transformers takes where a file does not say
     if vision:
         fields["vision"] = _taken(vision, _VISION_FIELDS)
+        if (spread := vision.get("initializer_range")) not in (None, fields.get("init_std")):
+            raise ConfigError(
+                f"{path}: vision_config.initializer_range {spread!r} is another than the text model's, and here there is one for both"
+            )
     try:
         model = ModelConfig(name=path.parent.name, **fields)
     except ValidationError as e:
@@ -313,30 +323,29 @@ def check_config(config: ModelConfig, path: Path) -> None:
         for key, (value, ours_name) in ours.items()
         if key in theirs and theirs[key][0] != value
     ]
+    different += [clause.removeprefix(text) for clause in untrained(_parts(settings))]
     if different:
         raise ConfigError(f"{path} describes another model than model.name {config.name}: {'; '.join(different)}; change model.*")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ConfigError: the file is missing or holds none.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable as JSON ({error}); fetch it again") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object; fetch it again")
-    return found
+def _parts(settings: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], set[str]]]:
+    """The parts of a `config.json`, each with the names of its keys that are read."""
+    text, vision = text_of(settings), part_of(settings, "vision_config")
+    kind = _KINDS.get(str(settings.get("model_type")), {})
+    own = {*_OWN_FIELDS, *_TEXT_FIELDS, *kind, "num_local_experts", "intermediate_size", "rope_theta", "max_position_embeddings"}
+    rope = {*_ROPE_FIELDS, *_YARN_FIELDS, "type", "attention_factor", "truncate"}
+    parts: dict[str, tuple[Mapping[str, Any], set[str]]] = {
+        "text_config.": (text, own),
+        "rope_parameters.": (_rope(text), rope),
+        "vision_config.": (vision, {*_VISION_FIELDS, "initializer_range"}),
+        "vision_config.rope_parameters.": (part_of(vision, "rope_parameters"), set()),
+    }
+    return {**parts, "": (settings, {*_OWN_FIELDS})} if part_of(settings, "text_config") else parts
 
 
 def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple[Any, str | None]]:
     """The entries of a `config.json` that say what is computed: their name to value and our name."""
-    vision, text = _part(settings, "vision_config"), _part(settings, "text_config") or settings
+    vision, text = part_of(settings, "vision_config"), text_of(settings)
     if settings.get("model_type") == "qwen3_moe":
         text = {"norm_topk_prob": False, **text}  # what transformers takes where a file does not say
     rope = _rope(text)
@@ -345,6 +354,8 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
         rope, yarn = _stretched(rope), {**_YARN_FIELDS, "attention_factor": None, "truncate": None}
     # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
     widths: Mapping[str, str | None] = {k: v for k, v in _MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
+    if not config.first_dense_layers:  # the width of layers that there are none of
+        widths = {k: v for k, v in widths.items() if v != "ffn_size"}
     if config.attention == "gqa":
         widths = {"head_dim": "head_dim"} | (_MOE_FIELDS if config.num_experts else _DENSE_FIELDS)
     top = {"model_type": None} | {f"{name}_token_id": f"{name}_token_id" for name in ("image", "vision_start", "vision_end")}
@@ -369,7 +380,7 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     Where there are both, as after adding rope_scaling by hand for longer rows, transformers 5 goes by rope_scaling.
     """
     rope = {"rope_theta": text.get("rope_theta")}
-    for part in (_part(text, "rope_parameters"), _part(text, "rope_scaling")):
+    for part in (part_of(text, "rope_parameters"), part_of(text, "rope_scaling")):
         kind = part.get("rope_type", part.get("type"))  # published before transformers renamed it
         rope |= {**part, "rope_type": kind} if kind is not None else part
     return rope
@@ -390,11 +401,6 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("attention_factor"), float):
         given["attention_factor"] = round(given["attention_factor"], 6)
     return given
-
-
-def _part(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    part = settings.get(key)
-    return part if isinstance(part, dict) else {}
 
 
 def _vision_config(config: ModelConfig, vision: VisionConfig) -> dict[str, Any]:

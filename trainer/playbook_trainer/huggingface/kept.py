@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.huggingface.config import read_json
+from playbook_trainer.huggingface.parts import for_transformers_4, read_json
 
 CONFIG = "config.json"
 _TOKENIZER = (
@@ -32,6 +32,10 @@ class Kept:
     def config_json(self, own: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         """The config.json to write: the source's, or our `own`, with the precision of the weights beside it."""
         settings = dict(self.settings if self.settings is not None else own)
+        if isinstance(settings.get("text_config"), dict):
+            settings["text_config"] = for_transformers_4(settings["text_config"])
+        else:
+            settings = for_transformers_4(settings)
         for name, part in settings.items():
             if name in ("text_config", "vision_config") and isinstance(part, dict):
                 settings[name] = part | {key: dtype for key in _DTYPE_KEYS if key in part}

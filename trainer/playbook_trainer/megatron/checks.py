@@ -240,6 +240,18 @@ def _vision_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+def _padding_problems(config: TrainerConfig) -> list[str]:
+    """Where padding would count in the balance of experts."""
+    data = config.data
+    padded = (data.pad and data.kind != "mock") or data.pad_to_multiple is not None or config.parallel.cp > 1
+    balanced = config.model.num_experts > 0 and (config.moe.aux_loss_coeff > 0 or config.model.router_bias)
+    if not (config.megatron.overlap_expert_parallel and padded and balanced):
+        return []
+    return [
+        "megatron.overlap_expert_parallel hands routers no mask, so padding would count in the balance of experts: set it to false, or data.pad: false"
+    ]
+
+
 def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
     """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
     idle = {**own, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
@@ -250,7 +262,7 @@ def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches that do not go together, or that have nothing to act on."""
     problems = _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
-    return problems + _idle_problems(config)
+    return problems + _padding_problems(config) + _idle_problems(config)
 
 
 def _idle_problems(config: TrainerConfig) -> list[str]:
@@ -348,6 +360,11 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths of "
             "multi-token prediction again one by one; leave megatron.recompute_layers out"
+        )
+    if train.recompute == "full" and config.model.mtp_layers and (config.data.pack or not config.data.pad):
+        problems.append(
+            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents are packed; "
+            "set train.recompute: selective, or data.pack: false and data.pad: true"
         )
     if "vision" in train.recompute_modules and config.model.vision is None:
         problems.append("train.recompute_modules 'vision': the model has no vision tower")

@@ -31,6 +31,7 @@ from playbook_trainer.megatron.hooks import announced
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.model import gpt as model
 from playbook_trainer.megatron.model import vision_language
+from playbook_trainer.megatron.model.experts import balances, mask_padding
 from playbook_trainer.megatron.state import weights
 from playbook_trainer.megatron.state.checkpoints import MegatronSaver, gather_parameters
 from playbook_trainer.observe.ranges import range_
@@ -56,6 +57,8 @@ class MegatronEngine:
             _open_buffers(config)
         self.transformer_config = transformer_config(config)
         chunks = build_chunks(config, self.transformer_config, device)
+        if balances(config):
+            mask_padding(chunks, self.axes)
         self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(_has_experts(x) for c in chunks for x in c.decoder.layers)
         with graphs.wrapping(config):
             self.chunks = wrap.wrap(config, self.transformer_config, chunks)
@@ -72,6 +75,9 @@ class MegatronEngine:
         if not self.axes.is_first_stage:
             for each in made:
                 each.vision = None
+        if not balances(self.config):
+            for each in made:
+                each.padding = None
         return [each.to(self.device) for each in made]
 
     def forward_backward(self, batches: list[Inputs], labels: Tensor) -> Tensor:
@@ -179,6 +185,8 @@ def _forward_step(
         given["loss_mask"] = batch["weight"]
     if config.model.vision is not None:
         given |= {"positions_3N": batch["positions"], "vision": batch["vision"]}
+    if batch["padding"] is not None:
+        given["padding_mask"] = batch["padding"]
     loss = partial(_summed_loss, weight=batch["weight"], scale=batch["scale"])
     if return_schedule_plan:
         return model.build_schedule_plan(batch["tokens"], batch["positions"], None, **given), loss

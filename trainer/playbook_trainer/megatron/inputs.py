@@ -43,6 +43,8 @@ class Inputs:
     num_loss: int
     """Labels of the whole micro-batch, over all context ranks."""
     vision: VisionBatch | None = None
+    padding: Tensor | None = None
+    """bool, of the shape of `tokens`; None where no token is padding, or where no experts are balanced."""
 
     def to(self, device: Any) -> Inputs:
         """The same micro-batch with its tensors on `device`."""
@@ -66,10 +68,12 @@ def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
     if batch.tokens_N.numel() % rows:
         raise AssertionError("rows of unequal length in a batch of rows")
     tokens, labels, positions = (t.view(rows, -1) for t in (batch.tokens_N, batch.labels_N, batch.positions))
+    padding = None if batch.real_N is None else ~batch.real_N.view(rows, -1)
     if axes.cp.size > 1:
         take = slices(tokens.shape[1], axes.cp)
         tokens, labels, positions = tokens[:, take], labels[:, take], positions[:, take]
-    return _inputs(tokens, labels, positions, None, 0, batch)
+        padding = None if padding is None else padding[:, take].contiguous()
+    return _inputs(tokens, labels, positions, None, 0, batch, padding=padding)
 
 
 def slices(length: int, cp: Axis) -> Tensor:
@@ -84,9 +88,10 @@ def slices(length: int, cp: Axis) -> Tensor:
 def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
     if axes.cp.size == 1:
         share = sequence.cut(batch, axes)
+        padding = None if batch.real_N is None else ~batch.real_N.unsqueeze(0)
         tokens, labels = batch.tokens_N.unsqueeze(0), batch.labels_N.unsqueeze(0)
         positions = batch.positions if visual else batch.positions.unsqueeze(0)
-        return _inputs(tokens, labels, positions, batch.cu_seqlens.to(torch.int32), batch.max_seqlen, batch, share.vision)
+        return _inputs(tokens, labels, positions, batch.cu_seqlens.to(torch.int32), batch.max_seqlen, batch, share.vision, padding)
     multiple = 2 * axes.cp.size * (axes.tp.size if axes.sequence_parallel else 1)
     index_n, borders = _document_slices(batch.cu_seqlens.tolist(), axes.cp, multiple)
     real_n = index_n >= 0
@@ -96,7 +101,10 @@ def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
     positions = batch.positions[..., place_n].where(real_n, 0)
     vision = None if batch.vision is None else _own_images(batch, index_n, axes)
     longest = int((borders[1:] - borders[:-1]).max())
-    return _inputs(tokens, labels, positions if visual else positions.unsqueeze(0), borders, longest, batch, vision)
+    padding = None
+    if batch.real_N is not None or int(borders[-1]) > batch.tokens_N.numel():
+        padding = ~(real_n if batch.real_N is None else batch.real_N[place_n] & real_n).unsqueeze(0)
+    return _inputs(tokens, labels, positions if visual else positions.unsqueeze(0), borders, longest, batch, vision, padding)
 
 
 def _document_slices(cu_seqlens: list[int], cp: Axis, multiple: int) -> tuple[Tensor, Tensor]:
@@ -126,8 +134,15 @@ def _own_images(batch: Batch, index_n: Tensor, axes: Axes) -> VisionBatch:
 
 
 def _inputs(
-    tokens: Tensor, labels: Tensor, positions: Tensor, borders: Tensor | None, longest: int, batch: Batch, vision: VisionBatch | None = None
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor,
+    borders: Tensor | None,
+    longest: int,
+    batch: Batch,
+    vision: VisionBatch | None = None,
+    padding: Tensor | None = None,
 ) -> Inputs:
     real = labels != IGNORE
     weight, labels = real.float(), labels.where(real, 0).contiguous()
-    return Inputs(tokens.contiguous(), labels, weight, positions.contiguous(), borders, longest, batch.num_loss, vision)
+    return Inputs(tokens.contiguous(), labels, weight, positions.contiguous(), borders, longest, batch.num_loss, vision, padding)

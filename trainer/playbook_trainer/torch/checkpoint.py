@@ -98,6 +98,11 @@ class Checkpointer:
             raise ConfigError(
                 f"{folder} lacks {len(missing)} tensors of this model, such as '{missing[0]}'; it was saved by another version"
             )
+        if dropped := [name for name in index.tensors if name.startswith("balance.") and name not in state and not self._more]:
+            raise ConfigError(
+                f"{folder} has biases of routers, such as '{dropped[0]}', and moe.bias_update_rate 0 would drop them: set it to the rate that they "
+                "were trained with (1e-12 leaves them as they are)"
+            )
         # A parameter that was frozen until now has no moments yet.
         _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)
         for name, values in whole.items():

@@ -51,7 +51,8 @@ class TorchEngine:
         axes = self.axes
         whole = batches if axes.is_first_stage else [replace(b, vision=None) for b in batches]
         split = (context.split(b, axes.cp, self.config.parallel.cp_comm) for b in whole)
-        return [sequence.cut(b, axes).to(self.device) for b in split]
+        # Padding matters to the balance of experts alone.
+        return [sequence.cut(b if self.balances else replace(b, real_N=None), axes).to(self.device) for b in split]
 
     def forward_backward(self, batches: list[Batch], labels: Tensor) -> Tensor:
         """Accumulate gradients of (summed loss / labels); return this rank's summed loss. The two stages that hold a tied matrix add its gradients up."""

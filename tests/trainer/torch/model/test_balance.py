@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import parity
 import pytest
 import torch
@@ -20,7 +21,9 @@ from playbook_trainer.config import checks
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha
 from playbook_trainer.config.tree import TrainerConfig, load
-from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, spread, updated_bias
+from playbook_trainer.data.collate import collate
+from playbook_trainer.data.document import Document as DataDocument
+from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, spread, update_biases, updated_bias
 from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.model.ops import route
 from playbook_trainer.torch.parallel.axes import Axes
@@ -192,6 +195,15 @@ def test_a_run_that_goes_on_has_the_same_bias_and_writes_down_the_load(forks: Fo
     assert all(1 < row["expert_load"]["max_over_mean"] <= 4 and 0 < row["expert_load"]["entropy"] < 1 for row in whole[1::2])
     index = json.loads((tmp_path / "whole-saved" / "step_00000008" / "checkpoint.json").read_text())
     assert "balance.layers.0.moe.router.bias" in index["tensors"]
+    dropped = [
+        *QUICK,
+        "moe.aux_loss_coeff=0.01",
+        f"checkpoint.dir={tmp_path / 'whole'}-saved",
+        f"output={tmp_path / 'dropped'}",
+        "train.steps=9",
+    ]
+    assert forks.run(dropped, 1, free_port()) == [2]
+    assert "moe.bias_update_rate 0 would drop them" in forks.text(0)
 
 
 @pytest.mark.full
@@ -213,6 +225,7 @@ BALANCED = [
     "train.global_batch_size=4",
     "train.steps=4",
     "data.seq_len=128",
+    "data.pack=false",
     "seed=0",
 ]
 
@@ -233,6 +246,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
         ["parallel.tp=2", "parallel.sequence_parallel=true"],
         ["parallel.tp=2", "parallel.etp=1"],
         ["parallel.pp=2"],
+        ["parallel.pp=2", "train.recompute=full"],
     ],
     ids=lambda words: " ".join(words),
 )
@@ -242,3 +256,29 @@ def test_every_layout_balances_as_one_rank(layout: list[str], alone: list[dict[s
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b["expert_load"] == pytest.approx(a["expert_load"], abs=1e-6)
+
+
+def test_padding_counts_for_nothing() -> None:
+    """Gradients, choices and bias of padded rows are those of the same documents without padding."""
+    given = config(moe__aux_loss_coeff=40.0, moe__bias_update_rate=0.01, data__seq_len=96, data__pack=False)
+    rows = [[DataDocument(np.arange(start, start + n) % 250)] for start, n in ((0, 90), (7, 3), (31, 11), (3, 40))]
+    model_config = given.model
+    found = {}
+    for pad in (True, False):
+        batch = collate(rows, model_config, given.data.model_copy(update={"pad": pad}))
+        assert (batch.real_N is not None) == pad
+        with torch.device("meta"):
+            model = Decoder(model_config, Options())
+        model.load_state_dict(parity.random_state(model_config), assign=True)
+        model.requires_grad_()
+        balances = attach(model, given, Axes(), CPU)
+        model(batch).backward()
+        loads = torch.stack([balance.load_E for balance in balances.values()])
+        update_biases(list(balances.values()), 0.01, Axes())
+        biases = torch.stack([balance.bias_E for balance in balances.values() if balance.bias_E is not None])
+        found[pad] = loads, biases, [p.grad for p in model.parameters()]
+    assert torch.equal(found[True][0], found[False][0])
+    assert float(found[True][0][0].sum()) == (90 + 3 + 11 + 40) * model_config.top_k
+    assert torch.equal(found[True][1], found[False][1])
+    for a, b in zip(found[True][2], found[False][2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from typing import Any
 from playbook.errors import DataError
 from playbook_trainer.data.sources.streams import Items, Mapped
 from playbook_trainer.data.sources.text import JsonLines, Record, is_text, read_utf8
-from playbook_trainer.data.sources.vqa import inside, refuse_video
+from playbook_trainer.data.sources.vqa import inside, refuse_misspelt, refuse_video
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """LLaVA's names of who speaks."""
@@ -26,6 +26,8 @@ class Conversation:
     place: str
     messages: Sequence[Mapping[str, Any]]
     images: Sequence[Path]
+    tools: Sequence[Any] | None = None
+    """Descriptions of functions that may be called, as a chat template takes them."""
 
 
 def conversations(path: Path) -> Items[Conversation]:
@@ -56,23 +58,32 @@ def _conversation(record: Record, root: Path) -> Conversation:
     place, fields = record
     refuse_video(place, fields)
     given = fields.get("images", fields.get("image"))
-    names: list[Any] = given if isinstance(given, list) else [] if given is None else [given]
+    names: list[Any] = list(given) if isinstance(given, list) else [] if given is None else [given]
     messages, shown = [], 0
-    for role, content in _turns(place, fields):
-        items = _items(place, content, marked=bool(names))
+    for role, content, more in _turns(place, fields):
+        items = _items(place, "" if content is None and more.get("tool_calls") else content, marked=bool(names))
+        if not names and any(_IMAGE in item.get("text", "") for item in items):
+            raise DataError(
+                f"{place}: '{_IMAGE}' stands in a text, and no image is named under image or images; name it there, or take the mark out"
+            )
         names += [item["image"] for item in items if is_text(item.get("image"))]
         shown += sum(item["type"] == "image" for item in items)
         plain = all(item["type"] == "text" for item in items)
-        messages.append({"role": role, "content": "".join(item["text"] for item in items) if plain else items})
+        messages.append({**more, "role": role, "content": "".join(item["text"] for item in items) if plain else items})
+    if not names:
+        refuse_misspelt(place, fields)
     if not all(is_text(name) for name in names) or shown != len(names):
         raise DataError(
             f"{place}: {len(names)} images are named, and {shown} shown; expected '{_IMAGE}' in a text, or an item of type image, for each"
         )
-    return Conversation(place, messages, [inside(root, name, place) for name in names])
+    tools = fields.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{place}: expected a list of objects under 'tools', each describing a function")
+    return Conversation(place, messages, [inside(root, name, place) for name in names], tools or None)
 
 
-def _turns(place: str, fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Who says what, in either form."""
+def _turns(place: str, fields: Mapping[str, Any]) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Who says what, in either form, and what else a turn has: tool_calls, reasoning_content and whatever its template reads."""
     for key, speaker, content, roles in (("messages", "role", "content", None), ("conversations", "from", "value", _ROLES)):
         turns = fields.get(key)
         if turns is None:
@@ -81,7 +92,10 @@ def _turns(place: str, fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
             raise DataError(f"{place}: expected a list of turns under '{key}', each with '{speaker}' and '{content}'")
         if roles and (odd := [t[speaker] for t in turns if t[speaker] not in roles]):
             raise DataError(f"{place}: '{odd[0][:40]}' speaks; expected {', '.join(roles)}")
-        return [(roles[t[speaker]] if roles else t[speaker], t.get(content)) for t in turns]
+        return [
+            (roles[t[speaker]] if roles else t[speaker], t.get(content), {k: v for k, v in t.items() if k not in (speaker, content)})
+            for t in turns
+        ]
     raise DataError(f"{place}: has neither messages nor conversations")
 
 

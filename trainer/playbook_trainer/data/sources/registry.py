@@ -110,6 +110,8 @@ def _text_layout(path: Path) -> str:
     if path.is_dir() and looks_like_saved(path):
         return "huggingface"
     parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+    if parquet and path.is_dir() and (other := next((p for p in sorted(path.iterdir()) if p.suffix in (".txt", ".jsonl")), None)):
+        raise DataError(f"data.path: {path} holds .parquet files, and {other.name} would not be read: set data.source to parquet or files")
     return "parquet" if parquet else "files"
 
 

@@ -17,7 +17,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 Split = Literal["train", "eval"]
 Part = Literal["train", "eval", "all"]
 """The samples of a split, or all of them, where another file holds the other split."""
-_HOLD_OUT = 10
+HOLD_OUT = 10
 """Every tenth sample or document is held out for evaluation, whether or not the run evaluates."""
 _PARTS_PER_LANE = 8
 """Shards are cut into at least this many chunks for each lane, so that a few large files still feed many lanes."""
@@ -35,6 +35,8 @@ class Stream(Protocol[_T_co]):
     """One split of a data set as numbered chunks; a chunk is opened only by the lane that draws it."""
 
     num_chunks: int
+    shards: int
+    """Chunks n and n + shards are parts of one shard."""
     extent: int
     """Samples, or shards where they come in shards: with another number of them, places in the stream mean others."""
 
@@ -66,8 +68,9 @@ class FlatStream(Generic[T]):
     def __init__(self, items: Items[T], part: Part, name: str) -> None:
         self._items, self._part, self._total = items, part, len(items)
         self.extent = self._total
-        held = len(items) // _HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
+        held = len(items) // HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
         self.num_chunks = {"train": len(items) - held, "eval": held, "all": len(items)}[part]
+        self.shards = self.num_chunks
         if not self.num_chunks:
             raise DataError(
                 f"{name}: {len(items)} samples or documents leave none for '{part}'; expected at least 2, so that one can be held out"
@@ -80,9 +83,9 @@ class FlatStream(Generic[T]):
     def _position(self, number: int) -> int:
         if self._part == "all":
             return number
-        if self._total < _HOLD_OUT:
+        if self._total < HOLD_OUT:
             return number if self._part == "train" else self._total - 1
-        return number + number // (_HOLD_OUT - 1) if self._part == "train" else number * _HOLD_OUT + _HOLD_OUT - 1
+        return number + number // (HOLD_OUT - 1) if self._part == "train" else number * HOLD_OUT + HOLD_OUT - 1
 
 
 class ShardStream(Generic[T]):
@@ -92,19 +95,19 @@ class ShardStream(Generic[T]):
         DataError: no sample is left for the split.
     """
 
-    def __init__(self, num_shards: int, open_shard: Callable[[int], Items[T]], part: Part, name: str, lanes: int) -> None:
-        self._open, self._part = open_shard, part
-        self._parts = -(-_PARTS_PER_LANE * lanes // max(1, num_shards))
-        self.num_chunks, self.extent = num_shards * self._parts, num_shards
-        if not any(len(self.chunk(part * num_shards + shard)) for shard in range(num_shards) for part in range(self._parts)):
-            raise DataError(f"{name} leaves no sample for '{part}'; expected at least {_HOLD_OUT}, so that one can be held out")
+    def __init__(self, data: Sharded[T], part: Part, lanes: int) -> None:
+        self._open, self._part, self.shards = data.open, part, data.num_shards
+        self._parts = -(-_PARTS_PER_LANE * lanes // max(1, self.shards))
+        self.num_chunks, self.extent = self.shards * self._parts, self.shards
+        if not any(len(self.chunk(number * self.shards + shard)) for shard in range(self.shards) for number in range(self._parts)):
+            raise DataError(f"{data.name} leaves no sample for '{part}'; expected at least {HOLD_OUT}, so that one can be held out")
 
     def chunk(self, number: int) -> Items[T]:
         """The chunk's samples of this split, from its shard."""
-        part, shard = divmod(number, self.num_chunks // self._parts)
+        part, shard = divmod(number, self.shards)
         items = self._open(shard)
         # The tenth place turns with the shard, so that many small shards hold out a tenth too.
-        held = {i for i in range(len(items)) if (i + shard) % _HOLD_OUT == _HOLD_OUT - 1}
+        held = {i for i in range(len(items)) if (i + shard) % HOLD_OUT == HOLD_OUT - 1}
         own = [i for i in range(len(items)) if self._part == "all" or (i in held) == (self._part == "eval")]
         return Picked(items, own[part :: self._parts])
 
@@ -119,6 +122,10 @@ class Flat(Generic[_T_co]):
     def stream(self, part: Part, lanes: int) -> Stream[_T_co]:
         """One part of it."""
         return FlatStream(self.items, part, self.name)
+
+    def fewer_than(self, limit: int) -> Flat[_T_co] | None:
+        """Itself, where it has fewer samples than that."""
+        return self if len(self.items) < limit else None
 
     def head(self) -> Items[_T_co]:
         """All samples, in their own order, whatever split they belong to."""
@@ -135,7 +142,18 @@ class Sharded(Generic[_T_co]):
 
     def stream(self, part: Part, lanes: int) -> Stream[_T_co]:
         """One part of it."""
-        return ShardStream(self.num_shards, self.open, part, self.name, lanes)
+        return ShardStream(self, part, lanes)
+
+    def fewer_than(self, limit: int) -> Flat[_T_co] | None:
+        """Its samples as they lie in all shards, where they are fewer than that; shards are opened until they are not."""
+        if self.num_shards >= limit:
+            return None
+        shards: list[Items[_T_co]] = []
+        for number in range(self.num_shards):
+            shards.append(self.open(number))
+            if sum(map(len, shards)) >= limit:
+                return None
+        return Flat(Joined(shards), self.name)
 
     def head(self) -> Items[_T_co]:
         """The samples of the first shard, in their own order, whatever split they belong to."""

@@ -101,6 +101,11 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     root = folder.resolve()
     found = sorted(root.iterdir())
     files = [p for p in found if p.suffix in suffixes]
+    for path in (p for p in found if p.is_dir() and not p.is_symlink()):
+        if inner := next((p for p in sorted(path.rglob("*")) if p.suffix in suffixes), None):
+            raise DataError(
+                f"data.path: {inner} would not be read, since it lies in a sub-folder: move it up, or let data.path name its folder"
+            )
     for path in found:
         plain = path.with_suffix("") if path.suffix in _PACKED else path.with_suffix(path.suffix.lower())
         if path.suffix not in suffixes and plain.suffix in suffixes and plain not in files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from playbook_trainer.data.sources.streams import Items, Mapped
 from playbook_trainer.data.sources.text import JsonLines, Record, is_text
 from playbook_trainer.data.tokenizer import Tokenizer
 
+_IMAGE_KEYS = ("image", "images")
 LEAST_VISUAL_TOKENS = 4
 """To make room for text, an image is not given a budget below this many visual tokens (whole rows and columns may use less)."""
 
@@ -69,7 +71,20 @@ def question_answer(place: str, record: dict[str, Any]) -> tuple[str, str]:
     question, answer = record.get("question"), record.get("answer")
     if not is_text(question) or not is_text(answer):
         raise DataError(f"{place}: expected strings of valid Unicode under 'question' and 'answer'")
+    if "<image>" in question or "<image>" in answer:
+        raise DataError(
+            f"{place}: '<image>' stands in a text, where it would be read as text: images come before the question; take the mark out"
+        )
     return question, answer
+
+
+def refuse_misspelt(place: str, fields: dict[str, Any]) -> None:
+    """Refuse a record without images that has a key like theirs: it would teach to answer without looking."""
+    keys = [key for key, value in fields.items() if value and key not in (*_IMAGE_KEYS, "messages")]
+    if alike := [key for key in keys if key.lower().startswith("image") or get_close_matches(key.lower(), _IMAGE_KEYS, 1, cutoff=0.7)]:
+        raise DataError(
+            f"{place}: no image is named under image or images, and there is a key '{alike[0][:40]}': rename it, or take it out"
+        )
 
 
 def refuse_video(place: str, keys: Any) -> None:
@@ -107,7 +122,7 @@ def fit_images(place: str, images: Sequence[Path], text: int, model: ModelConfig
     if len(images) > most:
         raise TooLong(f"{place}: {len(images)} images, and data.max_images_per_sample is {most}")
     sizes, bad = _sizes(Sample(place, images, "", ""), factor, data)
-    targets = [_target(size, factor, data) for size in sizes]
+    targets = _targets(sizes, bad, factor, data)
     scaled = text + _visual(targets, factor) > data.seq_len
     if scaled:
         targets = _shrink(targets, sizes, data.seq_len - text, factor, data)
@@ -154,7 +169,7 @@ def _fit(
     The question stays whole, and so does eos. What does not fit then is TooLong.
     """
     factor = merge_factor(model)
-    targets = [_target(size, factor, data) for size in kept]
+    targets = _targets(kept, bad, factor, data)
     wanted = _length(targets, factor, len(question), len(answer))
     if wanted > data.seq_len:
         targets = _shrink(targets, kept, data.seq_len - (wanted - _visual(targets, factor)), factor, data)
@@ -174,10 +189,12 @@ def _fit(
     )
 
 
-def _target(size: tuple[int, int], factor: int, data: DataConfig) -> tuple[int, int]:
+def _targets(sizes: list[tuple[int, int]], bad: list[str], factor: int, data: DataConfig) -> list[tuple[int, int]]:
     if data.images == "fixed":
-        return data.fixed_image_size[0], data.fixed_image_size[1]
-    return target_size(*size, factor, data.max_image_pixels)
+        return [(data.fixed_image_size[0], data.fixed_image_size[1])] * len(sizes)
+    most = data.max_image_pixels
+    least = min(data.min_image_pixels or 0, most)
+    return [size if why else target_size(*size, factor, most, least) for size, why in zip(sizes, bad, strict=True)]
 
 
 def _shrink(
@@ -207,6 +224,8 @@ def _sample(record: Record, root: Path) -> Sample:
     images = fields.get("images")
     if not isinstance(images, list) or not all(is_text(name) for name in images):
         raise DataError(f"{place}: expected a list of file names under 'images'")
+    if not images:
+        refuse_misspelt(place, fields)
     return Sample(place, [inside(root, name, place) for name in images], question, answer)
 
 

@@ -86,6 +86,7 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
     found = [
         ("model", "params_dtype", half), ("model", "pipeline_dtype", half),
         ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
+        ("optimizer", "min_lr", "0.0"), ("scheduler", "start_weight_decay", "0.01"), ("scheduler", "end_weight_decay", "0.01"),
         ("scheduler", "lr_decay_iters", str(STEPS)), ("dataset", "seq_length", str(plan.seq_len)), ("dataset", "random_seed", "1234"),
         ("dataset", "reset_position_ids", "False"), ("dataset", "reset_attention_mask", "False"), ("dataset", "eod_mask_loss", "False"),
         ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),

@@ -5,14 +5,20 @@ Suffixes: R rows routed to this rank, D hidden size, F expert width on this rank
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.torch.model.decoder import grouped_product
+from playbook_trainer.torch.parallel.axes import Axes
 
 
 class Experts(SequentialMLP):
@@ -35,6 +41,61 @@ class Experts(SequentialMLP):
         gate_RF, up_RF = grouped_product(rows_RD, w13_EFD, ends_E).chunk(2, dim=1)
         act_RF = (silu(gate_RF) * up_RF * probs_R.unsqueeze(1)).to(rows_RD.dtype)
         return grouped_product(act_RF, w2_EDF, ends_E)
+
+
+def balances(config: TrainerConfig) -> bool:
+    """Whether something evens out the experts' load, by counts of tokens among which padding must not be."""
+    return config.model.num_experts > 0 and (config.moe.aux_loss_coeff > 0 or config.model.router_bias)
+
+
+def mask_padding(chunks: Sequence[nn.Module], axes: Axes) -> None:
+    """Let routers leave padding out of what they count, wherever their layers are.
+
+    megatron-core 0.16.1 cuts the mask over tensor-parallel ranks on the first pipeline stage alone, takes it for one of experts where it
+    counts choices for the bias, and hands none to the depths of multi-token prediction.
+    """
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router.routing = partial(_routing, router.routing, axes)
+        router._apply_expert_bias = partial(_apply_bias, router._apply_expert_bias)
+    for chunk in chunks:
+        if depths := [module for module in chunk.modules() if isinstance(module, MultiTokenPredictionLayer)]:
+            forward: Any = partial(_forward, chunk.forward, [(depth, depth._proj_and_transformer_layer) for depth in depths])
+            chunk.forward = forward
+
+
+def _routing(original: Callable[..., Any], axes: Axes, logits: Tensor, padding_mask: Tensor | None = None, **given: Any) -> Any:
+    if padding_mask is None:
+        return original(logits, **given)
+    if padding_mask.numel() != logits.shape[:2].numel():
+        padding_mask = padding_mask.chunk(axes.tp.size)[axes.tp.rank]
+    return original(logits, padding_mask=padding_mask, **given)
+
+
+def _forward(
+    original: Callable[..., Any],
+    depths: Sequence[tuple[Any, Callable[..., Any]]],
+    *given: Any,
+    padding_mask: Tensor | None = None,
+    **more: Any,
+) -> Any:
+    """A chunk's forward pass. What a depth may run again in the backward pass keeps the mask of this micro-batch."""
+    for depth, layer in depths:
+        depth._proj_and_transformer_layer = partial(_depth, layer, depth.transformer_layer, padding_mask)
+    return original(*given, padding_mask=padding_mask, **more)
+
+
+def _depth(original: Callable[..., Any], layer: nn.Module, padding_mask: Tensor | None, *given: Any, **more: Any) -> Any:
+    plain = layer.forward
+    masked: Any = partial(plain, padding_mask=padding_mask)
+    layer.forward = masked
+    try:
+        return original(*given, **more)
+    finally:
+        layer.forward = plain
+
+
+def _apply_bias(original: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None, **given: Any) -> None:
+    original(routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1), **given)
 
 
 def _is_grouped(rows_RD: Tensor) -> bool:

@@ -18,14 +18,16 @@ from playbook_trainer.observe.ranges import tally
 from playbook_trainer.torch.parallel.axes import Axes
 
 
-def balancing_loss(scores_NE: Tensor, load_E: Tensor, tokens: int, top_k: int) -> Tensor:
+def balancing_loss(scores_NE: Tensor, load_E: Tensor, tokens: int | Tensor, top_k: int, real_N: Tensor | None = None) -> Tensor:
     """E times the sum over experts of their share of all choices times their mean probability: 1 where all are alike, E / K at the worst.
 
     `load_E` counts the choices of all `tokens` tokens of the micro-batch, of which `scores_NE` are this rank's; the ranks' losses add up to the whole.
+    Where `real_N` is given, only such tokens are among them.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2; megatron-core, `moe_utils.py`, switch_load_balancing_loss_func.
     """
-    prob_E = softmax(scores_NE.float(), dim=1).sum(0)
+    prob_NE = softmax(scores_NE.float(), dim=1)
+    prob_E = (prob_NE if real_N is None else prob_NE * real_N.unsqueeze(1)).sum(0)
     return (prob_E * load_E).sum() * (scores_NE.shape[1] / (top_k * tokens**2))
 
 
@@ -59,10 +61,12 @@ class Balance:
         """How often each expert was chosen on this rank, since it was last set to zero."""
         self.bias_E = torch.zeros(num_experts, device=device) if bias else None
 
-    def route(self, scores_NE: Tensor, chosen: tuple[Tensor, Tensor], normalize: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, scores_NE: Tensor, chosen: tuple[Tensor, Tensor], normalize: bool, real_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The experts (N, K) and probabilities (N, K) to use: those `chosen` by score alone, or with the bias; the gradient of the loss hangs on the latter.
 
-        The bias chooses, and does not weigh.
+        The bias chooses, and does not weigh. Where some tokens are padding, `real_N` tells the others, which alone count.
         """
         by_score_NK, prob_NK = chosen
         expert_NK = by_score_NK
@@ -73,21 +77,24 @@ class Balance:
             prob_NK = prob_NK / prob_NK.sum(1, keepdim=True) if normalize else prob_NK
         # Neither in an evaluation nor a second time, where the forward pass is run again in the backward pass.
         if self.is_counting and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.load_E += _count(expert_NK, self.load_E)
+            self.load_E += _count(expert_NK, self.load_E, real_N)
         if self.loss_weight and torch.is_grad_enabled():
-            load_E, tokens = _count(by_score_NK, self.load_E), len(scores_NE)
+            load_E, tokens, top_k = _count(by_score_NK, self.load_E, real_N), len(scores_NE), by_score_NK.shape[1]
             for axis in (self.axes.cp, *([self.axes.tp] if self.axes.expert_tokens_cut else [])):
                 tokens *= axis.size
                 if axis.size > 1:
                     dist.all_reduce(load_E, group=axis.group)
             tally("balance_losses")
-            prob_NK = _WithLoss.apply(prob_NK, balancing_loss(scores_NE, load_E, tokens, by_score_NK.shape[1]), self.loss_weight)
+            # How many tokens are real, over all ranks that share the micro-batch, is a number on the device.
+            counted = tokens if real_N is None else load_E.sum() / top_k
+            prob_NK = _WithLoss.apply(prob_NK, balancing_loss(scores_NE, load_E, counted, top_k, real_N), self.loss_weight)
         return expert_NK, prob_NK
 
 
-def _count(expert_NK: Tensor, like_E: Tensor) -> Tensor:
+def _count(expert_NK: Tensor, like_E: Tensor, real_N: Tensor | None) -> Tensor:
     flat = expert_NK.flatten()
-    return torch.zeros_like(like_E).index_add_(0, flat, like_E.new_ones(()).expand(len(flat)))
+    ones = like_E.new_ones(()).expand(len(flat)) if real_N is None else real_N.to(like_E.dtype).repeat_interleave(expert_NK.shape[1])
+    return torch.zeros_like(like_E).index_add_(0, flat, ones)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -32,6 +32,7 @@ from playbook_trainer.torch.parallel import context, dispatch, tensor
 from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.comm import copy_to
 from playbook_trainer.torch.parallel.folding import Fold
+from playbook_trainer.torch.parallel.sequence import routed
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Sequence:
     sin_Nd: Tensor
     batch: Batch
     """Borders of documents, and under context parallelism the plan of attention."""
+    real_N: Tensor | None = None
+    """Which of the tokens that this rank routes are real, where some are padding and experts are balanced."""
 
 
 class RMSNorm(nn.Module):
@@ -194,14 +197,16 @@ class Router(nn.Module):
         self.part = Part(self.choose) if "moe_router" in options.graphs else self.choose
         self.balance: Balance | None = None
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_ND: Tensor, real_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Experts (N, K) and their probabilities (N, K), float32 unless the router is narrow."""
         with range_("router") as r:
             if self.balance is None:
                 expert_NK, prob_NK = self.part(r.enter(x_ND), *self.part_weights())
             else:
                 scores_NE = self.product(r.enter(x_ND), self.weight)
-                expert_NK, prob_NK = self.balance.route(scores_NE, self.route(scores_NE, self.top_k, self.normalize), self.normalize)
+                expert_NK, prob_NK = self.balance.route(
+                    scores_NE, self.route(scores_NE, self.top_k, self.normalize), self.normalize, real_N
+                )
             return expert_NK, r.exit(prob_NK)
 
     def part_weights(self) -> list[Tensor]:
@@ -280,10 +285,10 @@ class Moe(nn.Module):
             wrap_sort=wrap,
         )
 
-    def forward(self, x_ND: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, real_N: Tensor | None = None) -> Tensor:
         """The weighted sum of each token's experts."""
         x_ND = self.fold.own(x_ND)
-        expert_NK, prob_NK = self.router(x_ND)
+        expert_NK, prob_NK = self.router(x_ND, real_N)
         with range_("dispatch") as r:
             rows_RD, counts, route = self.dispatcher.dispatch(*self.fold.gather(r.enter(x_ND), expert_NK, prob_NK))
             rows_RD = r.exit(rows_RD)
@@ -310,7 +315,8 @@ class Layer(nn.Module):
         """One decoder layer."""
         with self.attn_norm.kept_until_read(x_ND) as h_ND:
             x_ND = x_ND + self.attn(h_ND, seq)
-        mlp = self.moe if hasattr(self, "moe") else self.mlp
+        moe: Any = getattr(self, "moe", None)
+        mlp = self.mlp if moe is None else partial(moe, real_N=seq.real_N)
         with self.mlp_norm.kept_until_read(x_ND) as h_ND:
             return x_ND + (checkpoint(mlp, h_ND, use_reentrant=False) if self.again else mlp(h_ND))
 
@@ -415,7 +421,7 @@ class Decoder(nn.Module):
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""
         cos, sin = rotary(batch.positions, self.config)
-        return Sequence(cos.to(dtype), sin.to(dtype), batch)
+        return Sequence(cos.to(dtype), sin.to(dtype), batch, routed(batch.real_N, self.options.axes))
 
 
 def blank_image(config: VisionConfig, device: torch.device) -> VisionBatch:

@@ -60,6 +60,7 @@ def split(batch: Batch, axis: Axis, comm: str) -> Batch:
     if axis.size == 1:
         return batch
     batch = _filled(batch, 2 * axis.size)
+    real_N = batch.real_N
     num_tokens, cu = batch.tokens_N.numel(), batch.cu_seqlens.tolist()
     index = local_index(num_tokens, axis, comm)
     return replace(
@@ -67,6 +68,7 @@ def split(batch: Batch, axis: Axis, comm: str) -> Batch:
         tokens_N=batch.tokens_N[index],
         labels_N=batch.labels_N[index],
         positions=batch.positions[..., index],
+        real_N=None if real_N is None else real_N[index],
         slices=slices(cu, num_tokens, axis) if comm == "allgather" else None,
         ring=ring.plan(cu, num_tokens, axis) if comm == "ring" else None,
         vision=None if batch.vision is None else _own_visual_tokens(batch.vision, index, num_tokens),
@@ -90,6 +92,7 @@ def _filled(batch: Batch, multiple: int) -> Batch:
         tokens_N=pad(batch.tokens_N, (0, missing)),
         labels_N=pad(batch.labels_N, (0, missing), value=IGNORE),
         positions=pad(batch.positions, (0, missing)),
+        real_N=pad(torch.ones(batch.tokens_N.numel(), dtype=torch.bool) if batch.real_N is None else batch.real_N, (0, missing)),
         cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + missing]),
         max_seqlen=max(batch.max_seqlen, missing),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from playbook_trainer.data.batch import Batch, share_of
 from playbook_trainer.torch.parallel.axes import Axes
@@ -13,6 +14,11 @@ from playbook_trainer.torch.parallel.axes import Axes
 def local_tokens(num_tokens: int, axes: Axes) -> int:
     """Number of tokens that a rank holds between layers, out of those of its tp group."""
     return num_tokens // axes.tp.size if axes.sequence_parallel else num_tokens
+
+
+def routed(real_N: Tensor | None, axes: Axes) -> Tensor | None:
+    """Which of the tokens that this rank routes are real, from those of its tp group; None where all are."""
+    return real_N.chunk(axes.tp.size)[axes.tp.rank] if real_N is not None and axes.expert_tokens_cut else real_N
 
 
 def cut(batch: Batch, axes: Axes) -> Batch:
