@@ -89,12 +89,10 @@ def configuration(plan: Plan) -> dict[str, Any]:
     again = o.recompute
     kind = "none" if not again else "full" if "full" in again else "selective"
     graphs = [g for g in o.graphs if g != "full_iteration"]
-    # Rows without padding, which overlapped experts would count in their balance.
-    data = {"kind": "mock", "pack": False} if o.ep_overlap else {"kind": "text"}
     found: dict[str, Any] = {
         "backend": o.backend,
         "model": _model(plan),
-        "data": {**data, "seq_len": plan.seq_len},
+        "data": {"kind": "text", "seq_len": plan.seq_len},
         "parallel": {
             **{k: getattr(plan, k) for k in ("tp", "cp", "pp", "vpp", "ep", "etp")}, "sequence_parallel": plan.sequence_parallel,
             **({"pipeline_layout": sizes} if len(set(sizes)) > 1 and o.backend == "megatron" else {}),
