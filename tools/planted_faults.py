@@ -99,7 +99,7 @@ FAULTS = (
     Fault("playbook/lint/figures.py", "if max(low_a, low_b) > min(high_a, high_b):", "if False:", "two peaks of one chip stand side by side", ("lint",)),
     Fault("playbook/mcp/server.py", "if known is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
     # The trainer.
-    Fault(TRAINER + "data/packing.py", "if length <= room)", "if length <= room + 1)", "rows are a token too long", ("trainer/data/test_plan.py",)),
+    Fault(TRAINER + "data/packing.py", "if length(each) <= room)", "if length(each) <= room + 1)", "rows are a token too long", ("trainer/data/test_plan.py",)),
     Fault(TRAINER + "data/packing.py", "self._next = places[0]", "self._next = (0, 0, 0)", "a resumed run reads other rows", ("trainer/data/test_loader.py", "trainer/data/test_plan.py")),
     Fault(TRAINER + "data/collate.py", "labels[start - 1 : -1] = document.tokens[start:]", "labels[start:] = document.tokens[start:]", "a token predicts itself", ("trainer/data", "trainer/torch/test_data_loss.py")),
     Fault(TRAINER + "torch/optimizer.py", "config.lr * (step_index + 1) / config.warmup_steps", "config.lr * step_index / config.warmup_steps", "the first step trains nothing", ("trainer/torch/test_learning_rate.py",)),

@@ -272,7 +272,8 @@ def _layout(out: MCPServer[Any]) -> None:
         backend: Annotated[Literal["megatron", "torch"], Field(description="torch: FSDP2.")] = "megatron",
         allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
         fix: Annotated[
-            list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Settings to keep, such as tp=1.")
+            list[Annotated[str, Field(max_length=200)]],
+            Field(max_length=20, description="Settings to keep, such as tp=1; loss=native for megatron-lm."),
         ] = [],  # noqa: B006
         top: Annotated[int, _number("Plans.", most=20)] = 3,
     ) -> PlanAnswer:

@@ -26,7 +26,6 @@ from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
-from playbook_trainer.export.planned.ours import configuration
 from playbook_trainer.export.plans import TARGETS
 from playbook_trainer.export.releases import RELEASES
 
@@ -215,11 +214,10 @@ def test_a_plan_of_unlike_chunks_comes_with_its_layout_string(run) -> None:
     ("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_8b", 8), pytest.param("deepseek_v3", 512, marks=pytest.mark.full)]
 )
 def test_the_exported_winner_passes_the_trainers_own_checks(model: str, gpus: int, tmp_path) -> None:
-    import yaml
-
     best = search(Question(MODELS[model], model, cluster("h100"), gpus, 4096, 512), 1).choices[0]
     path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump(configuration(best.plan)))
+    [text] = TARGETS["playbook"](best.plan, "h100").files.values()
+    path.write_text(text)
     report = dry_run(load(path), gpus)
     assert report.layout["microbatches"] == best.plan.microbatches
     assert max(s.peak for s in report.stages) == pytest.approx(best.peak, rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 
 import pytest
 from plan_page import DECISIONS
@@ -10,6 +11,8 @@ from plan_page import DECISIONS
 from playbook.cli import exit_codes
 from playbook.cli.app import app
 from playbook.mcp.planning import plan_answer, plan_of
+from playbook.planner.plan import Plan
+from playbook_trainer.export.plans import SETTINGS
 from tests.support.targets.checkers import CHECKERS, differences, exportable
 from tests.support.targets.megatron import Export
 
@@ -34,16 +37,20 @@ ASKED = [*(shlex.split(command)[2:] for _, command in DECISIONS), *(q.split() fo
 @pytest.fixture(scope="module")
 def exports() -> dict[str, list[Export]]:
     """By target, the exports of the best plans that it can express; each answer is asked for twice."""
-    plans = []
+    return {target: [*exportable([*_plans(SETTINGS.get(target, ()))], target, [])] for target in CHECKERS}
+
+
+def _plans(fix: tuple[str, ...]) -> Iterator[tuple[Plan, str]]:
+    """What the tool `plan_layout` answers where these settings are kept, and the kind of GPU asked for."""
     for model, *words in ASKED:
         options = dict(zip(words[::2], words[1::2], strict=True))
         answer = plan_answer(
             model, int(options.get("--gpus", 8)), options["--hardware"], seq_len=int(options.get("--seq", 4096)),
             global_batch_size=int(options.get("--gbs", 0)), goal=options.get("--goal", "tokens/s"), backend="megatron",
-            allow=frozenset(filter(None, options.get("--allow", "").split(","))), fix=(), top=1,
+            allow=frozenset(filter(None, options.get("--allow", "").split(","))), fix=fix, top=1,
         )  # fmt: skip
-        plans.append((plan_of(model, answer.gpus, answer.plans[0].settings), options["--hardware"]))
-    return {target: [*exportable(plans, target, [])] for target in CHECKERS}
+        if answer.plans:
+            yield plan_of(model, answer.gpus, answer.plans[0].settings), options["--hardware"]
 
 
 @pytest.mark.parametrize("words", ASKED, ids=" ".join)

@@ -78,7 +78,7 @@ def ask(asked: Asked) -> Answered:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+    return float(f"{value:.6g}")
 
 
 def read(path: Path) -> list[Answered]:

@@ -69,7 +69,7 @@ def _step(name: tuple[str, str, str], values: Sequence[float], most: float) -> s
 
 
 def _run(row: Row) -> list[str]:
-    words = " ".join([row["id"], row["model"], row["hardware"], row["precision"], row["task"], row["dispatcher"]]).lower()
+    words = " ".join([row["id"], row["model"], row["hardware"], row["precision"], row["dispatcher"]]).lower()
     page = link(row["source_group"], row.get("source", ""))
     source = f"[{text(row['source_group'])}]({page})" if page else text(row["source_group"])
     marks = f'#{attribute(row["id"])} data-text="{attribute(words)}" data-model="{attribute(row["model"])}" data-platform="{attribute(row["hardware"])}"'
