@@ -35,8 +35,8 @@ def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
     inside = logged(log)
     if inside > (1 + _SLACK) * wall_s:
         raise LogError(
-            f"its steps take {inside:.4g} s by its log, and the whole launch took {wall_s:.4g} s; expected less. "
-            "Log the seconds of a step, or name the figure after its unit, such as ms"
+            f"its steps take {inside:.4g} s by its log, and the whole launch took {wall_s:.3g} s. "
+            "Log seconds, or name the figure after its unit, such as ms for milliseconds"
         )
     found = {OUTSIDE: wall_s - inside}
     lines = log.steps[max(0, first - 1) :]
@@ -48,7 +48,7 @@ def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
     if _THOUSANDTH[0] < share < _THOUSANDTH[1]:
         raise LogError(
             f"its steps take {share * found[WALL_STEP]:.3g} s by its log, and its lines arrive {found[WALL_STEP]:.3g} s apart, a thousand times as much; "
-            "expected seconds. Name the figure after its unit: ms for milliseconds, seconds for seconds"
+            "expected as much. Log seconds, or name the figure after its unit, such as ms for milliseconds"
         )
     return found
 

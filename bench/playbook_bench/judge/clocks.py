@@ -31,7 +31,9 @@ def conditions(metric: Metric, pairs: Sequence[Pair]) -> list[Condition]:
     if metric.name not in _BY_STEPS or len(pairs) < 2:
         return []
     found = [_arrival(pairs)] if all(run.metrics.get(WALL_STEP) for run in runs) else []
-    return [*found, _whole(pairs)] if all(run.metrics.get(OUTSIDE) is not None for run in runs) else found
+    if all(c.ok for c in found) and all(run.metrics.get(OUTSIDE) is not None for run in runs):
+        found.append(_whole(pairs))  # where lines arrive otherwise, whole launches say the same once more
+    return found
 
 
 def _arrival(pairs: Sequence[Pair]) -> Condition:
@@ -44,9 +46,9 @@ def _arrival(pairs: Sequence[Pair]) -> Condition:
         return Condition(
             name=name,
             ok=False,
-            detail=f"by the seconds of the log the candidate is {_effect(by_log)}, by the arrival of its lines {_effect(by_arrival)} "
-            f"{_interval(by_arrival)}; time between steps, or a timer that does not wait for the device, is in the second alone. "
-            f"Log what a step takes until its device is done, or compare {WALL_STEP}",
+            detail=f"the candidate is {_effect(by_log)} by the seconds of its log, and {_effect(by_arrival)} {_interval(by_arrival)} by the arrival "
+            "of its lines. The log leaves out time between steps, or its timer does not wait for the device. "
+            f"Log what a step takes until its device is done, or compare by the metric {WALL_STEP}",
         )
     share = plain.median(_step(run) / _wall_step(run) for pair in pairs for run in pair)
     if share < _UNSYNCHRONISED:
@@ -72,14 +74,13 @@ def _whole(pairs: Sequence[Pair]) -> Condition:
         return Condition(name=name, ok=True)
     if float(sps.mannwhitneyu(slow, quick, alternative="greater", method="exact").pvalue) > _BY_CHANCE:
         return Condition(name=name, ok=True, detail="not compared: what is outside of steps varies by more than they save")
-    faster, other = ("candidate", "baseline") if saved > 0 else ("baseline", "candidate")
+    faster = "candidate" if saved > 0 else "baseline"
     whole = [math.log(a.wall_s / b.wall_s) for a, b in pairs]
     return Condition(
         name=name,
         ok=False,
-        detail=f"steps of the {faster} take {abs(saved):.3g} s less in a launch than those of the {other}, and what is outside of them "
-        f"{more:.3g} s more: as whole launches the candidate is {_effect(whole)} {_interval(whole)}. "
-        "Let a launch make more steps, or time all that it does",
+        detail=f"the {faster}'s steps save {abs(saved):.3g} s of a launch, and what lies outside of them takes {more:.3g} s more: "
+        f"as whole launches the candidate is {_effect(whole)} {_interval(whole)}. Time all that a step does, or let a launch make more steps",
     )
 
 
@@ -108,7 +109,9 @@ def _certain(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _effect(logs: Sequence[float]) -> str:
-    return f"{100 * math.expm1(plain.fmean(logs)):+.1f} %"
+    """The mean as verdicts say it, such as `faster +2.0 %`."""
+    effect = 100 * math.expm1(plain.fmean(logs))
+    return f"{'faster' if effect > 0 else 'slower'} {effect:+.1f} %"
 
 
 def _interval(logs: Sequence[float]) -> str:

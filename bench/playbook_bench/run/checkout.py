@@ -131,7 +131,7 @@ def commit_of(root: Path, reference: str) -> str:
     raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
 
 
-def text_at(root: Path, reference: str, path: Path) -> str | None:
+def _text_at(root: Path, reference: str, path: Path) -> str | None:
     """A file's text as a commit has it; None where it has no such file.
 
     Raises:
@@ -148,7 +148,7 @@ def case_at(root: Path, reference: str, file: Path) -> Case | None:
         ConfigError: this playbook does not read it any more.
     """
     path = file.resolve()
-    text = text_at(root, reference, path.relative_to(root)) if path.is_relative_to(root) else None
+    text = _text_at(root, reference, path.relative_to(root)) if path.is_relative_to(root) else None
     if text is None:
         return None
     with tempfile.TemporaryDirectory(prefix="playbook-case-") as folder:
@@ -162,7 +162,7 @@ def case_at(root: Path, reference: str, file: Path) -> Case | None:
 def anchor_of(case: str, root: Path, reference: str) -> str | None:
     """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was none."""
     path = Path(KINDS["baselines"]) / _ANCHORS
-    text = text_at(root, reference, path)
+    text = _text_at(root, reference, path)
     if text is None and (root / path).is_file():
         text = (root / path).read_text(encoding="utf-8")
     found = validate(*parse(text, str(path)), Anchors, str(path)).anchors.get(case) if text else None
