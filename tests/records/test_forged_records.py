@@ -121,6 +121,13 @@ def at_once(measured):
         run["started"] = measured["runs"][0]["started"]
 
 
+def cut_to_first_look(measured):
+    """The pairs beyond it are left out; those that stay have the order that the seed gives."""
+    first = measured["plan"]["looks"][0]
+    measured["runs"] = [r for r in measured["runs"] if r["role"] != "measure" or r["pair"] < first]
+    del measured["plan"]["order"][first:]
+
+
 FORGERIES = {
     "candidate times halved, without a window": (no_window, "its timed window 0 s"),
     "steps longer than their launch": (lambda m: tenfold(r for r in m["runs"] if r["variant"] == "candidate"), "the whole launch"),
@@ -400,6 +407,43 @@ def mutate(measured, path):
         not old if isinstance(old, bool) else 2 * old + 1 if isinstance(old, int) else old * 3 if isinstance(old, float) else
         {"baseline": "candidate", "candidate": "baseline", "higher": "lower", ">=": "<=", "<=": ">="}.get(old, f"{old}x") if isinstance(old, str) else 1
     )  # fmt: skip
+
+
+UNDECIDED = "01M89S6N89ZH0ZWCPF7B4CB5YE"
+"""A committed record of eight pairs, undecided between -4.4 and +1.8 %: a little more of anything would settle it."""
+
+
+@pytest.fixture(scope="module")
+def undecided():
+    return json.loads((data_root("results") / "h200x1" / f"{UNDECIDED}.json").read_text(encoding="utf-8"))
+
+
+def test_a_series_that_was_cut_to_an_earlier_look_is_altered(tmp_path, undecided):
+    assert replay.replay(sealed(tmp_path, undecided))[0]
+    lines = replay.replay(sealed(tmp_path, undecided, cut_to_first_look))[1]
+    assert any("its launches" in line for line in lines), "its total tells of launches that are left out"
+
+
+def of_all_launches(measured):
+    """By field, its paths: in all launches of one variant at once, which is how one forges a verdict, or in the plan and the claim."""
+    groups = {}
+    for path in leaves({key: measured[key] for key in ("runs", "plan", "claim", "machine")}):
+        name = tuple("*" if isinstance(key, int) else key for key in path)
+        run = measured["runs"][path[1]] if path[0] == "runs" else None
+        if run is None or run["role"] == "measure":
+            groups.setdefault((*name, run["variant"]) if run else name, []).append(path)
+    return groups
+
+
+@pytest.mark.full
+def test_no_field_of_all_launches_makes_another_verdict(undecided, monkeypatch):
+    """What changes the verdict is refused, or the record is shown to be of another claim."""
+    groups = of_all_launches(undecided["measured"])
+    assert [name for name, paths in groups.items() if accepted(undecided, paths)] == []
+    monkeypatch.setattr(f"{__name__}.contradictions", lambda evidence: [])
+    monkeypatch.setattr(f"{__name__}.foreign", lambda evidence: None)
+    seconds = [name for name in groups if name[-2:] in (("seconds", "baseline"), ("seconds", "candidate"))]
+    assert {accepted(undecided, groups[name]) for name in [*seconds, ("claim", "expect", "margin", "value")]} == {"confirmed", "refuted"}
 
 
 def foreign(evidence):
