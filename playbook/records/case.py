@@ -106,6 +106,11 @@ class Budget(Strict):
     minutes: float = Field(default=10, gt=0)
     launch_timeout_s: float = Field(default=300, gt=0)
 
+    @property
+    def looks(self) -> list[int]:
+        """After how many pairs a series of rules since version 3 is judged: from the first of `pairs` to the last, every second one."""
+        return sorted({*range(self.pairs[0], self.pairs[-1], 2), self.pairs[-1]})
+
 
 class Delta(Strict):
     """What may differ between the variants besides the declared keys, and why."""
@@ -329,17 +334,15 @@ def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     deltas: dict[tuple[str | int, ...], dict[str, Any]] = {("profiles", p): values for p, values in case.profiles.items()}
     deltas |= {(v if case.kind == "pair" else "kind",): delta for v, delta in case.variants.items()}
     deltas |= {("variant_profiles", p, v): d for p, variants in case.variant_profiles.items() for v, d in variants.items()}
-    found = [problem for where, delta in deltas.items() for problem in delta_problems(where, delta)]
-    if found:
+    if found := [problem for where, delta in deltas.items() for problem in delta_problems(where, delta)]:
         return found
     texts: list[tuple[tuple[str | int, ...], str]] = [(("command",), text) for text in (*case.command, *case.prepare)]
     texts += [(("steps",), case.steps.file or "")] if case.steps else []
     texts += [(("trace",), text) for text in (case.trace.file, *case.trace.arguments)] if case.trace else []
     for where, delta in deltas.items():
         texts += [(where, text) for text in (*delta.get("arguments", []), *delta.get("environment", {}).values())]
-    if secret := secret_word(case.command, case.prepare, deltas):
-        return [secret]
-    return list(template_problems(texts, sorted({key for delta in deltas.values() for key in delta} - {*DELTAS, "ranks"})))
+    secret, words = secret_word(case.command, case.prepare, deltas), {key for delta in deltas.values() for key in delta}
+    return [secret] if secret else list(template_problems(texts, sorted(words - {*DELTAS, "ranks"})))
 
 
 def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:

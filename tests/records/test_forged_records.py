@@ -27,7 +27,8 @@ from playbook.site.cards import Shelf
 from playbook.site.evidence import evidence_page
 from playbook.site.text import text
 from playbook_bench.judge import outdated
-from playbook_bench.run import replay, store
+from playbook_bench.run import replay, schedule, series, store
+from playbook_bench.statements.planted import planted
 
 CPU = "01M80142Q87YRVRJJAXCMBK0K2"
 """A committed record of a pair with launches, measured on a CPU."""
@@ -407,6 +408,51 @@ def mutate(measured, path):
         not old if isinstance(old, bool) else 2 * old + 1 if isinstance(old, int) else old * 3 if isinstance(old, float) else
         {"baseline": "candidate", "candidate": "baseline", "higher": "lower", ">=": "<=", "<=": ">="}.get(old, f"{old}x") if isinstance(old, str) else 1
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def today():
+    """A record under the rules of today, whose order the seed gives."""
+    measured = planted("step_seconds", 1, "same")
+    labels = [label for label, _ in schedule.series(measured.plan.seed, schedule.PAIR, measured.plan.looks)]
+    measured = measured.model_copy(update={"plan": measured.plan.model_copy(update={"order": labels[: measured.plan.looks[0]]})})
+    made = store.evidence_of(measured, replay.derive(measured), "planted", series.totals(measured.runs))
+    return made.model_dump(mode="json", by_alias=True)
+
+
+def as_launched(measured):
+    letters = ["AB"[r["variant"] == "candidate"] for r in sorted(measured["runs"], key=lambda r: r["position"])]
+    measured["plan"]["order"] = ["".join(letters[i : i + 2]) for i in range(0, len(letters), 2)]
+
+
+def swapped(measured):
+    one, other = measured["runs"][0], next(r for r in measured["runs"] if r["variant"] != measured["runs"][0]["variant"])
+    one["position"], other["position"] = other["position"], one["position"]
+    as_launched(measured)
+
+
+def dropped(measured):
+    last = measured["runs"].pop()
+    other = next(r for r in reversed(measured["runs"]) if r["variant"] != last["variant"])
+    measured["runs"].remove(other)
+    as_launched(measured)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swapped, "its seed gives"),
+        (lambda m: m["plan"].update(seed=m["plan"]["seed"] + 1), "its seed gives"),
+        (lambda m: [r.update(pair=3 - r["pair"]) for r in m["runs"]], "are of pairs 3, 2, 1, 0"),
+        (dropped, "its launches"),
+        (lambda m: m["plan"].update(looks=[4, 8, 12]), "looks after"),
+    ],
+    ids=["launches swapped", "another seed", "pairs renumbered", "the last pair dropped", "looks"],
+)
+def test_a_series_of_today_keeps_the_order_of_its_seed(tmp_path, today, change, said):
+    assert replay.replay(sealed(tmp_path / "same", today)) == (True, [])
+    lines = replay.replay(sealed(tmp_path, today, change))[1]
+    assert any(said in line for line in lines), lines
 
 
 UNDECIDED = "01M89S6N89ZH0ZWCPF7B4CB5YE"

@@ -11,7 +11,6 @@ from playbook.records.case import Case, is_shipped, load_case
 from playbook.records.evidence import Check, Measured
 from playbook.renamed_keys import modern
 from playbook_bench.judge.receipt import in_words, judge_case
-from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run.variants import resolve
 
 _SHOWN, _LONG = 4, 60
@@ -42,7 +41,7 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
         yield "what the case computes"
     if content.delta.environment != today.delta.environment:
         yield "environment variables of the variants"
-    if then.plan is not None and then.plan.rules == VERSION and content.budget.pairs != today.budget.pairs:
+    if then.plan is not None and then.plan.rules > 1 and content.budget.pairs != today.budget.pairs:
         yield f"looks {_short(content.budget.pairs)} -> {_short(today.budget.pairs)}"
     told = {v.name: v.predicted for v in today.values}
     edited = [(v.name, v.predicted, told.get(v.name)) for v in content.values if v.predicted and v.predicted != told.get(v.name)]

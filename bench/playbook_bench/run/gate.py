@@ -21,12 +21,12 @@ from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guard
 from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical, digest
 from playbook_bench.commands import trees
 from playbook_bench.commands.variant import Command
-from playbook_bench.judge import effects, guards, metrics, receipt, slowdown, verdict
+from playbook_bench.judge import design, effects, guards, metrics, receipt, slowdown, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, checkout, journal, schedule, series
+from playbook_bench.run import checkout, journal, schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
@@ -308,56 +308,61 @@ def _plan(case: Case, seed: int, options: Options) -> Plan:
 
 
 def _measure(running: Series, metric: Metric, limits: Limits) -> None:
-    """One discarded launch of each commit, the older one against itself, then pairs. What cannot be used ends it at the first launch that shows it."""
+    """One discarded launch of each commit, then pairs. What cannot be used ends it at the first launch that shows it."""
     looks, count = running.plan.looks, len(running.variants)
-    aa_pairs = 0 if metric.deterministic else schedule.AA_PAIRS
     twice = metric.deterministic and bool(running.case.command)  # a command's count is one only where launches repeat it
-    running.expected = schedule.launches(looks, running.plan.pairs_limit, aa_pairs, count) if aa_pairs else count * (1 + twice)
+    running.expected = count * (1 + twice) if metric.deterministic else schedule.launches(looks, running.plan.pairs_limit, count)
     running.progress.series(f"gate {running.case.id}", running.expected)
     for spec in schedule.burn_in(running.variants) if twice or not metric.deterministic else ():
         ended = running.run(spec)
         if ended.outcome != "ok" or guards.complete(ended, metric):
             return
     if metric.deterministic:
-        series.measure_pairs(running, lambda s, n: True)
-        return
-    # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
-    noise = aa.measure(running, metric, aa_pairs)
-    if len(noise) < 2 * aa_pairs or noise[-1].outcome != "ok":
+        series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
         return
     others = [v for v in running.variants if v != "candidate"]
     series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
-    runs = _against(running.runs, reference)
-    found, rest = _slowdown(running, metric, limits, runs), _rest(running, limits, runs)
+    found, rest = _slowdown(running, metric, limits, reference), _rest(running, limits, reference)
     return found is None or rest is None or _worst(found.answer, rest.answer) != "undecided"
 
 
 def _against(runs: Sequence[Run], reference: str) -> list[Run]:
-    """The runs of a comparison with one older commit, named `baseline` in them; the A/A pairs stay those of the real baseline."""
-    if reference == "baseline":
-        return [r for r in runs if r.variant != "anchor"]
-    kept = [r for r in runs if r.variant != "baseline" or r.role == "aa"]
-    return [r.model_copy(update={"variant": "baseline"}) if r.variant == reference else r for r in kept]
+    """The runs of a comparison with one older commit, named `baseline` in them."""
+    other = "anchor" if reference == "baseline" else "baseline"
+    return [r.model_copy(update={"variant": "baseline"}) if r.variant == reference else r for r in runs if r.variant != other]
 
 
-def _slowdown(running: Series, metric: Metric, limits: Limits, runs: Sequence[Run]) -> slowdown.Slowdown | None:
-    values = [(metric.value(a), metric.value(b)) for a, b in guards.pairs_of(runs)]
-    if len(values) < 2 or any(x is None for pair in values for x in pair):
+def _slowdown(running: Series, metric: Metric, limits: Limits, reference: str) -> slowdown.Slowdown | None:
+    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value is missing."""
+    blocks = guards.blocks_of(running.runs, list(running.variants))
+    if len(blocks) < 2 or any(metric.value(run) is None for block in blocks for run in block.values()):
         return None
-    worse = [-guards.compare(metric, a, b) for a, b in values if a is not None and b is not None]
-    limit = math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
-    return slowdown.judge_slowdown(worse, limit, running.plan.looks)
+    rows = [[-value for value in row] for row in effects.rows_of(metric, blocks)]
+    return _judged(running, blocks, rows, reference, _limit(metric, limits))
 
 
-def _rest(running: Series, limits: Limits, runs: Sequence[Run]) -> slowdown.Slowdown | None:
+def _rest(running: Series, limits: Limits, reference: str) -> slowdown.Slowdown | None:
     """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is allowed."""
-    pairs = guards.pairs_of(runs)
-    if len(pairs) < 2:
+    blocks = guards.blocks_of(running.runs, list(running.variants))
+    if len(blocks) < 2:
         return None
-    return slowdown.judge_slowdown(slowdown.rest_worse(pairs, running.strict), _allowed_rest(limits), running.plan.looks)
+    return _judged(running, blocks, slowdown.rest_rows(blocks, reference, running.strict), reference, _allowed_rest(limits))
+
+
+def _judged(
+    running: Series, blocks: Sequence[guards.Block], rows: Sequence[Sequence[float]], reference: str, limit: float
+) -> slowdown.Slowdown:
+    """How much larger the candidate's values are than those of an older commit. Shape: rows [blocks, variants]."""
+    weights = [float(v == "candidate") - float(v == reference) for v in running.variants]
+    worse = design.contrast(rows, effects.launches(running.runs, blocks), weights)
+    return slowdown.judge_slowdown(worse, len(blocks), limit, running.plan.looks)
+
+
+def _limit(metric: Metric, limits: Limits) -> float:
+    return math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
 
 
 def _allowed_rest(limits: Limits) -> float:
@@ -405,12 +410,12 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
-    found = _slowdown(running, metric, limits, runs)
+    found = _slowdown(running, metric, limits, reference)
     effect, backend = _effect(running, metric, runs), str(running.variants["candidate"].dump.get("backend", "torch"))
     blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, backend))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
-    rest = _rest(running, limits, runs)
+    rest = _rest(running, limits, reference)
     if found is None or rest is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
     sentence, needed = slowdown.in_words(found, metric, limits.limit, runs, len(pairs))
@@ -418,14 +423,17 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if rest.answer != "pass":
         sentence = f"{sentence}; {told}"
         needed = max(needed or 0, rest.pairs_needed or 0) or None
-    gates = [*blank.gates, Condition(name="process", ok=rest.answer == "pass", detail=told)]
+    blocks = guards.blocks_of(running.runs, list(running.variants))
+    carried, remark = effects.carry_over(running.runs, metric, blocks, _limit(metric, limits))
+    gates = [*blank.gates, Condition(name="process", ok=rest.answer == "pass", detail=told), *([carried] if carried else [])]
+    sentence = "; ".join(filter(None, (sentence, remark)))
     return replace(blank, status=_worst(found.answer, rest.answer), sentence=sentence, pairs_needed=needed, gates=gates)
 
 
 def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
     """The effect of the working tree, as a `Comparison` like that of a pair's record."""
     rules, blocks = verdict.rules_of(running.plan), guards.blocks_of(runs, schedule.PAIR)
-    curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, guards.aa_differences(runs, metric))
+    curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, [])
     return effects.as_pair(curve, rules, metric, None)
 
 
@@ -456,7 +464,7 @@ def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
     for each in runs:
         if problem := guards.complete(each, metric):
             return f"a run cannot be used: {problem}"
-    dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "aa", "measure")) if not c.ok), None)
+    dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "measure")) if not c.ok), None)
     return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
 
 

@@ -30,7 +30,7 @@ def sleep(seconds):
         pass
 
 
-work = told.steps * told.takes
+work, lines = told.steps * told.takes, []
 if told.lie == "before":
     sleep(0.9 * work)
 for step in range(1, told.steps + 1):
@@ -41,11 +41,16 @@ for step in range(1, told.steps + 1):
         sleep(0.9 * told.takes)
     name, seconds = {
         "halved": ("seconds", seconds / 2),
+        "at the end": ("seconds", seconds / 2),
         "tenth": ("seconds", seconds / 10),
         "milliseconds": ("seconds", 1000 * seconds),
         "thousandth": ("ms", seconds),
         "rounded": ("seconds", round(seconds, 2)),
     }.get(told.lie, ("seconds", seconds))
-    print(json.dumps({"step": step, name: seconds, "loss": loss(step), "tokens": 8}), flush=True)
+    lines.append(json.dumps({"step": step, name: seconds, "loss": loss(step), "tokens": 8}))
+    if told.lie != "at the end":
+        print(lines[-1], flush=True)
+if told.lie == "at the end":
+    print(*lines, sep="\n")
 if told.lie == "after":
     sleep(0.9 * work)

@@ -6,19 +6,20 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 from test_verdict import make_run
 
 from playbook.records.evidence import Comparison, Observed, Run, Sample
-from playbook_bench.judge import metrics, slowdown
+from playbook_bench.judge import design, metrics, slowdown, statistics
 from playbook_bench.judge.guards import Pair
 
 LOOKS = (4, 8, 12)
 LIMIT = math.log1p(0.03)
 
 
-def around(mean: float, deviation: float, n: int = 4) -> list[float]:
-    """Values with exactly this mean, half of them a deviation above it and half below."""
-    return [mean + deviation * (-1) ** i for i in range(n)]
+def worse(mean: float, deviation: float, pairs: int = 4, freedom: float = 4.0) -> design.Estimate:
+    """A slowdown by so many pairs of this deviation."""
+    return design.Estimate(np.asarray(mean), np.asarray(deviation / math.sqrt(pairs)), np.asarray(freedom))
 
 
 def launch(variant: str = "baseline", pair: int = 0, wall_s: float = 10.0, role: str = "measure", **steps: object) -> Run:
@@ -69,67 +70,81 @@ def test_an_allowance_of_nothing_lets_what_is_equal_pass() -> None:
     assert gates("cost", series(), {"memory": 0.0, "process": 0.0}) == {}
 
 
-# By hand, from tables of Student's t: 4 pairs have 3 degrees of freedom, and with three looks the one-sided rates are 0.025 / 3 (t = 4.857) and
-# 0.001 / 3 (t = 14.82). Pairs of deviation 0.001 (sample: 0.001155) give an error of 0.000577.
+# Each bound is the mean and Student's quantile at the look's part of its rate, times the standard error: here 0.002, with 4 degrees of freedom.
+FAILS = stats.t.isf(statistics.levels(LOOKS, 2 * 0.76 * 0.025)[0] / 2, 4) * 0.002
+PASSES = stats.t.isf(statistics.levels(LOOKS, 2 * 0.4 * 0.001)[0] / 2, 4) * 0.002
+
+
 @pytest.mark.parametrize(
     ("mean", "answer"),
     [
-        (0.0, "pass"),
-        (-0.05, "pass"),
-        (0.0209, "pass"),  # 0.02956 - 14.82 * 0.000577 = 0.02100
-        (0.0212, "undecided"),
-        (0.0322, "undecided"),  # 0.02956 + 4.857 * 0.000577 = 0.03236
-        (0.0325, "regression"),
+        (LIMIT - 0.05, "pass"),
+        (LIMIT - 1.01 * PASSES, "pass"),
+        (LIMIT - 0.99 * PASSES, "undecided"),
+        (LIMIT + 0.99 * FAILS, "undecided"),
+        (LIMIT + 1.01 * FAILS, "regression"),
     ],
 )
 def test_a_slowdown_passes_or_fails_only_where_its_interval_says_so(mean: float, answer: str) -> None:
-    found = slowdown.judge_slowdown(around(mean, 0.001), LIMIT, LOOKS)
+    found = slowdown.judge_slowdown(worse(mean, 0.004), 4, LIMIT, LOOKS)
     assert found.answer == answer
-    assert found.mean == pytest.approx(mean)
-    assert found.low == pytest.approx(mean - 4.857 * 0.000577, abs=2e-5)
-    assert found.high == pytest.approx(mean + 14.82 * 0.000577, abs=2e-5)
+    assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - FAILS, mean + PASSES))
+    assert found.deviation == pytest.approx(0.004)
 
 
-@pytest.mark.parametrize("times", [1, 4])
-def test_a_slowdown_at_the_limit_passes_in_one_series_of_a_thousand_however_noisy_the_newer_commit_is(times: int) -> None:
-    """A test whether its launches vary more than those of the older one let 0.4 % pass: few launches seldom show it."""
-    draw = np.random.default_rng(times)
-    launches = draw.normal(0, 0.01, (30_000, 12)), draw.normal(LIMIT, times * 0.01, (30_000, 12))
-    worse = launches[1] - launches[0]
-    passed = np.zeros(len(worse), bool)
-    for look in LOOKS:
-        # The bound is linear in mean and deviation: two calls give it for all series.
-        high = slowdown.judge_slowdown(around(0.0, 1.0, look), 9.0, LOOKS).high / math.sqrt(look / (look - 1))
-        passed |= worse[:, :look].mean(1) + high * worse[:, :look].std(1, ddof=1) < LIMIT
-    assert passed.mean() <= 0.0016  # 0.1 %, and three standard errors
+def test_the_last_look_has_more_of_the_error_rates_and_between_looks_the_next_one_counts() -> None:
+    high = {
+        n: slowdown.judge_slowdown(design.Estimate(*map(np.asarray, (0.0, 0.01, 8.0))), n, LIMIT, LOOKS).high for n in (4, 6, 8, 12, 13)
+    }
+    assert high[4] > high[6] == high[8] > high[12] == high[13]
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(1.0, 1.0), (1.0, 4.0), (4.0, 1.0)])
+def test_a_slowdown_as_large_as_the_limit_passes_in_one_of_a_thousand_whatever_the_noise(baseline: float, candidate: float) -> None:
+    """Over all looks, in the order of series; also where one commit is four times noisier than the other."""
+    rng, looks, passed, count = np.random.default_rng(2), (4, 6, 8, 10, 12), 0, 40_000
+    for seed in range(20):
+        launches = design.launched(design.order(seed, 2, looks), 2)
+        of = np.array([launch.variant for launch in launches])
+        y = rng.normal(size=(count // 20, len(of))) * 0.01 * np.where(of, candidate, baseline) + LIMIT * of
+        open_ = np.ones(len(y), dtype=bool)
+        for look in looks:
+            found = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
+            # The answer of one series at these degrees of freedom, for all of them at once.
+            rate = slowdown._rate(slowdown._PASS_ERROR, looks, look)
+            high = found.mean + stats.t.isf(rate, found.freedom) * found.error
+            one = slowdown.judge_slowdown(design.Estimate(found.mean[0], found.error[0], found.freedom[0]), look, LIMIT, looks)
+            assert one.high == pytest.approx(high[0])
+            passed += int((open_ & (high < LIMIT)).sum())
+            open_ &= high >= LIMIT
+    assert passed / count <= 0.001 + 2 * math.sqrt(0.001 / count)
 
 
 @pytest.mark.parametrize(
     ("mean", "deviation", "answer"),
-    [(0.0, 0.02, "undecided"), (0.02, 0.008, "undecided"), (0.0, 0.06, "too_noisy"), (0.03, 0.06, "too_noisy")],
+    [(0.0, 0.02, "undecided"), (0.02, 0.01, "undecided"), (0.0, 0.07, "too_noisy"), (0.03, 0.07, "too_noisy")],
 )
 def test_what_no_number_of_pairs_would_rule_out_is_too_noisy(mean: float, deviation: float, answer: str) -> None:
-    found = slowdown.judge_slowdown(around(mean, deviation), LIMIT, LOOKS)
-    assert found.answer == answer
+    assert slowdown.judge_slowdown(worse(mean, deviation), 4, LIMIT, LOOKS).answer == answer
 
 
 def test_the_number_of_pairs_that_would_settle_it() -> None:
-    """Looks go on at their distance of four, each with a smaller part of the error rate, until the interval and 80 % power fit into the distance."""
-    need = {d: slowdown.judge_slowdown(around(0.02, d), LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
-    assert need == {0.004: 12, 0.006: 16, 0.01: 36, 0.02: None}
-    assert slowdown.judge_slowdown(around(0.04, 0.01), LIMIT, LOOKS).pairs_needed == 20, "a regression is cheaper to show"
-    assert slowdown.judge_slowdown(around(LIMIT, 0.004), LIMIT, LOOKS).pairs_needed is None
-    assert slowdown.judge_slowdown(around(0.02, 0.006), LIMIT, (4,)).pairs_needed % 4 == 0, "of one look, its own distance"
+    """Looks go on at their distance until the interval and 80 % power fit into the distance."""
+    need = {d: slowdown.judge_slowdown(worse(0.02, d), 4, LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
+    assert need == {0.004: 8, 0.006: 12, 0.01: 24, 0.02: 88}
+    assert slowdown.judge_slowdown(worse(0.04, 0.01), 4, LIMIT, LOOKS).pairs_needed == 12, "a regression is cheaper to show"
+    assert slowdown.judge_slowdown(worse(LIMIT, 0.004), 4, LIMIT, LOOKS).pairs_needed is None
+    assert slowdown.judge_slowdown(worse(0.02, 0.006), 4, LIMIT, (4,)).pairs_needed % 4 == 0, "of one look, its own distance"
 
 
-@pytest.mark.parametrize("worse", [[0.0], [0.0, math.nan], [math.inf, 0.1]])
-def test_too_few_pairs_or_no_number_give_no_answer(worse: list[float]) -> None:
+@pytest.mark.parametrize(("pairs", "mean", "error"), [(1, 0.0, 0.1), (4, math.nan, 0.1), (4, 0.0, math.inf)])
+def test_too_few_pairs_or_no_number_give_no_answer(pairs: int, mean: float, error: float) -> None:
     with pytest.raises(ValueError, match=r"at least 2 pairs|not finite"):
-        slowdown.judge_slowdown(worse, LIMIT, LOOKS)
+        slowdown.judge_slowdown(design.Estimate(*map(np.asarray, (mean, error, 4.0))), pairs, LIMIT, LOOKS)
 
 
 def test_two_pairs_are_enough_for_an_answer() -> None:
-    assert slowdown.judge_slowdown([0.0, 0.0], LIMIT, (2,)).answer == "pass"
+    assert slowdown.judge_slowdown(worse(0.0, 0.00001, 2, 2.0), 2, LIMIT, (2,)).answer == "pass"
 
 
 def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
@@ -137,11 +152,11 @@ def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
         return make_run(variant, observed=Observed(counters={"gpu_computing_percent": computing}), telemetry={"stolen_percent": stolen})
 
     quiet, busy = [ran("baseline", 90, 0), ran("candidate", 80, 1.9)], [ran("baseline", 90, 3), ran("candidate", 79, 2)]
-    assert slowdown.cause_of_noise(quiet, [0.05, -0.05]) == "launches of one commit differ by 5.0 %"
-    text = slowdown.cause_of_noise(busy, [])
+    assert slowdown.cause_of_noise(quiet, 0.05) == "launches of one commit differ by 5.0 %"
+    text = slowdown.cause_of_noise(busy, 0.001)
     assert (
         text
-        == "the GPU computes in only 79 % of the step, so the host is what is timed; other machines on this hardware had 2 % of its processor time"
+        == "launches of one commit differ by 0.1 %; the GPU computes in only 79 % of the step, so the host is what is timed; other machines on this hardware had 2 % of its processor time"
     )
 
 
@@ -240,6 +255,12 @@ def test_memory_that_the_older_commit_does_not_report_is_said_to_be_not_compared
     ]
 
 
+def rest(pairs: list[Pair], strict: dict | None = None) -> list[float]:
+    """By pair, how much more of a launch lies beside its timed steps."""
+    rows = slowdown.rest_rows([{"baseline": a, "candidate": b} for a, b in pairs], "baseline", strict or {})
+    return [after - before for before, after in rows]
+
+
 def warmed(run: Run, seconds: float = 1.0) -> Run:
     """A run whose first step is warm-up and takes so long; its launch is longer by what that is more than a second."""
     first = run.samples[0].model_copy(update={"timed": False, "seconds": seconds})
@@ -257,22 +278,22 @@ def warmed(run: Run, seconds: float = 1.0) -> Run:
 )
 def test_time_that_moved_out_of_the_steps_is_not_gained(after: dict, worse: float) -> None:
     """It is a share of the older commit's launch, of 10 s."""
-    assert slowdown.rest_worse(series(after=after)[0], {}) == pytest.approx([worse, worse])
+    assert rest(series(after=after)[0]) == pytest.approx([worse, worse])
 
 
 def test_a_longer_first_step_counts_although_it_is_not_timed() -> None:
     pairs = [(warmed(a), warmed(b, 4.0)) for a, b in series()[0]]
-    assert slowdown.rest_worse(pairs, {}) == pytest.approx([0.3, 0.3])
+    assert rest(pairs) == pytest.approx([0.3, 0.3])
 
 
 def test_a_line_of_a_log_counts_for_all_of_its_steps() -> None:
     pairs = series(before={"wall_s": 70.0}, after={"wall_s": 70.0, "seconds": 0.9})[0]
-    assert slowdown.rest_worse(pairs, {"s": {"trainer": {"log_every": 10}}}) == pytest.approx([6 / 70] * 2)
+    assert rest(pairs, {"s": {"trainer": {"log_every": 10}}}) == pytest.approx([6 / 70] * 2)
 
 
 def test_start_up_that_varies_is_no_excuse() -> None:
     """Half of the time between lines of a log passed where start-up varied by as much; now it is open."""
-    found = slowdown.judge_slowdown([0.02, 0.3, 0.1, 0.22], 0.1, LOOKS)
+    found = slowdown.judge_slowdown(worse(0.16, 0.12), 4, 0.1, LOOKS)
     assert found.answer in ("undecided", "too_noisy")
     assert "--allow process=" in slowdown.rest_in_words(found, 0.1)
 
