@@ -1,6 +1,6 @@
-"""`python -m playbook` is `playbook`."""
+"""`python -m playbook` is `playbook`: it runs the command line by name, and imports nothing of it."""
 
-from playbook.cli.app import main
+from runpy import run_module
 
 if __name__ == "__main__":
-    main()
+    run_module("playbook_app", run_name="__main__", alter_sys=True)

@@ -161,7 +161,7 @@ def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None 
 
 def sources(tree: Path) -> list[str]:
     """Where a tree's packages lie."""
-    return [str((tree / part).resolve()) for part in (".", "bench", "trainer")]
+    return [str((tree / part).resolve()) for part in (".", "app", "bench", "trainer")]
 
 
 def import_path(tree: Path, others: Sequence[Path]) -> str:

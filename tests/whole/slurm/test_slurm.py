@@ -26,7 +26,7 @@ CLUSTER = 'platform: cpu\npartition: p\nnodes: 2\ntime: 20m\nsetup: ["taskset --
 
 @pytest.fixture
 def environment(slurm):
-    paths = os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))
+    paths = os.pathsep.join(str(repo_root() / p) for p in (".", "app", "bench", "trainer"))
     return {**slurm, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
