@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "trainer")]
 
-from playbook_app.cli import exit_codes  # noqa: E402  # noqa: E402
+from playbook_app.cli import exit_codes  # noqa: E402
 from playbook_app.cli.app import app  # noqa: E402
 from playbook_app.site.planned.answers import ask, line, questions  # noqa: E402
 

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from playbook.paths import sources
+
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = 45 / 50
 """The share that the fast tests must find."""
@@ -138,7 +140,7 @@ def fails(tree: Path, words: list[str]) -> bool:
     Raises:
         SystemExit: no test ran.
     """
-    paths = os.pathsep.join(str(tree / p) for p in (".", "app", "bench", "trainer"))
+    paths = os.pathsep.join(sources(tree))
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)

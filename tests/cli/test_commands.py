@@ -15,7 +15,7 @@ from in_process import run
 
 from playbook import paths
 from playbook.cards.model import Quantity
-from playbook.paths import DEFAULT_RESULTS, data_root, repo_root
+from playbook.paths import DEFAULT_RESULTS, data_root, repo_root, sources
 from playbook.records.evidence import Evidence
 from playbook.records.read import read, verdicts
 from playbook_app.cli import app, options
@@ -23,7 +23,7 @@ from playbook_app.cli.commands.evidence import drawn
 from playbook_app.cli.commands.site import walk
 from tests.support.processor_time import slower
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "app", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 
 @pytest.fixture

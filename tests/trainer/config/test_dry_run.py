@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from playbook.errors import ConfigError
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
 from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
 from playbook_app.cli import app
@@ -26,7 +26,7 @@ from playbook_trainer.torch.parallel.sharding import initial_value
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
 WIDE = ["parallel.pp=4", "parallel.vpp=2", "parallel.cp=4", "parallel.ep=8", "train.global_batch_size=1024", "data.seq_len=32768"]
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "app", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 
 def command(capsys, *words):
