@@ -16,7 +16,7 @@ import pytest
 from playbook.paths import repo_root
 
 ROOT = repo_root()
-PACKAGES = ("playbook", "bench/playbook_bench", "trainer/playbook_trainer")
+PACKAGES = ("playbook", "app/playbook_app", "bench/playbook_bench", "trainer/playbook_trainer")
 MODULES = 15
 """The most in one folder, besides `__init__`."""
 LINES = 500

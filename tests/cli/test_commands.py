@@ -15,15 +15,15 @@ from in_process import run
 
 from playbook import paths
 from playbook.cards.model import Quantity
-from playbook.cli import app, options
-from playbook.cli.evidence import drawn
-from playbook.cli.site import walk
-from playbook.paths import DEFAULT_RESULTS, data_root, repo_root
+from playbook.paths import DEFAULT_RESULTS, data_root, repo_root, sources
 from playbook.records.evidence import Evidence
 from playbook.records.read import read, verdicts
+from playbook_app.cli import app, options
+from playbook_app.cli.commands.evidence import drawn
+from playbook_app.cli.commands.site import walk
 from tests.support.processor_time import slower
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 
 @pytest.fixture
@@ -440,7 +440,7 @@ def test_the_help_has_every_command_in_a_group_and_the_version_as_an_option(caps
 
 def test_the_shell_completes_commands():
     asked = {"_PLAYBOOK_COMPLETE": "complete_bash", "COMP_WORDS": "playbook evidence sh", "COMP_CWORD": "2"}
-    command = [sys.executable, "-c", "import sys; from playbook.cli.app import main; sys.argv[0] = 'playbook'; main()"]
+    command = [sys.executable, "-c", "import sys; from playbook_app.cli.app import main; sys.argv[0] = 'playbook'; main()"]
     done = subprocess.run(command, env={**ENV, **asked}, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["show"], done.stderr
 

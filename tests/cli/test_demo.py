@@ -9,8 +9,8 @@ import pytest
 from in_process import run
 
 from playbook.cards.load import load_all
-from playbook.cli import confirm
-from playbook.cli.output import print_table
+from playbook_app.cli.commands import confirm
+from playbook_app.cli.output import print_table
 from playbook_bench.run import confirm as harness
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from in_process import run
 
-from playbook.cli import exit_codes
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
+from playbook_app.cli import exit_codes
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
 PLAYBOOK = (sys.executable, "-m", "playbook")
 

@@ -10,8 +10,9 @@ import pytest
 import submitit
 from in_process import run
 
-from playbook.cli import app, slurm
 from playbook.paths import repo_root
+from playbook_app.cli import app
+from playbook_app.services import slurm
 from playbook_bench.launch import batch_job
 from playbook_trainer.config import environment
 from playbook_trainer.config import tree as trainer_config

@@ -9,9 +9,9 @@ from in_process import run
 
 from playbook.cards.load import load_all
 from playbook.cards.model import counted
-from playbook.cli import site
-from playbook.cli import train as of_train
-from playbook.site.build import generate
+from playbook_app.cli.commands import site
+from playbook_app.cli.commands import train as of_train
+from playbook_app.site.build import generate
 from playbook_bench.machine import requirements
 from playbook_bench.run.targets import tasks_of
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from playbook.cli import app
 from playbook.diagnosis import likely_walls, published
 from playbook.diagnosis.actions import actions
 from playbook.diagnosis.seen import composition, of_trace, parsed
@@ -20,6 +19,7 @@ from playbook.planner.plan import parse
 from playbook.planner.runs.check import check, document
 from playbook.planner.time.cluster import cluster, clusters, on_network
 from playbook.planner.time.step import step_time
+from playbook_app.cli import app
 
 MOE = "qwen3_30b_a3b"
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from playbook.cli.agents import library_here
+from playbook_app.cli.commands.agents import library_here
 
 
 @pytest.fixture(scope="module", autouse=True)

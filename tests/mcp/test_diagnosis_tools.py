@@ -2,7 +2,7 @@
 
 import pytest
 
-from playbook.mcp.server import server
+from playbook_app.mcp.server import server
 from tests.support.mcp_calls import answer, ask
 
 ASKED = {"model": "qwen3_8b", "gpus": 8, "hardware": "h100"}

@@ -18,9 +18,7 @@ from mcp.shared.exceptions import MCPError
 
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
-from playbook.cli.agents import library_here
 from playbook.errors import PlaybookError
-from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
 from playbook.planner import memory
 from playbook.planner.choice import plain_data
@@ -30,6 +28,8 @@ from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
+from playbook_app.cli.commands.agents import library_here
+from playbook_app.mcp.server import MAX_CHARS, server
 from tests.support.mcp_calls import ask
 
 TOOLS = {

@@ -9,7 +9,7 @@ import pytest
 from playbook.paths import repo_root
 
 PAGE = (repo_root() / "docs/guide/architecture.md").read_text(encoding="utf-8")
-ROOTS = ("", "bench/", "trainer/", "bench/playbook_bench/", "trainer/playbook_trainer/")
+ROOTS = ("", "app/", "bench/", "trainer/", "app/playbook_app/", "bench/playbook_bench/", "trainer/playbook_trainer/")
 
 
 def there(path: str) -> bool:
@@ -17,7 +17,7 @@ def there(path: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"`((?:playbook(?:_bench|_trainer)?|run|judge|launch|machine|observe)(?:\.\w+)+)`", PAGE)))
+    "name", sorted(set(re.findall(r"`((?:playbook(?:_app|_bench|_trainer)?|run|judge|launch|machine|observe)(?:\.\w+)+)`", PAGE)))
 )
 def test_modules_exist(name: str) -> None:
     path = name.replace(".", "/")

@@ -11,8 +11,8 @@ import pytest
 from planted_case import FAKE, bench, options
 from typer.testing import CliRunner
 
-from playbook.cli.app import app
 from playbook.records.consistency import NEIGHBOURHOOD, contradictions
+from playbook_app.cli.app import app
 from playbook_bench.launch import local
 from playbook_bench.run import aa, confirm, replay, report, store
 from playbook_bench.run import options as defaults

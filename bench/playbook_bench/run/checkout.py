@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
 from playbook_bench.machine import detect
 
 _GIT_TIMEOUT_S = 120
@@ -157,11 +157,6 @@ def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None 
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise LaunchError(f"git cannot be run: {e}") from e
-
-
-def sources(tree: Path) -> list[str]:
-    """Where a tree's packages lie."""
-    return [str((tree / part).resolve()) for part in (".", "bench", "trainer")]
 
 
 def import_path(tree: Path, others: Sequence[Path]) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from playbook.cli import slurm
 from playbook.errors import ConfigError, LaunchError, StoreError
 from playbook.paths import repo_root
 from playbook.records.case import load_case
 from playbook.records.evidence import Machine, Run
+from playbook_app.services import slurm
 from playbook_bench.launch.local import Spec
 from playbook_bench.launch.slurm import Allocation, SrunLauncher, allocation, exits
 from playbook_bench.machine import detect, requirements

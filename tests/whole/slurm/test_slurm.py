@@ -12,7 +12,7 @@ from planted_case import CASE
 from planted_case import FAKE as PLANTED
 from ranks import SUPPORT
 
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
 from playbook.records.read import read
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, replay, store
@@ -26,7 +26,7 @@ CLUSTER = 'platform: cpu\npartition: p\nnodes: 2\ntime: 20m\nsetup: ["taskset --
 
 @pytest.fixture
 def environment(slurm):
-    paths = os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))
+    paths = os.pathsep.join(sources(repo_root()))
     return {**slurm, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
