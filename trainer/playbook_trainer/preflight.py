@@ -24,11 +24,11 @@ from torch import Tensor
 from playbook.errors import ConfigError
 from playbook_trainer.join import meet
 
-PRODUCT = (16384, 8192, 8192)
+_PRODUCT = (16384, 8192, 8192)
 """Tokens, width of the input and of the output of the product; the largest square one of the calibration."""
 _SMALL = (512, 512, 512)
-_COPIED, _SENT = 1 << 32, 1 << 28
-"""Bytes of a copy in memory, and of a message between two GPUs or of a copy from the host."""
+_COPIED, _SENT, _PINNED = 1 << 31, 1 << 30, 1 << 28
+"""Bytes of a copy in memory, of a message between two GPUs, and of a copy from the host."""
 _CPU_BYTES = 1 << 24
 _LAUNCHES = 2000
 _WINDOWS = 5
@@ -44,17 +44,6 @@ class Place:
     ranks: int
     local: int
     host: str
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One figure of one GPU, or of the link between it and `other`. Units: as the metric's name ends, and text for `throttle_reasons`."""
-
-    host: str
-    gpu: int
-    metric: str
-    value: float
-    other: tuple[str, int] | None = None
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
@@ -76,8 +65,10 @@ def place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
-def readings(seconds: float, here: Place | None) -> list[Reading] | None:
+def readings(seconds: float, here: Place | None) -> list[dict[str, Any]] | None:
     """What every GPU of the job reaches, at the process of rank 0; None at the others. The CPU stands for a GPU where there is none.
+
+    A row has host, gpu, metric, value, and for a link the host and GPU of its `other` end. Units are those that a metric's name ends with.
 
     Args:
         seconds: how long the product is repeated; the rest takes about as long again.
@@ -115,7 +106,7 @@ def _spawned(rank: int, ranks: int, folder: str, seconds: float) -> None:
         torch.save(found, Path(folder) / "readings")
 
 
-def _rank(here: Place, store: dist.Store, seconds: float) -> list[Reading] | None:
+def _rank(here: Place, store: dist.Store, seconds: float) -> list[dict[str, Any]] | None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", here.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
@@ -124,9 +115,11 @@ def _rank(here: Place, store: dist.Store, seconds: float) -> list[Reading] | Non
     try:
         places: list[tuple[str, int]] = [("", 0)] * here.ranks
         dist.all_gather_object(places, (here.host, here.local))
-        own = [Reading(here.host, here.local, *pair) for pair in _alone(device, here.local, max(i for _, i in places) + 1, seconds)]
-        own += [Reading(here.host, here.local, "link_bytes_per_s", rate, other) for other, rate in _links(here.rank, places, device)]
-        every: list[list[Reading]] | None = [[]] * here.ranks if here.rank == 0 else None
+        who: dict[str, Any] = {"host": here.host, "gpu": here.local}
+        turns = max(local for _, local in places) + 1
+        own = [who | {"metric": metric, "value": value, "other": None} for metric, value in _alone(device, here.local, turns, seconds)]
+        own += [who | {"metric": "link_bytes_per_s", "value": rate, "other": other} for other, rate in _links(here.rank, places, device)]
+        every: list[list[dict[str, Any]]] | None = [[]] * here.ranks if here.rank == 0 else None
         dist.gather_object(own, every)
         return [reading for each in every for reading in each] if every is not None else None
     finally:
@@ -139,7 +132,7 @@ def _alone(device: torch.device, turn: int, turns: int, seconds: float) -> Itera
     if cuda:
         free, total = torch.cuda.mem_get_info(device)
         yield "memory_taken_bytes", float(total - free)
-    tokens, wide_in, wide_out = PRODUCT if cuda else _SMALL
+    tokens, wide_in, wide_out = _PRODUCT if cuda else _SMALL
     x, w = (
         torch.randn(shape, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
         for shape in ((tokens, wide_in), (wide_in, wide_out))
@@ -149,19 +142,23 @@ def _alone(device: torch.device, turn: int, turns: int, seconds: float) -> Itera
     yield "product_flops_per_s", 2.0 * tokens * wide_in * wide_out / _repeated(lambda: x @ w, device, seconds)
     if asked is not None:
         yield from _answers(asked)
-    source = torch.randint(0, 255, (_COPIED // 2 if cuda else _CPU_BYTES,), device=device, dtype=torch.uint8)
+    source = torch.randint(0, 255, (_COPIED if cuda else _CPU_BYTES,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     dist.barrier()
-    yield "memory_bytes_per_s", 2.0 * source.nbytes / _repeated(lambda: target.copy_(source), device, seconds / 4)
+    yield "memory_bytes_per_s", 2.0 * source.nbytes / _copied(target, source, device, seconds / 4)
     small = torch.zeros(16, device=device)
     yield "launches_per_s", 1 / _issued(lambda: small.add_(1.0), device)
     for now in range(turns):
         dist.barrier()
         if now == turn and cuda:
-            pinned = torch.zeros(_SENT, dtype=torch.uint8).pin_memory()
-            part = target[:_SENT]
-            yield "host_to_device_bytes_per_s", _SENT / _repeated(lambda: part.copy_(pinned, non_blocking=True), device, seconds / 16)
-            yield "device_to_host_bytes_per_s", _SENT / _repeated(lambda: pinned.copy_(part, non_blocking=True), device, seconds / 16)
+            pinned = torch.zeros(_PINNED, dtype=torch.uint8).pin_memory()
+            yield "host_to_device_bytes_per_s", _PINNED / _copied(target[:_PINNED], pinned, device, seconds / 16)
+            yield "device_to_host_bytes_per_s", _PINNED / _copied(pinned, target[:_PINNED], device, seconds / 16)
+
+
+def _copied(target: Tensor, source: Tensor, device: torch.device, seconds: float) -> float:
+    """Median seconds of a copy."""
+    return _repeated(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
 def _repeated(run: Callable[[], Any], device: torch.device, seconds: float) -> float:

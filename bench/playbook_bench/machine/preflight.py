@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.constants import LINK_RING
 
-PRODUCT_FLOPS = 2.0 * 16384 * 8192 * 8192
+_PRODUCT_FLOPS = 2.0 * 16384 * 8192 * 8192
 _PRODUCT_BYTES = 2.0 * (16384 * 8192 + 8192 * 8192 + 16384 * 8192)
 _HELD_DOWN = {
     0x20 | 0x40: "heat holds its clocks down",
@@ -18,8 +17,8 @@ _HELD_DOWN = {
     0x80: "a power brake holds its clocks down",
 }
 """Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML, nvmlClocksEventReasons."""
-_TAKEN_BYTES = 2e9
-"""A context of CUDA takes less, and what is above belongs to another process."""
+_TAKEN_BYTES = 1e9
+"""A context of CUDA takes about 0.55e9 on an H100; what is above belongs to another process."""
 _GIB = 2**30
 
 
@@ -35,9 +34,9 @@ class Limit:
 
 
 LIMITS = {
-    "product_flops_per_s": Limit(0.88, 0.93, "TFLOP/s", 1e12, "BF16 product"),
+    "product_flops_per_s": Limit(0.88, 0.93, "TFLOP/s", 1e12, "product"),
     "memory_bytes_per_s": Limit(0.90, 0.95, "GB/s", 1e9, "copy in memory"),
-    "launches_per_s": Limit(0.50, 0.60, "thousand/s", 1e3, "launches"),
+    "launches_per_s": Limit(0.50, 0.60, "/ms", 1e3, "launches"),
     "host_to_device_bytes_per_s": Limit(0.60, 0.75, "GB/s", 1e9, "host to GPU"),
     "device_to_host_bytes_per_s": Limit(0.60, 0.75, "GB/s", 1e9, "GPU to host"),
     "link_bytes_per_s": Limit(0.70, 0.80, "GB/s", 1e9, "link"),
@@ -46,27 +45,23 @@ _CPU_PEERS = 0.35
 """The same for processes that share a CPU with whatever else runs there."""
 
 
-class Reading(Protocol):
-    """A figure of one GPU, or of the link to another."""
+@dataclass(frozen=True)
+class Reading:
+    """A figure of one GPU, or of the link between it and the `other`, in the unit that the metric's name ends with."""
 
-    @property
-    def host(self) -> str: ...
-    @property
-    def gpu(self) -> int: ...
-    @property
-    def metric(self) -> str: ...
-    @property
-    def value(self) -> float: ...
-    @property
-    def other(self) -> tuple[str, int] | None: ...
+    host: str
+    gpu: int
+    metric: str
+    value: float
+    other: tuple[str, int] | None = None
 
 
 def expected(cluster: Cluster) -> dict[str, float]:
     """What a healthy GPU of this kind reaches, by metric; host figures only where they were measured on this kind."""
     laws = cluster.laws
-    product = laws.forward.seconds(PRODUCT_FLOPS, _PRODUCT_BYTES, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s)
+    product = laws.forward.seconds(_PRODUCT_FLOPS, _PRODUCT_BYTES, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s)
     found = {
-        "product_flops_per_s": PRODUCT_FLOPS / product,
+        "product_flops_per_s": _PRODUCT_FLOPS / product,
         "memory_bytes_per_s": laws.memory_share * cluster.memory_bytes_per_s,
     }
     if cluster.domain > 1:
@@ -107,21 +102,18 @@ def _repeats(reading: Reading) -> bool:
 
 
 def _slow(same: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
-    if not same:
-        return
-    middle = statistics.median(r.value for r in same)
+    """Readings of one metric that are below what the kind reaches, or else below the others, with their share of it."""
+    middle = statistics.median(r.value for r in same) if same else 0.0
     for reading in same:
-        share, bound, against = reading.value / middle, peers, f"the median of {len(same)}"
         if healthy is not None and reading.value < limit.expected * healthy:
-            share, bound, against = reading.value / healthy, limit.expected, "what this kind of GPU reaches"
-            middle_shown = healthy
+            reference, of = healthy, "what this kind of GPU reaches"
+        elif reading.value < peers * middle:
+            reference, of = middle, f"the median of {len(same)}"
         else:
-            middle_shown = middle
-        if share < bound:
-            yield (
-                share,
-                f"{_where(reading)}: {limit.label} {reading.value / limit.scale:,.3g} {limit.unit}, {share:.0%} of {against} ({middle_shown / limit.scale:,.3g})",
-            )
+            continue
+        share, shown = reading.value / reference, (f"{v / limit.scale:,.3g}" for v in (reading.value, reference))
+        value, beside = shown
+        yield share, f"{_where(reading)}: {limit.label} {value} {limit.unit}, {share:.0%} of {of} ({beside})"
 
 
 def _conditions(readings: Sequence[Reading]) -> Iterator[str]:
@@ -143,20 +135,27 @@ def _where(reading: Reading) -> str:
 
 def table(readings: Sequence[Reading]) -> list[dict[str, str]]:
     """A row for each GPU: its figures, and its slowest links."""
-    rows: dict[tuple[str, int], dict[str, str]] = {}
+    rows: dict[tuple[str, int], dict[tuple[str, bool], float]] = {}
     for reading in readings:
-        row = rows.setdefault((reading.host, reading.gpu), {"host": reading.host, "GPU": str(reading.gpu)})
-        limit = LIMITS.get(reading.metric)
-        if limit is None:
-            if reading.metric in _SENSORS:
-                row[_SENSORS[reading.metric]] = f"{reading.value:.0f}"
-            continue
-        name = (
-            f"{'slowest link to another machine' if _across(reading) else 'slowest link' if reading.other else limit.label}, {limit.unit}"
-        )
-        least = min(reading.value, float(row[f"_{name}"]) if f"_{name}" in row else reading.value)
-        row |= {f"_{name}": repr(least), name: f"{least / limit.scale:,.3g}"}
-    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows.values()]
+        row, key = rows.setdefault((reading.host, reading.gpu), {}), (reading.metric, _across(reading))
+        row[key] = min(reading.value, row.get(key, reading.value))
+    return [
+        {"host": host, "GPU": str(gpu)} | {_column(*key): _cell(key[0], value) for key, value in row.items() if key[0] in _SHOWN}
+        for (host, gpu), row in rows.items()
+    ]
 
 
-_SENSORS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
+_SHOWN = {
+    "clock_mhz": ("MHz", 1.0), "power_w": ("W", 1.0), "temperature_c": ("°C", 1.0), "product_flops_per_s": ("TFLOP/s", 1e12),
+    "memory_bytes_per_s": ("memory GB/s", 1e9), "launches_per_s": ("launches/ms", 1e3), "host_to_device_bytes_per_s": ("from host GB/s", 1e9),
+    "device_to_host_bytes_per_s": ("to host GB/s", 1e9), "link_bytes_per_s": ("link GB/s", 1e9),
+}  # fmt: skip
+"""Columns of the table, and what their unit is of the metric's."""
+
+
+def _column(metric: str, across: bool) -> str:
+    return f"{'network' if across else 'least'} {_SHOWN[metric][0]}" if metric == "link_bytes_per_s" else _SHOWN[metric][0]
+
+
+def _cell(metric: str, value: float) -> str:
+    return f"{value / _SHOWN[metric][1]:,.4g}"
