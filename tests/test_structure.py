@@ -17,7 +17,7 @@ from playbook.paths import repo_root
 
 ROOT = repo_root()
 PACKAGES = ("playbook", "app/playbook_app", "bench/playbook_bench", "trainer/playbook_trainer")
-MODULES = 15
+MODULES = 20
 """The most in one folder, besides `__init__`."""
 LINES = 500
 """The most in one module."""
