@@ -14,6 +14,7 @@ import grimp
 import pytest
 
 from playbook.paths import repo_root
+from playbook_app.cli import app
 
 ROOT = repo_root()
 PACKAGES = ("playbook", "app/playbook_app", "bench/playbook_bench", "trainer/playbook_trainer")
@@ -23,6 +24,8 @@ LINES = 500
 """The most in one module."""
 EXCEPTIONS = 2
 """The most that import-linter's rules may have, together."""
+LATE = 20
+"""Fewer than so many imports of the faces stand in functions: what only one command of several in its module needs."""
 COMMANDS = ("command", "callback", "tool", "validator", "serializer")
 """A decorator with one of these words calls the function by itself: Typer, MCP and pydantic."""
 
@@ -55,6 +58,24 @@ def test_rules_of_imports_have_hardly_an_exception() -> None:
     exceptions = [words for contract in settings["contracts"] for words in contract.get("ignore_imports", [])]
     assert len(exceptions) <= EXCEPTIONS, exceptions
     assert not [words for words in exceptions if "*" in words]
+
+
+def test_every_command_has_a_module_of_its_name() -> None:
+    modules = {path.stem for path in (ROOT / "app/playbook_app/cli/commands").glob("*.py")} - {"__init__"}
+    assert modules == set(app.COMMANDS) - {"version"}
+
+
+def test_faces_import_at_the_top() -> None:
+    """A command's module is imported when it is called, so that its own imports need not wait."""
+    late = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "app").rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert len(set(late)) < LATE, late
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
