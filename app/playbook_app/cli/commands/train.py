@@ -20,8 +20,8 @@ from playbook_trainer.__main__ import main as run_trainer
 from playbook_trainer.config import environment
 from playbook_trainer.config.checks import notes
 from playbook_trainer.config.dry_run import dry_run, predicted
+from playbook_trainer.config.megatron_checks import installed
 from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
-from playbook_trainer.megatron.checks import installed
 
 if TYPE_CHECKING:
     from playbook_trainer.megatron.probe import Built
