@@ -20,7 +20,6 @@ from playbook_app.mcp.library import library_here
 from playbook_app.mcp.server import claim_answer, evidence_list
 from playbook_app.services.standing import stock_here
 from playbook_bench.judge import verdict
-from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.machine import requirements
 from playbook_bench.run import replay, store
 from playbook_bench.statements import table
@@ -285,11 +284,11 @@ def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
 
 
 def changed(tmp_path, change):
-    """The file of a record with matched runs whose measurements were changed, under the rules of today and with a hash that fits."""
+    """The file of a record with matched runs whose measurements were changed, under the newest rules for its design and with a hash that fits."""
     data = next(
         d for d in (json.loads(p.read_text(encoding="utf-8")) for p in RECORDS) if d["measured"]["aa"] and d["derived"]["comparison"]
     )
-    data["measured"]["plan"]["rules"] = VERSION
+    data["measured"]["plan"]["rules"] = 2
     change(data["measured"])
     data["sha256"] = stored_sha(data)
     path = tmp_path / "record.json"
