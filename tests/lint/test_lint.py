@@ -23,9 +23,8 @@ from playbook.lint.layout import evaluate, layout_problems
 from playbook.paths import repo_root
 from playbook.records.evidence import stored_sha
 from playbook_app.cli.app import main
-from playbook_app.cli.commands.cards import rule_rows
 from playbook_app.services import check
-from playbook_app.services.check import CASE_RULES, check_all
+from playbook_app.services.check import CASE_RULES, check_all, rule_rows
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "lint"
 TODAY = "2026-11-21"

@@ -12,7 +12,7 @@ from playbook.cards.model import Decision, by_claim
 from playbook.paths import data_root
 from playbook.records.read import read, verdicts
 from playbook.records.standing import bases, basis, in_words, standing
-from playbook_app.cli.output import card_lines
+from playbook_app.cli.commands.cards import card_lines
 from playbook_app.site.cards import Shelf, card_page
 from playbook_app.site.llms import plain_card
 

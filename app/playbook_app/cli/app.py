@@ -22,29 +22,29 @@ from playbook_app.cli import exit_codes
 from playbook_app.cli.output import say
 
 COMMANDS = {
-    "search": ("cards", "Find the cards that answer a question."),
-    "cards": ("cards", "Cards: what is claimed, in which scope, why, and its status."),
-    "layout": ("layout", "Layouts: which are possible, what they store, compute and send."),
-    "plan": ("plan", "Plans: the fastest layouts of a model, and how predictions compare with runs."),
-    "diagnose": ("diagnose", "Diagnose a slow run: where it stands, the likely wall, what to try first."),
-    "config": ("train", "Configurations: list recipes, export to other trainers."),
-    "calibrate": ("train", "Measure what one GPU reaches on the kernels of a step."),
-    "train": ("train", "Train, or say what each rank would hold."),
-    "demo": ("confirm", "See four claims tested on this machine's CPU in minutes."),
-    "confirm": ("confirm", "Test claims by matched runs on this machine or a cluster."),
-    "ab": ("bench", "Compare two commands that log their steps: faster, slower, equivalent or undecided."),
-    "bench": ("bench", "Cases: run one, replay a record, measure noise, trace."),
-    "preflight": ("preflight", "Check every GPU and link of a node, or of a job, before training."),
-    "gate": ("gate", "Compare the working tree with a commit on one case."),
-    "bisect": ("gate", "Find the commit that made a case slower or made it fail."),
-    "evidence": ("evidence", "Evidence: records of verdicts."),
-    "skills": ("agents", "Agent Skills: how to act on cards, one folder per task."),
-    "mcp": ("agents", "Serve cards, evidence and layout rules to an agent."),
-    "site": ("site", "The documentation site."),
-    "schemas": ("site", "JSON Schemas of the files."),
-    "version": ("app", "Print the version."),
+    "search": "Find the cards that answer a question.",
+    "cards": "Cards: what is claimed, in which scope, why, and its status.",
+    "layout": "Layouts: which are possible, what they store, compute and send.",
+    "plan": "Plans: the fastest layouts of a model, and how predictions compare with runs.",
+    "diagnose": "Diagnose a slow run: where it stands, the likely wall, what to try first.",
+    "config": "Configurations: list recipes, export to other trainers.",
+    "calibrate": "Measure what one GPU reaches on the kernels of a step.",
+    "train": "Train, or say what each rank would hold.",
+    "demo": "See four claims tested on this machine's CPU in minutes.",
+    "confirm": "Test claims by matched runs on this machine or a cluster.",
+    "ab": "Compare two commands that log their steps: faster, slower, equivalent or undecided.",
+    "bench": "Cases: run one, replay a record, measure noise, trace.",
+    "preflight": "Check every GPU and link of a node, or of a job, before training.",
+    "gate": "Compare the working tree with a commit on one case.",
+    "bisect": "Find the commit that made a case slower or made it fail.",
+    "evidence": "Evidence: records of verdicts.",
+    "skills": "Agent Skills: how to act on cards, one folder per task.",
+    "mcp": "Serve cards, evidence and layout rules to an agent.",
+    "site": "The documentation site.",
+    "schemas": "JSON Schemas of the files.",
+    "version": "Print the version.",
 }
-"""Each command in the order of the work, with its module in this package and its line in the help."""
+"""Each command in the order of the work, with its line in the help. Its module in `playbook_app.cli.commands` has its name."""
 
 _GROUPS = {
     "Find": ("search", "cards", "evidence"),
@@ -73,9 +73,8 @@ class Commands(TyperGroup):  # type: ignore[misc]
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, or None."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            module, line = COMMANDS[cmd_name]
-            command = typer.main.get_group(import_module(f"playbook_app.cli.commands.{module}").app).commands[cmd_name]
-            command.help = command.help or line
+            command = typer.main.get_group(import_module(f"playbook_app.cli.commands.{cmd_name}").app).commands[cmd_name]
+            command.help = command.help or COMMANDS[cmd_name]
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
 
@@ -85,7 +84,7 @@ class Commands(TyperGroup):  # type: ignore[misc]
         rest = tuple(name for name in COMMANDS if name not in grouped)
         for title, names in {**_GROUPS, "More": rest}.items():
             with formatter.section(title):
-                formatter.write_dl([(name, COMMANDS[name][1]) for name in names])
+                formatter.write_dl([(name, COMMANDS[name]) for name in names])
         with formatter.section("Examples"):
             formatter.write_dl(list(_EXAMPLES))
 

@@ -20,6 +20,7 @@ Pairs = Annotated[int | None, typer.Option(help="At most this many pairs of laun
 MorePairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches; more than the case names add looks.")]
 Budget = Annotated[str | None, typer.Option(help="At most this long, such as 90s, 10m or 1h.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the order of runs; random and recorded, if not given.")]
+Slowdown = Annotated[str, typer.Option(metavar="PERCENT", help="A slowdown above it is a regression; noise never raises it.")]
 Fork = Annotated[
     bool, typer.Option("--fork", help="Fork ranks from a process that has imported everything, instead of starting each afresh.")
 ]
@@ -56,72 +57,6 @@ def seconds(budget: str | None, option: str = "--budget") -> float | None:
     if match is None:
         raise PlaybookError(f"{option} is '{budget}'; expected a number and s, m or h, such as 10m")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-def tokens(text: str | int) -> int:
-    """The value of `--seq`, as tables of runs spell it: `131072`, `131,072`, `128K` or `1M`.
-
-    Raises:
-        BadParameter: it is no whole number from 1.
-    """
-    return _whole("seq_len", str(text), "tokens of a sequence, such as 4096, 128K or 1M")
-
-
-def machines(gpus: str | None, hardware: str | None) -> tuple[int | None, str | None]:
-    """How many GPUs, and of which kind: `64` and `h100`, or both in one, as `64xH100` in either option.
-
-    Raises:
-        BadParameter: `gpus` is no whole number from 1.
-        ConfigError: the two contradict each other, or name a GPU that is not known.
-    """
-    from playbook.planner.time.cluster import cluster, counted
-
-    kind, number = (None, None) if hardware is None else counted(hardware)
-    if gpus is None:
-        return number, kind
-    named, _, more = gpus.lower().partition("x")
-    found = _whole("gpus", named.strip(), "a number of GPUs, such as 64 or 64xH100")
-    if more and kind and cluster(more).name != cluster(kind).name:
-        raise PlaybookError(f"--gpus {gpus[:40]} and --hardware {kind[:40]} name two kinds of GPU; expected one, or leave one of them out")
-    if number not in (None, found):
-        raise PlaybookError(f"--gpus says {found} GPUs, and --hardware {number}; expected the same number, or leave one of them out")
-    return found, kind or more.strip() or None
-
-
-def _whole(column: str, text: str, expected: str) -> int:
-    from playbook.planner.runs.spelling import said
-
-    number = said(column, text)
-    if not (number.isascii() and number.isdigit() and 1 <= int(number) <= 1 << 30):
-        raise typer.BadParameter(f"found '{text[:40]}', expected {expected}")
-    return int(number)
-
-
-def percent(text: str | float) -> float:
-    """The value of `--mfu`: `25` or `25%`.
-
-    Raises:
-        BadParameter: it is no number.
-    """
-    return _figure(str(text).strip().removesuffix("%"), "percent of the peak, such as 25 or 25%")
-
-
-def figure(text: str | float) -> float:
-    """A measured figure, such as `11000` or `11,000`.
-
-    Raises:
-        BadParameter: it is no number.
-    """
-    return _figure(str(text), "a number, such as 11000 or 11,000")
-
-
-def _figure(text: str, expected: str) -> float:
-    from playbook.planner.runs.spelling import number
-
-    try:
-        return float(number(text.strip()))
-    except ValueError:
-        raise typer.BadParameter(f"found '{text[:40]}', expected {expected}") from None
 
 
 def share(text: str, option: str) -> float:

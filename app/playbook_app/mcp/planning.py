@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from playbook.diagnosis.answer import Exporter, diagnose
+from playbook.diagnosis.answer import diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.published import of_plan
 from playbook.diagnosis.seen import parsed
@@ -36,6 +36,8 @@ from playbook_app.mcp.answers import (
     PlannedLayout,
     StageMemory,
 )
+from playbook_app.services.changes import changed
+from playbook_trainer.export.plans import launchable
 
 _MOST_TEXT = 100_000
 _MOST_ROWS = 3
@@ -109,11 +111,7 @@ def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
     return parse(named(model) or "given", settings, gpus=gpus, shape=shape_of(model))
 
 
-Export = Callable[[Plan, str, str], str]
-"""A plan in the words of a trainer: the plan, the trainer and the kind of GPU."""
-
-
-def export_answer(plan: Plan, target: str, hardware: str, export: Export) -> ExportAnswer:
+def export_answer(plan: Plan, target: str, hardware: str) -> ExportAnswer:
     """What `playbook plan --export` prints of a legal layout, with its verdict on that GPU.
 
     Raises:
@@ -121,7 +119,7 @@ def export_answer(plan: Plan, target: str, hardware: str, export: Export) -> Exp
     """
     gpu = cluster(hardware)
     verdict = memory.verdict(memory.peak(plan), gpu.memory_gib)
-    return ExportAnswer(target=target, verdict=verdict, text=export(plan, target, gpu.name))
+    return ExportAnswer(target=target, verdict=verdict, text=launchable(plan, target, gpu.name).text())
 
 
 def _arguments(text: str) -> str:
@@ -184,7 +182,7 @@ class Asked:
     saw: tuple[str, ...]
 
 
-def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: Exporter) -> DiagnosisAnswer:
+def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge) -> DiagnosisAnswer:
     """What `playbook diagnose` says, in short.
 
     Raises:
@@ -196,7 +194,7 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: E
         said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip
     where = replace(where, seen=parsed(asked.saw))
-    found = diagnose(where, measured(where, figures), known, export)
+    found = diagnose(where, measured(where, figures), known, changed)
     runs = found["published"]
     return DiagnosisAnswer(
         position=found["position"]["sentence"],

@@ -6,10 +6,9 @@ Source: https://modelcontextprotocol.io/specification
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -21,16 +20,16 @@ from mcp.server.mcpserver.resources import FunctionResource
 from mcp.types import CallToolResult, InputRequiredResult, TextContent, Tool, ToolAnnotations
 from pydantic import BaseModel, Field, ValidationError
 
+from playbook import __version__
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, guidance
 from playbook.cards.sections import load_sections
 from playbook.cards.terms import stated
-from playbook.diagnosis.answer import Exporter
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
-from playbook.records.read import Record, earlier, with_status
+from playbook.records.read import earlier, with_status
 from playbook.records.standing import in_words, stands
 from playbook.skills.check import claim_ids
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
@@ -49,13 +48,14 @@ from playbook_app.mcp.answers import (
     LayoutAnswer,
     MemoryAnswer,
     PageHit,
-    Plan,
     PlanAnswer,
     SearchAnswer,
     SearchHit,
     Standing,
 )
 from playbook_app.mcp.brief import SUMMARIES, shallow, shortened
+from playbook_app.mcp.library import Library
+from playbook_app.services import confirmation
 
 MAX_CHARS = 60_000
 """Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
@@ -97,30 +97,6 @@ _Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", 
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
-
-
-@dataclass(frozen=True)
-class Library:
-    """The data behind the answers. Evidence files may appear while the server runs, so every answer reads new and changed ones."""
-
-    cards: Mapping[str, Card]
-    skills: Mapping[str, Skill]
-    records: Callable[[], Sequence[Record]]
-    today: Callable[[], date]
-    plan: Callable[[Card], Plan]
-    changed: Exporter
-    exported: planning.Export
-    version: str
-
-    def stock(self) -> Stock:
-        """Cards with the evidence that exists now."""
-        return Stock(self.cards, self.records(), self.today(), self.version)
-
-    def card(self, card_id: str) -> Card:
-        """The card with this id; an unknown id raises an error that names the nearest ones."""
-        if card_id not in self.cards:
-            raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, self.cards)}")
-        return self.cards[card_id]
 
 
 class Strict(MCPServer[Any]):
@@ -169,7 +145,7 @@ def _mistakes(name: str, found: ValidationError) -> str:
 
 def server(library: Library) -> MCPServer[Any]:
     """Build the server with its tools and resources; `run("stdio")` on it serves."""
-    out = Strict("playbook", instructions=_INSTRUCTIONS, version=library.version, log_level="WARNING")
+    out = Strict("playbook", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
@@ -248,10 +224,10 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
             return evidence_list(library, claim_id, limit)
 
     @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
-    def plan_confirmation(card_id: _CardId) -> Plan:
+    def plan_confirmation(card_id: _CardId) -> confirmation.Plan:
         """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
         with _told():
-            return bounded(library.plan(library.card(card_id)), "plan its claims one by one on the command line")
+            return bounded(confirmation.plan(library.card(card_id)), "plan its claims one by one on the command line")
 
 
 def _layout(out: MCPServer[Any]) -> None:
@@ -308,7 +284,7 @@ def _export(out: MCPServer[Any], library: Library) -> None:
         """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
         with _told():
             plan = planning.plan_of(model, gpus, settings)
-            return bounded(planning.export_answer(plan, framework, hardware, library.exported), "ask for another framework")
+            return bounded(planning.export_answer(plan, framework, hardware), "ask for another framework")
 
 
 def _diagnosis(out: MCPServer[Any], library: Library) -> None:
@@ -335,7 +311,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
             stock = library.stock()
             known = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)
-            return bounded(planning.diagnosis_answer(asked, figures, known, library.changed), "name the layout")
+            return bounded(planning.diagnosis_answer(asked, figures, known), "name the layout")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
@@ -368,7 +344,7 @@ def _resources(out: MCPServer[Any], library: Library) -> None:
 
 
 def _skill_now(skill: Skill, library: Library) -> str:
-    return skill_text(skill, library.today())
+    return skill_text(skill, library.today)
 
 
 def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: Callable[[], str]) -> None:
@@ -455,7 +431,7 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
             case=r.get("measured", "case", "id"),
         )
         for r in found[:limit]
-        for old in [r.stale(library.today(), claim)]
+        for old in [r.stale(library.today, claim)]
     ]
     while len(EvidenceList(claim_id=claim_id, records=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()

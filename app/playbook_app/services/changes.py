@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from playbook.diagnosis.actions import Action
 from playbook.diagnosis.answer import Changed
 from playbook.errors import PlaybookError
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
+from playbook_trainer.config.tree import from_data, model_names
 from playbook_trainer.export.planned.megatron import environment, flag_lines, override_lines, platform_of
 from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.export.render import Exported, export
+from playbook_trainer.export.torchtitan import words
 
 _Keys = tuple[tuple[str, Any, Any], ...]
 
-if TYPE_CHECKING:
-    from playbook_trainer.export.render import Exported
 
 _STANDS_IN = {True: "qwen3_30b_a3b", False: "qwen3_8b"}
 """Models with and without experts whose flags are printed where the trainer does not train the model itself."""
@@ -62,8 +63,6 @@ def _of_lines(off: list[str], on: list[str]) -> Changed:
 
 
 def _trained(plan: Plan) -> bool:
-    from playbook_trainer.config.tree import model_names
-
     return plan.model in model_names()
 
 
@@ -88,8 +87,6 @@ def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str)
 
 def _of_exports(off: Exported, on: Exported) -> Changed:
     if on.target == "torchtitan":  # its file has sections; each setting has words of its own
-        from playbook_trainer.export.torchtitan import words
-
         first, second = ({f"{s.section}.{s.field}".strip("."): s for s in e.settings} for e in (off, on))
         flags = [words(s) for k, s in second.items() if k != "model" and (k not in first or first[k].value != s.value)]
         without = [k for k in first if k not in second]
@@ -110,9 +107,6 @@ def _name(line: str) -> str:
 
 
 def _exported(data: Mapping[str, Any], keys: Mapping[str, Any], framework: str, hardware: str) -> Exported:
-    from playbook_trainer.config.tree import from_data
-    from playbook_trainer.export.render import export
-
     return export(from_data(dict(data), keys, "plan", {}), framework, platform_of(hardware))  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
 from playbook.records.read import Reader, Record, speaks_for
+from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
@@ -31,7 +32,7 @@ from playbook_bench.run.variants import configurations, resolve_all, trainer_pat
 from playbook_bench.statements import table as logic
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
-from playbook_trainer.config.neutral import declared
+from playbook_trainer.config.neutral import trainer_keys
 
 NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
 """The variables that a formula for a count may use; see `playbook.records.case.Rule`."""
@@ -199,11 +200,6 @@ def _unresolved(case: Case, profile: str) -> Iterator[str]:
         resolve_all(case, profile)
     except ConfigError as e:
         yield str(e)
-
-
-def trainer_keys() -> set[str]:
-    """Every dotted key of the trainer's tree, sections included."""
-    return {"model.preset", *dict(declared())}
 
 
 def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends) -> Iterator[Finding]:
@@ -434,3 +430,10 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
         "recompute": (sorted(said) if isinstance(said, list) else None, modules),
         "pipeline": (settings.get("pipeline"), "uneven" if par.pipeline_layout else "even"),
     }
+
+
+def rule_rows() -> list[dict[str, str]]:
+    """Every rule: its id, whether it is an error or a warning, and what it finds."""
+    rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in lint.RULES]
+    rows += [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]
+    return rows + [{"id": i, "weight": "error", "finds": title} for i, title in foreign.RULES]

@@ -16,7 +16,7 @@ from playbook.records.case import Rule, load_case
 from playbook.records.evidence import Measured
 from playbook.records.read import EVIDENCE, Present, read, verdicts
 from playbook.records.staleness import Here
-from playbook_app.cli.commands.agents import library_here
+from playbook_app.mcp.library import library_here
 from playbook_app.mcp.server import claim_answer
 from playbook_bench.judge import outdated as module
 from playbook_bench.machine import detect

@@ -104,7 +104,7 @@ def test_every_pair_of_a_machine_and_every_two_neighbours_talk_once_and_nobody_t
 
 def test_what_is_expected_is_of_the_product_that_is_measured():
     tokens, wide_in, wide_out = trainer._PRODUCT
-    assert preflight._PRODUCT_FLOPS == 2.0 * tokens * wide_in * wide_out
+    assert 2.0 * tokens * wide_in * wide_out == preflight._PRODUCT_FLOPS
 
 
 def test_the_place_of_a_process_is_its_launchers_or_none():

@@ -16,11 +16,11 @@ from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
 from playbook_app.cli import app
 from playbook_bench.statements import table
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.dry_run import dry_run, predicted
 from playbook_trainer.config.tree import load
 from playbook_trainer.export.render import TARGETS
 from playbook_trainer.torch.model.decoder import Decoder, Options
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.sharding import initial_value
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"

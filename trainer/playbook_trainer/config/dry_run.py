@@ -18,10 +18,10 @@ from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import automatic, checks
+from playbook_trainer.config import megatron_memory as arithmetic
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
-from playbook_trainer.megatron import memory as arithmetic
 
 MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""

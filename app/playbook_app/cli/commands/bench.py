@@ -1,9 +1,9 @@
-"""`playbook bench`: list, run and trace cases, measure their noise, replay their records. `playbook ab`: compare two commands without a case."""
+"""`playbook bench`: list, run and trace cases, measure their noise, replay their records."""
 
 from __future__ import annotations
 
-import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,20 +12,17 @@ import typer
 
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
-from playbook.errors import LaunchError, PlaybookError
+from playbook.errors import PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
-from playbook.records.commands import Steps
 from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import complain, print_json, print_table, print_trace, print_walls, say
-from playbook_app.services import slurm
+from playbook_bench.judge.receipt import in_words
+from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
 
 if TYPE_CHECKING:
-    from playbook_bench.commands import ab as two_commands
-    from playbook_bench.commands import traced
     from playbook_bench.run import prove
 
 app = commands()
@@ -46,15 +43,12 @@ def bench_run(
     as_json: AsJson = False,
 ) -> None:
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
-    from playbook_app.cli.commands.confirm import show_outcomes
-    from playbook_bench.launch.forked import ForkLauncher
-    from playbook_bench.launch.local import LocalLauncher
-    from playbook_bench.run import confirm as harness
-    from playbook_bench.run.options import Options
+    from playbook_app.cli import outcomes
+    from playbook_bench.run import confirm, options
 
-    runs_by = ForkLauncher() if fork else LocalLauncher()
-    options = Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
-    show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
+    runs_by, kept = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
+    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, kept)
+    outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
 
 
 @_bench_app.command("list")
@@ -79,7 +73,6 @@ def bench_check(
     as_json: AsJson = False,
 ) -> None:
     """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
-    from playbook_bench.judge.receipt import in_words
     from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
@@ -97,7 +90,7 @@ def bench_check(
 @_bench_app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
-    from playbook_bench.run import replay, store
+    from playbook_bench.run import replay
 
     rows, claims = [], by_claim(load_all())
     for file in files:
@@ -131,13 +124,12 @@ def bench_aa(
     as_json: AsJson = False,
 ) -> None:
     """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
-    from playbook_bench.run import aa, report
-    from playbook_bench.run.options import Options
+    from playbook_bench.run import aa, options, report
 
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     try:
-        noise = aa.run(case, Options(profile, results or default_results(), pairs), progress)
+        noise = aa.run(case, options.Options(profile, results or default_results(), pairs), progress)
     finally:
         progress.close()
     report.print_noise(noise, out)
@@ -163,14 +155,16 @@ def bench_trace(
     as_json: AsJson = False,
 ) -> None:
     """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
-    from playbook_bench.trace import collect
+    from playbook_bench.trace import collect, table, walls
 
     if (case is None) == (file is None):
         raise PlaybookError(
             "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
         )
     if file is not None:
-        _trace_file(file, as_json)
+        timeline = collect.timeline_from_file(file)
+        framed = timeline.ops and any(s.name == table.STEP for s in timeline.spans)
+        _show_file(asdict(walls.walls(timeline)), table.build(timeline).model_dump(mode="json") if framed else None, as_json)
         return
     assert case is not None
     result = collect.run(case, profile=profile, results=results, progress=complain if as_json else say)
@@ -185,123 +179,12 @@ def bench_trace(
     raise typer.Exit(0 if result.ok else 5)
 
 
-def _trace_file(file: Path, as_json: bool) -> None:
+def _show_file(found: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
     """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
-    from playbook_bench.trace import collect, table, walls
-
-    timeline = collect.timeline_from_file(file)
-    found = walls.walls(timeline)
-    ranges = table.build(timeline).model_dump(mode="json") if any(s.name == table.STEP for s in timeline.spans) and timeline.ops else None
     if as_json:
-        print_json({**asdict(found), "ranges": ranges})
+        print_json({**found, "ranges": ranges})
         return
-    print_walls(asdict(found))
+    print_walls(found)
     if ranges is not None:
         say("\nby range")
         print_trace(ranges)
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
-def ab(
-    words: Annotated[list[str], typer.Argument(metavar="-- CMD_A [--vs CMD_B]", help="The commands; no shell comes between.")],
-    metric: Annotated[
-        str, typer.Option(help="What to compare: step_time, tokens_per_s, memory, or a metric of the playbook.")
-    ] = "step_time",
-    margin: Annotated[str, typer.Option(metavar="PERCENT", help="Effects up to it count for nothing.")] = "2%",
-    log: Annotated[
-        str | None, typer.Option(help="Kind of the log, such as jsonl, hf, megatron or regex:PATTERN; found out, if not given.")
-    ] = None,
-    log_file: Annotated[
-        str | None, typer.Option("--log-file", help="File of the steps, if not printed; {run} is a new folder of the launch.")
-    ] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the candidate: another value of KEY or --KEY.")
-    ] = None,
-    variable: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Of the candidate: a variable.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Steps that each launch makes; as many as the first, if not given.")] = None,
-    warm_up: Annotated[
-        int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed; the first fifth, if not given.")
-    ] = None,
-    loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far mean losses may differ; any, if they may differ at all.")] = "1%",
-    timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="nsys|FILE", help="Trace one more launch of each, by nsys or into the command's own FILE: which wall each runs into."
-        ),
-    ] = None,
-    trace_with: Annotated[
-        list[str] | None, typer.Option("--trace-with", metavar="WORD", help="Added to the command in that launch, so that it writes FILE.")
-    ] = None,
-    results: Results = None,
-    pairs: Pairs = None,
-    budget: Budget = None,
-    seed: Seed = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compare two commands that log their steps: B is faster, slower, equivalent, or it is undecided.
-
-    Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
-    """
-    from playbook_bench.commands import ab as two_commands
-    from playbook_bench.commands import traced
-    from playbook_bench.machine import detect
-    from playbook_bench.run import confirm as harness
-    from playbook_bench.run import report
-    from playbook_bench.run.options import Options
-
-    asked = two_commands.question(
-        words,
-        setting or [],
-        variable or [],
-        metric=metric,
-        margin=to_share(margin, "--margin"),
-        steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
-        loss=None if loss == "any" else to_share(loss, "--loss"),
-        timeout_s=to_seconds(timeout, "--timeout") or 0.0,
-    )
-    machine = detect.detect()
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.LaunchLines(out)
-    options = Options(
-        machine.name,
-        results or default_results(),
-        pairs,
-        to_seconds(budget),
-        seed,
-        settles=lambda derived: two_commands.answer(derived, asked.margin).verdict != "undecided",
-    )
-    try:
-        (outcome,) = harness.bench_run(
-            two_commands.case_of(asked, machine.name), options, progress, shlex.join(["playbook", *sys.argv[1:]])
-        )
-    except LaunchError as e:
-        complain(f"error: {e}")
-        if as_json:
-            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
-        raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
-    finally:
-        progress.close()
-    found = two_commands.answer(outcome.evidence.derived, asked.margin)
-    report.print_outcome(outcome, out, found.verdict)
-    report.print_summary([outcome], out)
-    walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
-    if as_json:
-        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
-        print_json(answered | ({"walls": walls} if walls else {}))
-    for variant, each in [] if as_json else walls.items():
-        say(f"\n{variant}")
-        print_walls(each)
-    raise typer.Exit(two_commands.EXIT_CODES[found.verdict])
-
-
-def _walls(asked: two_commands.Question, profile: str, how: traced.Asked) -> dict[str, dict[str, Any]]:
-    """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
-    from playbook_bench.commands import ab as two_commands
-    from playbook_bench.commands import traced
-
-    try:
-        return {variant: asdict(each) for variant, each in traced.both(two_commands.case_of(asked, profile), profile, how).items()}
-    except PlaybookError as e:
-        complain(f"no trace: {e}")
-        return {}

@@ -1,108 +1,31 @@
-"""`playbook search` and `playbook cards`: find, read and check cards."""
+"""`playbook cards`: read, check and begin cards."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from playbook.cards import load
 from playbook.cards.model import Card, Claim, by_claim, counted, guidance
+from playbook.cards.own import begin
+from playbook.cards.sizes import note
 from playbook.errors import PlaybookError
 from playbook.paths import folders
-from playbook.records.read import UNTESTED, Record
+from playbook.records.read import Record
+from playbook.records.standing import bases
 from playbook.text import count
 from playbook.yaml_files import did_you_mean
-from playbook_app.cli.commands.evidence import as_shown, here, records_here, status_of
 from playbook_app.cli.options import AsJson, commands
-from playbook_app.cli.output import card_lines, claim_lines, complain, print_findings, print_json, print_table, say
-
-if TYPE_CHECKING:
-    from playbook.cards.search import Hit
-
-_NEAREST = 3
-"""How many claims of a card a search shows with where they stand."""
+from playbook_app.cli.output import print_findings, print_json, print_table, say
+from playbook_app.services.standing import as_shown, here, records_here, status_of, today
 
 app = commands()
 _cards_app = commands()
 app.add_typer(_cards_app, name="cards")
-
-
-# A question may begin with dashes, as a flag does that somebody asks about.
-@app.command(context_settings={"ignore_unknown_options": True})
-def search(
-    query: Annotated[str, typer.Argument(metavar="QUESTION", help="A symptom, an error text or a goal, in your own words.")],
-    hardware: Annotated[str | None, typer.Option(help="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
-    model: Annotated[str | None, typer.Option(help="A preset, or a published name, such as Qwen/Qwen3-30B-A3B.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="How many GPUs.")] = None,
-    status: Annotated[
-        str | None,
-        typer.Option(
-            help="Only claims with this status on some machine: confirmed, refuted, inconclusive, not_applicable, error, stale, untested."
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many cards.")] = 5,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON document on one line of stdout: hits, and where there are none, why and what is nearest."),
-    ] = False,
-) -> None:
-    """Find the cards that answer a question; where they do not cover it or none applies to the stated machine, why, and what is nearest."""
-    from playbook.cards import search as engine
-    from playbook.cards.sections import load_sections
-    from playbook.cards.terms import stated
-    from playbook.diagnosis.question import diagnosis_of
-
-    run = stated(hardware, model, gpus)
-    cards = load.load_all()
-    only = None if status is None else _with_status(cards, status)
-    found = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
-    standing = _standing(found.hits, cards)
-    if as_json:
-        row = found.as_row()
-        print_json({**row, "hits": [{**hit, "standing": {i: standing[i] for i in hit["claims"]}} for hit in row["hits"]]})
-        return
-    speed = diagnosis_of(query, run)
-    if speed:
-        say(f"how fast it should be, and what to try: {speed}")
-    if found.none:
-        complain(f"{found.none}; playbook cards list shows all cards")
-    if found.nearest:
-        say(f"nearest, and perhaps of no use: {', '.join(found.nearest)}")
-    for hit in found.hits:
-        say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
-        say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
-        shown = [f"{i} {', '.join(standing[i]) or UNTESTED}" for i in hit.claims[:_NEAREST]]
-        for line in hit.sizes:
-            say(f"  size: {line}")
-        more = [f"and {len(hit.claims) - _NEAREST} more"] if len(hit.claims) > _NEAREST else []
-        say(f"  claims {'; '.join(shown + more)}")
-        for limit_ in hit.limits:
-            say(f"  does not apply: {limit_}")
-    for page in found.pages:
-        say(f"see also {page.source}, {page.title}")
-    if found.hits:
-        say(f"settings and all claims: playbook cards show {found.hits[0].id}")
-
-
-def _standing(hits: Sequence[Hit], cards: Mapping[str, Card]) -> dict[str, list[str]]:
-    """Where each claim of what was found stands, in words; empty where nobody has tested it."""
-    from playbook.records.standing import stands
-
-    claims, found = by_claim(cards), [i for hit in hits for i in hit.claims]
-    records, today = records_here(cards, here()) if found else [], datetime.now(UTC).date()
-    return {i: stands(records, claims[i][1], today) for i in found}
-
-
-def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
-    """Ids of the claims with this status, by the records of this folder and of the repository."""
-    from playbook.records.read import with_status
-
-    return with_status(cards, records_here(cards, here()), datetime.now(UTC).date(), status)
 
 
 @_cards_app.command("check")
@@ -159,22 +82,20 @@ def cards_show(
     as_json: AsJson = False,
 ) -> None:
     """Show one card, with the status of its claims, or one claim."""
-    from playbook.records.standing import bases
-
     cards = load.load_all()
     card, claim = _chosen(target, cards)
     records = records_here(cards, here())
     claims = [claim] if claim else card.claims
     status = {i.id: status_of(i, records) for c in claims for i in (c, c.mechanism_check) if i}
     shown = {i: as_shown(row) for i, row in status.items()}
-    rests_on = bases(card, records, by_claim(cards), datetime.now(UTC).date())
+    rests_on = bases(card, records, by_claim(cards), today())
     if as_json and claim:
         print_json({"card": card.id, **claim.model_dump(mode="json"), "status": status})
     elif as_json:
         print_json({**card.model_dump(mode="json"), "status": status, "rests_on": rests_on})
     else:
         first = claims[0].id
-        say("\n".join([f"{card.id}: {card.title}", *claim_lines(claim, shown)] if claim else card_lines(card, shown, rests_on)))
+        say("\n".join([f"{card.id}: {card.title}", *_claim_lines(claim, shown)] if claim else card_lines(card, shown, rests_on)))
         say(f"\nwhat was measured: playbook evidence show {first}    test it here: playbook confirm {card.id}/{first}")
 
 
@@ -201,8 +122,6 @@ def cards_init(
     folder: Annotated[Path, typer.Option(help="Where your own cards/ and cases/ lie.")] = Path(),
 ) -> None:
     """Begin a playbook of your own: write a card and a case of a command, to be changed."""
-    from playbook.cards.own import begin
-
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise PlaybookError(f"'{name}' is no id; expected small letters, digits and -, such as loader-workers")
     taken = {claim.id for card in load.load_all().values() for claim in card.claims}
@@ -216,25 +135,56 @@ def cards_init(
 @_cards_app.command("rules")
 def rules(as_json: AsJson = False) -> None:
     """List the rules of `cards check` and `skills report`."""
+    from playbook_app.services.check import rule_rows
+
     rows = rule_rows()
     print_json(rows) if as_json else print_table(rows, ("id", "weight", "finds"))
 
 
-def rule_rows() -> list[dict[str, str]]:
-    """Every rule: its id, whether it is an error or a warning, and what it finds."""
-    from playbook.lint import table
-    from playbook.skills import foreign
-    from playbook_app.services.check import CASE_RULES
+def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Sequence[str]) -> Iterable[str]:
+    """A card as text, with the status of its claims and what each of its rules rests on."""
+    yield f"{card.id}: {card.title}"
+    yield card.summary
+    for claim in card.claims:
+        yield from _claim_lines(claim, status)
+    if card.decide:
+        yield "\ndecide"
+    for rule, basis in zip(card.decide, bases, strict=True):
+        never = f"; avoid {_pairs(rule.avoid)}" if rule.avoid else ""
+        mark = "" if basis == "measured" else f"  [{basis}]"
+        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)}){mark}"
+        for line in filter(None, (rule.note, note(rule))):
+            yield f"    {line}"
+    for dispute in card.disputes:
+        yield f"\nin dispute: {dispute.subject}\n  {', '.join(dispute.claims)}; {dispute.stands} stands: {dispute.why}"
+    if card.pitfalls:
+        yield "\npitfalls"
+    for pitfall in card.pitfalls:
+        yield f"  {pitfall.symptom}\n    cause: {pitfall.cause}\n    fix: {pitfall.fix}"
+    if card.interactions:
+        yield "\ninteractions"
+    for words in card.interactions:
+        yield f"  {words}"
 
-    rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in table.RULES]
-    rows += [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]
-    return rows + [{"id": i, "weight": "error", "finds": title} for i, title in foreign.RULES]
+
+def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """A claim as text, with its status and that of its mechanism check."""
+    yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
+    yield from _verdict_lines(status[claim.id])
+    yield f"  why: {claim.mechanism}"
+    yield f"  scope: {_pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
+    for source in claim.sources:
+        yield f"  source: {source.title}, {source.origin}, {source.section or 'whole'}, {source.date}"
+    check = claim.mechanism_check
+    if check:
+        yield f"  {check.id}  {status[check.id]['status']}  {check.statement}"
+        yield from (f"  {line}" for line in _verdict_lines(status[check.id]))
 
 
-@_cards_app.command("import", hidden=True)
-def cards_import(folder: Annotated[Path, typer.Argument(metavar="DIR")], as_json: AsJson = False) -> None:
-    """The former name of `playbook skills report`."""
-    from playbook_app.cli.commands.agents import skills_report
+def _verdict_lines(status: Mapping[str, Any]) -> Iterable[str]:
+    """One line for the verdict of each machine."""
+    return (f"  {v['sentence']}  [on {v['machine']}, {v['evidence']}]" for v in status["verdicts"])
 
-    complain("`playbook cards import` is now `playbook skills report`")
-    skills_report(folder, as_json)
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in values.items())

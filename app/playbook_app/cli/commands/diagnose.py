@@ -22,11 +22,15 @@ from playbook.planner.choice.plain_data import words
 from playbook.planner.models import find, named
 from playbook.planner.plan import idle
 from playbook.text import count
-from playbook_app.cli.commands.agents import stock_here
-from playbook_app.cli.options import AsJson, commands, figure, machines, percent
-from playbook_app.cli.options import tokens as to_tokens
+from playbook_app.cli.options import AsJson, commands
 from playbook_app.cli.output import print_json, print_table, say
+from playbook_app.cli.quantities import figure, machines, percent
+from playbook_app.cli.quantities import tokens as to_tokens
 from playbook_app.services.changes import changed
+from playbook_app.services.standing import stock_here
+from playbook_bench.logs import NoAdapter, read
+from playbook_trainer.config.dry_run import plan_of
+from playbook_trainer.config.tree import load
 
 app = commands()
 
@@ -190,8 +194,6 @@ def _seconds(text: str) -> float:
 
 def _log(path: Path) -> _Log:
     """The steady part of a log."""
-    from playbook_bench.logs import NoAdapter, read
-
     if not path.exists():
         raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
     try:
@@ -226,8 +228,6 @@ class _Ours:
 
 
 def _ours(folder: Path) -> _Ours:
-    from playbook_trainer.config.tree import load
-
     config, path = load(folder / "config.yaml"), folder / "summary.json"
     if not path.is_file():
         return _Ours(config, None, None)
@@ -243,8 +243,6 @@ def _ours(folder: Path) -> _Ours:
 
 def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting:
     """The setting of a run of this trainer."""
-    from playbook_trainer.config.dry_run import plan_of
-
     plan = plan_of(config, gpus)
     torch = config.backend == "torch"
     options = plan.options

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from playbook.cards.load import load_all
+from playbook.cards.model import Claim, MechanismCheck, Quantity, by_claim
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, default_results
+from playbook.records.evidence import Comparison, Evidence
+from playbook.records.read import Record, read, read_file, verdicts
+from playbook.records.standing import in_words
+from playbook.records.table import to_frame
 from playbook_app.cli.options import AsJson, commands
 from playbook_app.cli.output import complain, print_json, print_table, say
-
-if TYPE_CHECKING:
-    from datetime import date
-
-    from playbook.cards.model import Card, Claim, MechanismCheck, Quantity
-    from playbook.records.evidence import Comparison, Evidence, Measured
-    from playbook.records.read import Claims, Present, Reader, Record
-    from playbook.records.staleness import Here
+from playbook_app.services.standing import as_shown, claim_of, here, present, records_here, today, verdict_row
+from playbook_bench.run import report, store
 
 _CLAIM = re.compile(r"[A-Z][0-9]{1,3}(?:\.[a-z])?")
 _RECORD = re.compile(r"01[0-9A-Z]{24}")
-_KEYS = ("status", "stands", "sentence", "evidence", "machine", "created", "path", "stale", "origin", "tested_as")
-"""What `_row` says of a verdict; of an untested claim all of it is there too, as null."""
 _WIDTH = 49
 _WIDEST = 100.0
 """A line that spans more than hundredfold shows nothing."""
@@ -43,17 +39,13 @@ def evidence_list(
     as_json: AsJson = False,
 ) -> None:
     """List the records, newest first: those of this folder's runs and those in the repository."""
-    from playbook.cards.load import load_all
-    from playbook.cards.model import by_claim
-    from playbook.records.evidence import Evidence
-
     if results is not None and not results.is_dir():
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     cards = load_all()
     claims = by_claim(cards)
     found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence)]
     # The table says whether a verdict is stale, and one reason is enough for that.
-    rows = [{**_row(r, _claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in found]
+    rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in found]
     columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -64,10 +56,6 @@ def evidence_show(
     as_json: AsJson = False,
 ) -> None:
     """Show one record: what was claimed, what was found, what it rests on. Of a claim, the record that speaks for it; the others are named."""
-    from playbook.records.evidence import Evidence
-    from playbook.records.standing import in_words
-    from playbook_bench.run import report, store
-
     record, claim_today, others = _chosen(file)
     path = record.path if record else Path(file)
     sound = record.content if record and not record.altered else None
@@ -87,12 +75,12 @@ def evidence_show(
         say(line)
     for condition in evidence.derived.gates:
         say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    if stale := record.stale(_today(), claim_today) if record else _stale(path):
+    if stale := record.stale(today(), claim_today) if record else _stale(path):
         say(f"stale    {stale}")
     say(f"repeat   {evidence.command}")
     say(f"verify   playbook bench replay {path}")
     for other in others:
-        say(f"also     {in_words(other, list(other.reasons(_today(), None)))}: {other.sentence}  [{other.id}]")
+        say(f"also     {in_words(other, list(other.reasons(today(), None)))}: {other.sentence}  [{other.id}]")
 
 
 def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, list[Record]]:
@@ -101,10 +89,6 @@ def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, l
     Raises:
         PlaybookError: it is no file, and there is no such record or claim, or none on the claim.
     """
-    from playbook.cards.load import load_all
-    from playbook.cards.model import by_claim
-    from playbook.records.read import verdicts
-
     claim = named.rsplit("/", 1)[-1]
     if not (_CLAIM.fullmatch(claim) or _RECORD.fullmatch(named)) or Path(named).is_file():
         return None, None, []
@@ -113,7 +97,7 @@ def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, l
     records = records_here(cards, here())
     if _RECORD.fullmatch(named):
         if found := [r for r in records if r.id == named]:
-            return found[0], _claim_of(found[0], claims), []
+            return found[0], claim_of(found[0], claims), []
         raise PlaybookError(f"there is no record {named}; `playbook evidence list --json` has their paths")
     if claim not in claims:
         raise PlaybookError(f"there is no claim {claim}; `playbook cards list --claims` shows them all")
@@ -155,9 +139,7 @@ def drawn(found: Comparison | None, margin: Quantity | None) -> list[str]:
 @_evidence_app.command("accept")
 def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
     """Copy a record that replays into bench/results/, to be committed."""
-    from playbook_bench.run import replay
-
-    say(str(replay.accept(file)))
+    say(str(_take_in(file)))
 
 
 @_evidence_app.command("import")
@@ -167,9 +149,14 @@ def evidence_import(
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
 ) -> None:
     """Take in a record from someone else's cluster, once it replays; it never speaks for a machine of yours."""
+    say(str(_take_in(file, origin, results)))
+
+
+def _take_in(file: Path, origin: str | None = None, results: Path | None = None) -> Path:
+    """Where a record that replays goes: into the repository, or one from elsewhere among the results. Replaying takes numpy, which readers do without."""
     from playbook_bench.run import replay
 
-    say(str(replay.take_in(file, origin, results or default_results())))
+    return replay.accept(file) if origin is None else replay.take_in(file, origin, results or default_results())
 
 
 @_evidence_app.command("table")
@@ -180,10 +167,6 @@ def evidence_table(
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
 ) -> None:
     """All launches on record as a table, for pandas, a spreadsheet or a report; altered records are left out."""
-    from playbook.records.evidence import Evidence
-    from playbook.records.read import read
-    from playbook.records.table import to_frame
-
     if form == "parquet" and output is None:
         raise PlaybookError("parquet is no text for a terminal; name a file with --output")
     records = read([results or default_results(), data_root("results")])
@@ -199,90 +182,11 @@ def evidence_table(
         raise PlaybookError(f"{output} cannot be written: {e.strerror or e}; name another file") from e
 
 
-def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None, reader: Reader | None = None) -> list[Record]:
-    """This folder's records, or those of `results`, and the repository's, newest first, for a reader on a machine like `mine`.
-
-    Raises:
-        FileError: as `playbook.records.read.Reader.read`.
-    """
-    from playbook.records.read import Reader
-
-    return (reader or Reader()).read([results or default_results(), data_root("results")], cards, present(mine))
-
-
-def present(mine: Here | None) -> Present:
-    """What this version of the playbook compares verdicts with."""
-    from playbook.records.read import Present
-    from playbook_trainer.revision import PERFORMANCE_REVISION
-
-    return Present(PERFORMANCE_REVISION, mine, _case_changes)
-
-
-def _case_changes(measured: Measured) -> list[str]:
-    """As the harness says it; its modules are read once a verdict is asked about, which half of the commands never do."""
-    from playbook_bench.judge.outdated import case_changes
-
-    return case_changes(measured)
-
-
-def here() -> Here:
-    """This machine, with which verdicts from one like it are compared."""
-    from playbook_bench.machine import detect
-
-    return detect.here()
-
-
-def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[str, Any]:
-    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
-    from playbook.records.read import UNTESTED, verdicts
-
-    found = sorted(verdicts(records, claim.id), key=lambda r: r.precedence, reverse=True)
-    rows = [_row(r, claim) for r in found]
-    for row in rows:
-        if row["stale"]:
-            row["sentence"] += f"; stale: {'; '.join(row['stale'])}"
-    untested: dict[str, Any] = {**dict.fromkeys(_KEYS), "status": UNTESTED, "stale": []}
-    return {**(rows[0] if rows else untested), "verdicts": rows}
-
-
-def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a table, whose status says of each verdict whether it still counts, and what it rests on."""
-    return {**row, "status": "; ".join(dict.fromkeys(v["stands"] for v in row.get("verdicts", (row,)))) or row["status"]}
-
-
 def _stale(path: Path) -> str | None:
     """Why the verdict in a file no longer speaks for the present, on this machine."""
-    from playbook.cards.load import load_all
-    from playbook.cards.model import by_claim
-    from playbook.records.read import read_file
-
     claims = by_claim(load_all())
     record = read_file(path, claims, present(here()))
-    return record.stale(_today(), _claim_of(record, claims))
-
-
-def _claim_of(record: Record, claims: Claims) -> Claim | MechanismCheck | None:
-    """The claim that a record speaks for, as it stands today."""
-    return claims[record.claim][1] if record.claim and record.claim in claims else None
-
-
-def _row(record: Record, claim: Claim | MechanismCheck | None, reasons: int | None = None) -> dict[str, Any]:
-    """A record as a row; of the reasons why it is stale, the first so many, or all."""
-    from playbook.records.standing import in_words
-
-    stale = list(islice(record.reasons(_today(), claim), reasons))
-    return {
-        "status": record.status,
-        "stands": in_words(record, stale),
-        "sentence": "; ".join(record.problems) or record.sentence,
-        "evidence": record.id,
-        "machine": record.machine,
-        "created": record.created,
-        "path": str(record.path),
-        "stale": stale,
-        "origin": record.origin,
-        "tested_as": record.other_words(claim),
-    }
+    return record.stale(today(), claim_of(record, claims))
 
 
 def _origin(content: Evidence) -> dict[str, Any]:
@@ -294,9 +198,3 @@ def _origin(content: Evidence) -> dict[str, Any]:
         "case": case.id if case else None,
         "expires": content.expires,
     }
-
-
-def _today() -> date:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC).date()

@@ -1,8 +1,7 @@
-"""`playbook gate` and `playbook bisect`: whether a commit made a case slower, and which one did."""
+"""`playbook gate`: whether the working tree made a case slower."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,18 +12,16 @@ from playbook.errors import PlaybookError
 from playbook.files import replace
 from playbook.paths import default_results
 from playbook.records.case import load_case
-from playbook_app.cli.options import AsJson, Budget, MorePairs, Profile, Results, commands
+from playbook_app.cli.options import AsJson, Budget, MorePairs, Profile, Results, Slowdown, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
-from playbook_app.cli.output import print_json, say
+from playbook_app.cli.output import print_json
 from playbook_bench.judge.slowdown import ALLOWABLE
-from playbook_bench.run import bisect as bisection
 from playbook_bench.run import checkout, report
 from playbook_bench.run import gate as harness
 from playbook_bench.run.options import Options
 
 app = commands()
-_Limit = Annotated[str, typer.Option(metavar="PERCENT", help="A slowdown above it is a regression; noise never raises it.")]
 
 
 @app.command()
@@ -38,7 +35,7 @@ def gate(
     results: Results = None,
     pairs: MorePairs = None,
     budget: Budget = None,
-    limit: _Limit = "3%",
+    limit: Slowdown = "3%",
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,54 +83,6 @@ def gate(
     if as_json:
         print_json(harness.as_json(result))
     raise typer.Exit(result.exit_code)
-
-
-@app.command()
-def bisect(
-    good: Annotated[str, typer.Argument(metavar="GOOD", help="A commit without the trouble; every other one is compared with it.")],
-    bad: Annotated[str, typer.Argument(metavar="BAD", help="A later commit that is slower, runs out of memory or fails.")],
-    case: Annotated[str, typer.Option(metavar="CASE", help="The case whose baseline configuration runs.")],
-    profile: Profile = None,
-    results: Annotated[Path | None, typer.Option(help="Where work folders go; .playbook/results, if not given.")] = None,
-    pairs: Annotated[
-        int | None, typer.Option(help="At most this many pairs of launches for each commit; more than the case names add looks.")
-    ] = None,
-    minutes: Annotated[float | None, typer.Option(help="At most this long for each commit.")] = None,
-    limit: _Limit = "3%",
-    as_json: AsJson = False,
-) -> None:
-    """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge."""
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.TerminalProgress(out)
-    loaded = load_case(case)
-    root = harness.repository_of(loaded, None)
-
-    def told(judged: bisection.Judged, left: int) -> None:
-        out.print(f"{bisection.subject(judged.commit, root)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
-
-    try:
-        if minutes is not None and not 0 < minutes < math.inf:
-            raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
-        budget = None if minutes is None else 60 * minutes
-        limits = harness.Limits(to_share(limit, "--limit"))
-        found = bisection.run(
-            loaded, good, bad, Options(profile, results or default_results(), pairs, budget), progress, told, limits=limits
-        )
-    finally:
-        progress.close()
-    if as_json:
-        print_json(bisection.as_json(found))
-    else:
-        none = f"cannot be judged against {good}" if found.trouble == bisection.UNKNOWN else f"shows no trouble that {good} has not"
-        words = {
-            "found": f"first commit with it ({found.trouble}):",
-            "suspects": f"one of these ({found.trouble}):",
-            "no_trouble": f"{bad} {none}: {found.judged[0].sentence}",
-        }
-        say(words[found.status])
-        for commit in found.suspects:
-            say(f"  {bisection.subject(commit, root)}")
-    raise typer.Exit(found.exit_code)
 
 
 def _allowance(text: str) -> tuple[str, float]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from playbook.errors import ConfigError
+from playbook.planner.choice.plain_data import pipeline_string
+from playbook.planner.memory import StageBytes, estimate, verdict
+from playbook.planner.models import find, named
+from playbook.planner.nearest_layouts import Near, nearest
+from playbook.planner.plan import Plan, idle, parse
+from playbook.planner.time.cluster import cluster, clusters
+from playbook.planner.traffic import traffic
 from playbook.text import count
 from playbook_app.cli.options import AsJson, commands
 from playbook_app.cli.output import USAGE, print_json, print_table, say
-
-if TYPE_CHECKING:
-    from playbook.planner.memory import StageBytes
-    from playbook.planner.nearest_layouts import Near
-    from playbook.planner.plan import Plan
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -38,9 +40,6 @@ _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 @_layout_app.command("check")
 def layout_check(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
     """Check a layout against every rule and suggest the nearest legal ones; exit code 2 if a rule is broken."""
-    from playbook.planner.choice.plain_data import pipeline_string
-    from playbook.planner.nearest_layouts import nearest
-
     plan = _plan(model, settings, gpus)
     broken = plan.broken()
     pipeline = None if broken else pipeline_string(plan)
@@ -71,9 +70,6 @@ def layout_memory(
 
     With --memory or --hardware, exit code 2 if it does not fit.
     """
-    from playbook.planner.memory import estimate, verdict
-    from playbook.planner.time.cluster import cluster
-
     if hardware is not None:
         memory = cluster(hardware).memory_gib
     plan = _plan(model, settings, gpus)
@@ -96,8 +92,6 @@ def layout_memory(
 
 def _unnamed(peak: float) -> str:
     """What can be said of a peak where no GPU is named."""
-    from playbook.planner.time.cluster import cluster, clusters
-
     holders = [name for name in clusters() if peak <= cluster(name).memory_gib * GIB]
     held = f"it is under what {', '.join(holders)} have" if holders else "no GPU that is known here has that much"
     return f"no GPU is named: {held}; --hardware or --memory says whether it fits"
@@ -113,8 +107,6 @@ def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict
 @_layout_app.command("traffic")
 def layout_traffic(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
     """Count FLOPs per token, the pipeline's bubble, and the bytes that each rank sends."""
-    from playbook.planner.traffic import traffic
-
     plan = _plan(model, settings, gpus)
     found = traffic(plan)
     if as_json:
@@ -130,9 +122,6 @@ def layout_traffic(model: Model, settings: Settings = None, gpus: _Gpus = None, 
 
 def _plan(model: str, settings: list[str] | None, gpus: int | None) -> Plan:
     """The plan of a model known by name, or of a configuration file; a file's model goes by the file's name, or that of its folder."""
-    from playbook.planner.models import find, named
-    from playbook.planner.plan import idle, parse
-
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     plan = parse(name, settings or [], gpus=gpus, shape=find(model))

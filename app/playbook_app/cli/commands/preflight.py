@@ -11,11 +11,12 @@ import typer
 from playbook.errors import NO_TORCH, ConfigError, PlaybookError
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.text import count
+from playbook_app.cli.options import commands
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_bench.machine import detect
 from playbook_bench.machine import preflight as judge
 
-app = typer.Typer()
+app = commands()
 
 
 @app.command()

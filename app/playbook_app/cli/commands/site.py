@@ -1,4 +1,4 @@
-"""`playbook site build` and `playbook schemas export`: what is generated from models, cards, evidence and commands."""
+"""`playbook site build`: pages from models, cards, evidence and commands."""
 
 from __future__ import annotations
 
@@ -12,27 +12,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from playbook import schemas
-from playbook.cards.model import Card
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, in_package, repo_root
-from playbook.records.case import Case
-from playbook.records.evidence import Evidence, Machine, Run
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli import exit_codes
-from playbook_app.cli.commands.evidence import present
 from playbook_app.cli.options import Results, commands
-from playbook_app.cli.output import USAGE, complain, say
+from playbook_app.cli.output import say
 from playbook_app.services.check import RECIPES
+from playbook_app.services.standing import present
 from playbook_app.site import build
 from playbook_app.site.build import Reference
 from playbook_app.site.reference import Command, field_docs
 from playbook_bench.judge import metrics
-from playbook_bench.launch.batch_job import Cluster
-from playbook_trainer.config import megatron, model, neutral, recipes
+from playbook_trainer.config import megatron, model, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
 from playbook_trainer.export.change import change
@@ -47,42 +42,7 @@ DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
 _site_app = commands()
-_schemas_app = commands()
 app.add_typer(_site_app, name="site")
-app.add_typer(_schemas_app, name="schemas")
-
-
-@_schemas_app.command("export")
-def schemas_export(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
-) -> None:
-    """Write the JSON Schemas of all files into schemas/: the repository's, or outside of one a folder here."""
-    folder, grown = data_root("schemas"), neutral.rendered()
-    if not check and in_package(folder):
-        folder = Path("schemas")
-        folder.mkdir(exist_ok=True)
-    values = folder / neutral.FILE
-    if not check:
-        values.write_text(grown, encoding="utf-8")
-        for path in (*schemas.write(folder, schema_models()), values):
-            say(str(path))
-        return
-    lines = schemas.drift(folder, schema_models())
-    if values.read_text(encoding="utf-8") != grown:
-        lines.append(f"{neutral.FILE}: differs from the keys of the trainer's tree")
-    for line in lines:
-        complain(f"{folder / line}")
-    if lines:
-        complain("run `playbook schemas export` and commit the result")
-        raise typer.Exit(USAGE)
-    say(f"{count(len(schema_models()), 'schema')}: no drift")
-
-
-def schema_models() -> dict[str, type[BaseModel]]:
-    """The Pydantic model behind each schema, by the name of the schema."""
-    from playbook_trainer.config.tree import TrainerConfig
-
-    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
 
 
 @_site_app.command("build")

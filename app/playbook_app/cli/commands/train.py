@@ -1,124 +1,34 @@
-"""`playbook config` and `playbook train`: read, check, export and run trainer configurations."""
+"""`playbook train`: run a configuration, or say what each rank would hold."""
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from playbook.errors import NO_TORCH, ConfigError, PlaybookError
-from playbook.paths import shipped
-from playbook.yaml_files import did_you_mean
-from playbook_app.cli.options import AsJson, ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
+from playbook.errors import ConfigError, PlaybookError
+from playbook.planner.memory import StageBytes, verdict
+from playbook.planner.time.cluster import cluster
+from playbook.planner.time.step import StepTime
+from playbook_app.cli.options import ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
 from playbook_app.cli.output import print_json, print_table, say
-from playbook_app.services import slurm
+from playbook_trainer.__main__ import main as run_trainer
+from playbook_trainer.config import environment
+from playbook_trainer.config.checks import notes
+from playbook_trainer.config.dry_run import dry_run, predicted
+from playbook_trainer.config.megatron_checks import installed
+from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 
 if TYPE_CHECKING:
-    from playbook.planner.memory import StageBytes
-    from playbook.planner.time.step import StepTime
-    from playbook_trainer.config.tree import TrainerConfig
     from playbook_trainer.megatron.probe import Built
 
 GIB = 1 << 30
-TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
-PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
 
 app = commands()
-_config_app = commands()
-app.add_typer(_config_app, name="config")
-
-
-@_config_app.command("list")
-def config_list(as_json: AsJson = False) -> None:
-    """List the recipes: published configurations as files, with the GPUs that each is meant for."""
-    from playbook_trainer.config import recipes
-
-    rows = [{**r.model_dump(mode="json"), "file": str(_recipes() / r.file)} for r in recipes.index().recipes]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table([{**row, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows], ("file", "gpus", "hardware", "title"))
-
-
-def _recipes() -> Path:
-    """The folder of the recipes, as seen from here where it lies below."""
-    from playbook_trainer.config import recipes
-
-    folder = recipes.folder()
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-
-
-@_config_app.command("export")
-def config_export(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_30b_a3b_24l.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as parallel.ep=8.")] = None,
-    to: Annotated[
-        str, typer.Option("--to", help="megatron-lm (flags), megatron-bridge (overrides) or torchtitan (a Python file).")
-    ] = "megatron-lm",
-    platform: Annotated[
-        str, typer.Option(help="The GPUs that environment variables are for: hopper, blackwell (nodes of eight), nvl72 or cpu.")
-    ] = "hopper",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on one line of stdout, with the keys behind each setting.")
-    ] = False,
-) -> None:
-    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan Python file; what the other trainer lacks becomes a comment."""
-    from playbook_trainer.config.tree import load, parse_overrides
-    from playbook_trainer.export.render import export as exported
-
-    _one_of("--to", to, TARGETS)
-    _one_of("--platform", platform, PLATFORMS)
-    _refuse_name(config, to)
-    found = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
-    if as_json:
-        print_json(found.document())
-    else:
-        say(found.text().rstrip())
-
-
-def _refuse_name(config: str, to: str) -> None:
-    """Refuse a name that is no file: of a published configuration, or of a model.
-
-    Raises:
-        PlaybookError: it is one; the message says what to write instead.
-    """
-    from playbook.planner.models import named
-    from playbook_trainer.config import recipes
-
-    if os.path.lexists(config) or shipped("configs", Path(config)):
-        return
-    file = f"{Path(config).name.removesuffix('.yaml')}.yaml"
-    if file in {r.file for r in recipes.index().recipes}:
-        raise PlaybookError(f"{config} is no file; expected that of the published configuration: {_recipes() / file}")
-    if model := named(config):
-        raise PlaybookError(
-            f"{config} is a model, expected the file of a configuration; `playbook config list` names published ones,"
-            f" and `playbook plan {model} --gpus N --export {to}` prints the fastest layout"
-        )
-
-
-def _one_of(option: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise PlaybookError(f"{option} is '{value}'{did_you_mean(value, names)}")
-
-
-@app.command()
-def calibrate(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as h200.json.")],
-    budget: Annotated[float, typer.Option(help="Seconds; kernels that do not fit are named in the file.")] = 300.0,
-) -> None:
-    """Measure what this GPU reaches on the kernels that a training step is made of, and what collectives take where there are several; about 80 seconds on an H200."""
-    if find_spec("torch") is None:
-        raise PlaybookError(NO_TORCH)
-    from playbook_trainer.calibrate import main as measure
-
-    raise typer.Exit(measure([str(out), "--budget", str(budget)]))
 
 
 @app.command()
@@ -157,14 +67,14 @@ def train(
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
     if context.get_parameter_source("gpus").name == "COMMANDLINE":
         raise PlaybookError("--gpus is part of a dry run; say --dry-run too, or start that many ranks with torchrun or --launcher slurm")
-    request = slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
-    slurm.check_request(launcher, request, ranks_per_node)
-    if launcher != "local":
-        raise typer.Exit(slurm.train(Path(config), overrides or [], launcher, ranks_per_node, request))
-    from playbook_trainer.__main__ import main as run
+    from playbook_app.cli import jobs
 
+    request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
+    jobs.check_request(launcher, request, ranks_per_node)
+    if launcher != "local":
+        raise typer.Exit(jobs.train(Path(config), overrides or [], launcher, ranks_per_node, request))
     try:
-        code = run([config, *(overrides or [])])
+        code = run_trainer([config, *(overrides or [])])
     except Exception:
         traceback.print_exc()
         code = 1  # the trainer's own code for it, as of `python -m playbook_trainer`; 5 would say that a checkpoint was saved
@@ -177,12 +87,6 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
     """
-    from playbook.planner.memory import verdict
-    from playbook.planner.time.cluster import cluster
-    from playbook_trainer.config.checks import notes
-    from playbook_trainer.config.dry_run import dry_run, predicted
-    from playbook_trainer.config.tree import load, parse_overrides
-
     resolved = load(Path(config), parse_overrides(overrides))
     try:
         report = dry_run(resolved, gpus or 1)
@@ -245,15 +149,11 @@ def _build(config: TrainerConfig, gpus: int) -> Built:
     """Build the model of one rank on the GPU of this machine."""
     if config.backend != "megatron":
         raise ConfigError(f"--build builds models of the megatron backend, found {config.backend}; leave it out, or set backend: megatron")
-    from playbook_trainer.megatron.checks import installed
-
     missing = [name for name in ("torch", "megatron.core") if not installed(name)]
     if missing:
         raise ConfigError(
             f"--build needs {' and '.join(missing)}, which is not installed; run pip install '.[train,megatron]' in a clone of Playbook"
         )
-    from playbook_trainer.config import environment
-
     environment.apply(config)
     from playbook_trainer.megatron.probe import build, this_device
 

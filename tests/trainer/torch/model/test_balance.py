@@ -17,16 +17,17 @@ from torch import Tensor
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
+from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.document import Document as DataDocument
-from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, spread, update_biases, updated_bias
+from playbook_trainer.observe.metrics import spread
+from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, update_biases, updated_bias
 from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.model.ops import route
-from playbook_trainer.torch.parallel.axes import Axes
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 TOKENS, EXPERTS, TOP_K = 60, 8, 2

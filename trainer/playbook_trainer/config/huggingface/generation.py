@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError
+from playbook_trainer.config.huggingface.parts import read_json, text_of
 from playbook_trainer.config.model import ModelConfig
-from playbook_trainer.huggingface.parts import read_json, text_of
 
 
 def end_of(folder: Path, end: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from playbook.errors import ConfigError
+from playbook_trainer.config.huggingface.generation import end_of
+from playbook_trainer.config.huggingface.keys import untrained
+from playbook_trainer.config.huggingface.parts import part_of, read_json, text_of
 from playbook_trainer.config.model import ModelConfig, VisionConfig
-from playbook_trainer.huggingface.generation import end_of
-from playbook_trainer.huggingface.keys import untrained
-from playbook_trainer.huggingface.parts import part_of, read_json, text_of
 
 _TEXT_FIELDS = {
     "vocab_size": "vocab_size",

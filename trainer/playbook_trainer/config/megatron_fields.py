@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from playbook_trainer.config.megatron_checks import pads_experts
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron.checks import pads_experts
 
 FP8_FORMAT = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 """e4m3 in both passes where scales are local enough for gradients, e5m2 for gradients elsewhere. Source: Transformer Engine, recipes."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
+from playbook.planner import memory
+from playbook.planner.choice.explain import Answer
+from playbook.planner.choice.scaled import deepest, scaled
+from playbook.planner.models import MODELS
+from playbook.planner.plan import Plan
 from playbook.text import count
+from playbook_trainer.config.dry_run import dry_run, predicted
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load, model_names
 from playbook_trainer.export.planned.ours import configuration
-
-if TYPE_CHECKING:
-    from playbook.planner.choice.explain import Answer
-    from playbook.planner.plan import Plan
-    from playbook_trainer.config.tree import TrainerConfig
 
 _TRAINER_FILE = "planned.yaml"
 _MODEL_KEYS: Mapping[str, str] = {
@@ -100,8 +102,6 @@ def text_of(case: Mapping[str, Any], command: str) -> str:
 
 def _fitted(best: Plan, other: Plan, gpus: int, capacity: float) -> tuple[_Run, _Run] | None:
     """Both plans with as many layers as both hold on the GPUs; None where they are the same run."""
-    from playbook.planner.choice.scaled import deepest, scaled
-
     samples = 2 * lcm(*(cut.mbs * cut.dp for cut in (scaled(p, gpus, 1) for p in (best, other))))
     for layers in range(min(deepest(best), deepest(other)), 0, -1):
         plans = [scaled(p, gpus, layers, samples) for p in (best, other)]
@@ -122,9 +122,6 @@ def _names(*plans: Plan) -> Iterator[str]:
 
 def _holds(plan: Plan, capacity: float) -> bool:
     """Whether the plan fits by the planner and by the dry run of what would be trained."""
-    from playbook.planner import memory
-    from playbook_trainer.config.dry_run import dry_run
-
     if max(s.peak for s in memory.stages(plan)) > capacity:
         return False
     report = dry_run(_config(_settings(plan)), plan.gpus)
@@ -132,8 +129,6 @@ def _holds(plan: Plan, capacity: float) -> bool:
 
 
 def _config(settings: Mapping[str, Any]) -> TrainerConfig:
-    from playbook_trainer.config.tree import load
-
     return load(data_root("configs") / _TRAINER_FILE, settings)
 
 
@@ -143,9 +138,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
     Raises:
         ConfigError: this trainer does not train the model, or has no such recompute.
     """
-    from playbook.planner.models import MODELS
-    from playbook_trainer.config.tree import dump, flatten, model_names
-
     o, cut = plan.options, plan.shape
     if plan.model not in model_names() or cut.vision is not None:
         raise ConfigError(
@@ -173,8 +165,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 def _predicted(run: _Run, found: Answer) -> dict[str, float]:
     """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of its backend."""
-    from playbook_trainer.config.dry_run import predicted
-
     step = predicted(_config(run.settings), run.plan.gpus, found.question.cluster)
     assert step is not None, "only float32 has no law"
     speed = step.tokens_per_s_per_gpu

@@ -13,10 +13,10 @@ from playbook.planner.activations import Kept
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
+from playbook_trainer.config import megatron_checks as checks
+from playbook_trainer.config.megatron_fields import recompute_layers
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron import checks
-from playbook_trainer.megatron.fields import recompute_layers
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 """Per parameter in float32: the master weight, and both moments."""
