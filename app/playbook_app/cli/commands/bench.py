@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,8 +19,11 @@ from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs,
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.output import complain, print_json, print_table, print_trace, print_walls, say
 from playbook_bench.judge.receipt import in_words
-from playbook_bench.run import prove, store
+from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
+
+if TYPE_CHECKING:
+    from playbook_bench.run import prove
 
 app = commands()
 _bench_app = commands()
@@ -70,6 +73,7 @@ def bench_check(
     as_json: AsJson = False,
 ) -> None:
     """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
         ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
