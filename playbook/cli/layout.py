@@ -31,7 +31,7 @@ Model = Annotated[
     str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
 ]
 Memory = Annotated[float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")]
-Hardware = Annotated[str | None, typer.Option("--hardware", help="Kind of GPU, such as h100: says whether the peak fits.")]
+Hardware = Annotated[str | None, typer.Option("--hardware", help="Kind of GPU, such as h100, or a file of it: says whether the peak fits.")]
 _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
@@ -71,11 +71,11 @@ def layout_memory(
 
     With --memory or --hardware, exit code 2 if it does not fit.
     """
+    from playbook.planner.hardware.named import machine
     from playbook.planner.memory import estimate, verdict
-    from playbook.planner.time.cluster import cluster
 
     if hardware is not None:
-        memory = cluster(hardware).memory_gib
+        memory = machine(hardware).memory_gib
     plan = _plan(model, settings, gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)

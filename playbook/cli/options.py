@@ -24,6 +24,10 @@ Fork = Annotated[
     bool, typer.Option("--fork", help="Fork ranks from a process that has imported everything, instead of starting each afresh.")
 ]
 
+# --- of hardware ------------------------------------------------------------------------------------------------------------------
+
+Network = Annotated[str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")]
+
 # --- of jobs ---------------------------------------------------------------------------------------------------------------------
 
 LauncherName = Annotated[
@@ -68,20 +72,20 @@ def tokens(text: str | int) -> int:
 
 
 def machines(gpus: str | None, hardware: str | None) -> tuple[int | None, str | None]:
-    """How many GPUs, and of which kind: `64` and `h100`, or both in one, as `64xH100` in either option.
+    """How many GPUs, and of which kind: `64` and `h100`, or both in one, as `64xH100` in either option; a kind may be a file.
 
     Raises:
         BadParameter: `gpus` is no whole number from 1.
         ConfigError: the two contradict each other, or name a GPU that is not known.
     """
-    from playbook.planner.time.cluster import cluster, counted
+    from playbook.planner.hardware.named import counted, machine
 
     kind, number = (None, None) if hardware is None else counted(hardware)
     if gpus is None:
         return number, kind
     named, _, more = gpus.lower().partition("x")
     found = _whole("gpus", named.strip(), "a number of GPUs, such as 64 or 64xH100")
-    if more and kind and cluster(more).name != cluster(kind).name:
+    if more and kind and machine(more).name != machine(kind).name:
         raise PlaybookError(f"--gpus {gpus[:40]} and --hardware {kind[:40]} name two kinds of GPU; expected one, or leave one of them out")
     if number not in (None, found):
         raise PlaybookError(f"--gpus says {found} GPUs, and --hardware {number}; expected the same number, or leave one of them out")

@@ -24,6 +24,7 @@ from playbook.cli.options import Results, commands
 from playbook.cli.output import USAGE, complain, say
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, in_package, repo_root
+from playbook.planner.hardware.named import Hardware
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence, Machine, Run
 from playbook.site import build
@@ -82,7 +83,16 @@ def schema_models() -> dict[str, type[BaseModel]]:
     """The Pydantic model behind each schema, by the name of the schema."""
     from playbook_trainer.config.tree import TrainerConfig
 
-    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+    return {
+        "card": Card,
+        "case": Case,
+        "cluster": Cluster,
+        "evidence": Evidence,
+        "hardware": Hardware,
+        "machine": Machine,
+        "run": Run,
+        "trainer": TrainerConfig,
+    }
 
 
 @_site_app.command("build")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook.cli import slurm
-from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
+from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
 from playbook.cli.output import print_json, print_table, say
 from playbook.errors import NO_TORCH, ConfigError, PlaybookError
 from playbook.paths import shipped
@@ -135,8 +135,11 @@ def train(
     gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", help="With --dry-run: kind of GPU, such as h200; says whether it fits, and its predicted speed."),
+        typer.Option(
+            "--hardware", help="With --dry-run: kind of GPU, such as h200, or a file of it; says whether it fits, and its predicted speed."
+        ),
     ] = None,
+    network: Network = "",
     launcher: LauncherName = "local",
     nodes: Nodes = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; the cluster file's, if not given.")] = None,
@@ -149,9 +152,9 @@ def train(
     """Train: on one process, as one rank of torchrun, or with all ranks of a job of Slurm."""
     if dry_run:
         named = context.get_parameter_source("gpus").name != "DEFAULT"
-        _show_dry_run(config, overrides or [], gpus if named else None, hardware, build=build, as_json=as_json)
+        _show_dry_run(config, overrides or [], gpus if named else None, hardware, network, build=build, as_json=as_json)
         return
-    if hardware is not None:
+    if hardware is not None or network:
         raise PlaybookError("--hardware is part of a dry run; say --dry-run too")
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
@@ -171,14 +174,16 @@ def train(
     raise typer.Exit(code)
 
 
-def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardware: str | None, *, build: bool, as_json: bool) -> None:
+def _show_dry_run(
+    config: str, overrides: Sequence[str], gpus: int | None, hardware: str | None, network: str, *, build: bool, as_json: bool
+) -> None:
     """Print the layout and the estimated memory of each rank, and where hardware is named its predicted speed; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
     """
+    from playbook.planner.hardware.named import machine
     from playbook.planner.memory import verdict
-    from playbook.planner.time.cluster import cluster
     from playbook_trainer.config.checks import notes
     from playbook_trainer.config.dry_run import dry_run, predicted
     from playbook_trainer.config.tree import load, parse_overrides
@@ -191,9 +196,9 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
     gpus = gpus or 1
     built = _build(resolved, gpus) if build else None
     most = max(report.stages, key=lambda s: s.peak)
-    machine = cluster(hardware) if hardware else None
-    time = predicted(resolved, gpus, machine) if machine else None
-    fits = verdict(most.peak, machine.memory_gib) if machine else None
+    on = machine(hardware, network) if hardware else None
+    time = predicted(resolved, gpus, on) if on else None
+    fits = verdict(most.peak, on.memory_gib) if on else None
     if as_json:
         speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
         stages = [s.row() for s in report.stages]
@@ -218,8 +223,8 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
         say("gradients, among the states, come as activations go: of the two the larger counts in the peak")
     for note in notes(resolved):
         say(note)
-    if machine:
-        say(f"{fits}: a GPU has {machine.memory_gib:g} GiB")
+    if on:
+        say(f"{fits}: a GPU has {on.memory_gib:.4g} GiB")
         say(_speed(time))
     if built is not None:
         say(

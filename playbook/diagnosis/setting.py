@@ -10,10 +10,11 @@ from playbook.errors import ConfigError
 from playbook.planner import flops
 from playbook.planner.choice import unknowns
 from playbook.planner.choice.space import Question
+from playbook.planner.hardware.named import machine
 from playbook.planner.plan import Plan, idle, parse, whole
 from playbook.planner.runs import spelling
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import Cluster, cluster, on_network
+from playbook.planner.time.cluster import Cluster
 
 FRAMEWORKS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
 _ALLOWED = {
@@ -52,8 +53,8 @@ class Setting:
     @property
     def peak(self) -> float:
         """FLOP/s that utilisation is a share of: the dense peak of the precision."""
-        machine = self.question.cluster
-        return machine.fp8_flops_per_s if self.precision == "fp8" else machine.bf16_flops_per_s
+        gpu = self.question.cluster
+        return gpu.fp8_flops_per_s if self.precision == "fp8" else gpu.bf16_flops_per_s
 
     @property
     def flops_per_token(self) -> float:
@@ -63,14 +64,14 @@ class Setting:
     @property
     def reached(self) -> float:
         """The share of the peak that the best matrix product reaches on this GPU: no step of training is above it."""
-        machine = self.question.cluster
-        return machine.fp8_reached if self.precision == "fp8" else machine.bf16_reached
+        gpu = self.question.cluster
+        return gpu.fp8_reached if self.precision == "fp8" else gpu.bf16_reached
 
 
 def setting(
     shape: Shape,
     model: str,
-    hardware: str,
+    hardware: Cluster | str,
     gpus: int | None,
     *,
     seq_len: int | None,
@@ -102,9 +103,9 @@ def setting(
         raise ConfigError(f"layout has {', '.join(taken)}; the model and the framework say that")
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
-    machine = on_network(hardware, network) if network else cluster(hardware)
-    asked = Question(shape, model, machine, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
-    assumed = [machine.network] if network else [_network(machine)] if gpus > machine.domain else []
+    where = machine(hardware, network) if isinstance(hardware, str) else hardware
+    asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
+    assumed = [*where.notes, *([where.network] if network else where.about_network(gpus))]
     assumed += [] if seq_len else ["sequences of 4096 tokens"]
     if "fp8" in allow and not asked.cluster.has_fp8:
         raise ConfigError(f"layout has fp8, and {asked.cluster.name} has no 8-bit products; leave it out")
@@ -136,10 +137,6 @@ def _counts(words: Sequence[str], options: Mapping[str, int | None]) -> tuple[di
             raise ConfigError(f"layout has {word[:40]}, and elsewhere it is {found[key]}; expected one value")
         found[key] = stated
     return found, others
-
-
-def _network(machine: Cluster) -> str:
-    return f"network: {machine.nic_bytes_per_s / 1e9:g} GB/s for each GPU between nodes, {machine.provenance['nic_gb_s'].partition(':')[0]}; --network names another"
 
 
 def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:

@@ -14,7 +14,7 @@ import typer
 
 from playbook.cli.agents import stock_here
 from playbook.cli.diagnosis.changes import changed
-from playbook.cli.options import AsJson, commands, figure, machines, percent
+from playbook.cli.options import AsJson, Network, commands, figure, machines, percent
 from playbook.cli.options import tokens as to_tokens
 from playbook.cli.output import print_json, print_table, say
 from playbook.diagnosis.answer import Seen, diagnose
@@ -24,8 +24,10 @@ from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, s
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
 from playbook.planner.choice.plain_data import words
+from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import idle
+from playbook.planner.time.cluster import Cluster
 from playbook.text import count
 
 app = commands()
@@ -65,7 +67,9 @@ def diagnose_run(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
     gpus: Annotated[str | None, typer.Option("--gpus", metavar="N", help="GPUs of the whole job; 64xH100 names the kind too.")] = None,
-    hardware: Annotated[str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
+    ] = None,
     seq: Annotated[
         int | None, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence; 4096, if not given.")
     ] = None,
@@ -84,9 +88,7 @@ def diagnose_run(
         list[str] | None,
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
     ] = None,
-    network: Annotated[
-        str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")
-    ] = "",
+    network: Network = "",
     saw: Annotated[
         list[str] | None, typer.Option("--saw", help=f"Shares of a step, such as all-to-all=40%,idle=25%; of {', '.join(KINDS)}.")
     ] = None,
@@ -155,8 +157,8 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in asked.known))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
     if ours is not None and gpus is not None:
-        own = _of_config(ours.config, gpus, hardware, asked.framework or "playbook")
-        return _again(own, asked) if asked.known or asked.seq or asked.gbs or asked.network else own
+        own = _of_config(ours.config, gpus, machine(hardware, asked.network), asked.framework or "playbook")
+        return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
     model = asked.model or ""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
@@ -241,7 +243,7 @@ def _ours(folder: Path) -> _Ours:
     return _Ours(config, gpus, device)
 
 
-def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting:
+def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str) -> Setting:
     """The setting of a run of this trainer."""
     from playbook_trainer.config.dry_run import plan_of
 
@@ -269,8 +271,8 @@ def _again(own: Setting, asked: _Asked) -> Setting:
     names = {word.partition("=")[0] for word in asked.known}
     kept = [word for word in own.known if word.partition("=")[0] not in names]
     return setting(
-        q.shape, q.model, q.cluster.name, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
-        framework=own.framework, backend=q.backend, network=asked.network,
+        q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
+        framework=own.framework, backend=q.backend,
     )  # fmt: skip
 
 

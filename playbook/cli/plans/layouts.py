@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook import files
-from playbook.cli.options import AsJson, machines, tokens
+from playbook.cli.options import AsJson, Network, machines, tokens
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
 from playbook.planner.shapes import DEEPEST
@@ -31,7 +31,9 @@ _SILENT = ("cp", "vpp", "ep", "etp")
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
 _Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
-_Hardware = Annotated[str, typer.Option("--hardware", "--gpu", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
+_Hardware = Annotated[
+    str, typer.Option("--hardware", "--gpu", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
+]
 _Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
 _Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
 _Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
@@ -65,6 +67,7 @@ def plan_for(
     model: _Model,
     gpus: _Gpus = "",
     hardware: _Hardware = "",
+    network: Network = "",
     seq: _Seq = 4096,
     gbs: _Gbs = 0,
     goal: _Goal = "tokens/s",
@@ -89,15 +92,15 @@ def plan_for(
     """
     from playbook.planner.choice import explain, plain_data
     from playbook.planner.choice.space import Question
+    from playbook.planner.hardware.named import machine
     from playbook.planner.models import find, named
-    from playbook.planner.time.cluster import cluster
 
     shape = find(model) if layers is None else find(model).of_depth(layers)
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
     fixed = _fixed(tuple(_words(fix or [])), export)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
-    question = Question(shape, name, cluster(kind or _KIND), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
+    question = Question(shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
     if emit_case is None and (against or case_gpus != 1):
         raise ConfigError(
             "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
@@ -172,7 +175,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
     case = case_of(found, path.stem, gpus, against)
-    said = {"--gpus": q.gpus, "--hardware": q.cluster.name, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
+    said = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
     said |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
     said |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
     said |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
@@ -191,6 +194,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
 def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
     from playbook.planner.choice.explain import PARTS, lost, next_run
     from playbook.planner.choice.plain_data import pipeline_string
+    from playbook.planner.time.step import network_share
 
     q, best = found.question, found.choices[0]
     say(
@@ -209,6 +213,9 @@ def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
+    sent = network_share(best.plan, q.cluster)
+    if sent is not None:
+        say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one")
     layout = pipeline_string(best.plan)
     if layout:
         say(f"pipeline {layout}")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from playbook.cli.options import AsJson, commands
+from playbook.cli.options import AsJson, Network, commands
 from playbook.cli.output import print_json, print_table, say
 from playbook.cli.plans.layouts import plan_for
+from playbook.errors import ConfigError
 from playbook.text import count
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ app.add_typer(_plan_app, name="plan", cls=_Plans)
 _plan_app.command(_DEFAULT)(plan_for)
 
 _Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
+_Hardware = Annotated[
+    str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
+]
 _Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
 _LeaveOut = Annotated[
     bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
@@ -64,15 +68,25 @@ def plan() -> None:
 
 @_plan_app.command("check")
 def plan_check(
-    runs: _Runs, anchor: _Anchor = None, leave_one_out: _LeaveOut = False, leave_source_out: _LeaveSource = False, as_json: AsJson = False
+    runs: _Runs,
+    hardware: _Hardware = "",
+    network: Network = "",
+    anchor: _Anchor = None,
+    leave_one_out: _LeaveOut = False,
+    leave_source_out: _LeaveSource = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
 
     Errors count the newest release of each configuration. No prediction reads what its row measured.
     """
+    from playbook.planner.hardware.named import machine
     from playbook.planner.runs.check import check, document
 
-    rows = check(runs, anchor=anchor, leave_out="source" if leave_source_out else "configuration" if leave_one_out else "")
+    if network and not hardware:
+        raise ConfigError("--network speaks of the machines that --hardware names; add --hardware KIND or FILE")
+    on = machine(hardware, network) if hardware else None
+    rows = check(runs, on=on, anchor=anchor, leave_out="source" if leave_source_out else "configuration" if leave_one_out else "")
     if as_json:
         print_json(document(rows))
     else:
@@ -108,6 +122,8 @@ def _show(rows: list[Row]) -> None:
     if told and len(rows) <= _LISTED:
         print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
         say("")
+    for words in dict.fromkeys(w for r in told if r.prediction for w in r.prediction.cluster.notes):
+        say(words)
     whole = total(rows)
     if whole:
         figures = [*groups(rows), whole]

@@ -74,6 +74,7 @@ def has_experts(weighted: Sequence[float]) -> bool:
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """What the prediction takes for granted."""
     found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
+    found += [*cluster.notes, *cluster.about_network(plan.gpus)]
     found.append("gradients and parameters travel beside the passes")
     if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
         more = sum(x.value for x in c.HOST_EXPERT_UNEVEN) - sum(x.value for x in c.HOST_EXPERT)
