@@ -28,6 +28,15 @@ Fork = Annotated[
 
 Network = Annotated[str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")]
 
+# --- of experts -------------------------------------------------------------------------------------------------------------------
+
+Imbalance = Annotated[
+    str,
+    typer.Option(
+        "--imbalance", metavar="RATIO|RUN", help="Measured routing: the fullest rank's tokens over the mean, or a run with moe.load_every."
+    ),
+]
+
 # --- of jobs ---------------------------------------------------------------------------------------------------------------------
 
 LauncherName = Annotated[

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook.cli import slurm
-from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
+from playbook.cli.options import AsJson, ClusterFile, Imbalance, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
 from playbook.cli.output import print_json, print_table, say
 from playbook.errors import NO_TORCH, ConfigError, PlaybookError
 from playbook.paths import shipped
@@ -140,6 +140,7 @@ def train(
         ),
     ] = None,
     network: Network = "",
+    imbalance: Imbalance = "",
     launcher: LauncherName = "local",
     nodes: Nodes = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; the cluster file's, if not given.")] = None,
@@ -152,9 +153,9 @@ def train(
     """Train: on one process, as one rank of torchrun, or with all ranks of a job of Slurm."""
     if dry_run:
         named = context.get_parameter_source("gpus").name != "DEFAULT"
-        _show_dry_run(config, overrides or [], gpus if named else None, hardware, network, build=build, as_json=as_json)
+        _show_dry_run(config, overrides or [], gpus if named else None, hardware, network, imbalance, build=build, as_json=as_json)
         return
-    if hardware is not None or network:
+    if hardware is not None or network or imbalance:
         raise PlaybookError("--hardware is part of a dry run; say --dry-run too")
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
@@ -175,19 +176,30 @@ def train(
 
 
 def _show_dry_run(
-    config: str, overrides: Sequence[str], gpus: int | None, hardware: str | None, network: str, *, build: bool, as_json: bool
+    config: str,
+    overrides: Sequence[str],
+    gpus: int | None,
+    hardware: str | None,
+    network: str,
+    imbalance: str,
+    *,
+    build: bool,
+    as_json: bool,
 ) -> None:
     """Print the layout and the estimated memory of each rank, and where hardware is named its predicted speed; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
     """
+    from playbook.planner.choice.routing import measured
     from playbook.planner.hardware.named import machine
     from playbook.planner.memory import verdict
     from playbook_trainer.config.checks import notes
-    from playbook_trainer.config.dry_run import dry_run, predicted
+    from playbook_trainer.config.dry_run import dry_run, plan_of, predicted
     from playbook_trainer.config.tree import load, parse_overrides
 
+    if (network or imbalance) and not hardware:
+        raise PlaybookError("--network and --imbalance speak of the predicted speed; add --hardware, such as --hardware h100")
     resolved = load(Path(config), parse_overrides(overrides))
     try:
         report = dry_run(resolved, gpus or 1)
@@ -197,7 +209,8 @@ def _show_dry_run(
     built = _build(resolved, gpus) if build else None
     most = max(report.stages, key=lambda s: s.peak)
     on = machine(hardware, network) if hardware else None
-    time = predicted(resolved, gpus, on) if on else None
+    routing = measured(imbalance) if imbalance else None
+    time = predicted(resolved, gpus, on, routing) if on else None
     fits = verdict(most.peak, on.memory_gib) if on else None
     if as_json:
         speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
@@ -226,6 +239,8 @@ def _show_dry_run(
     if on:
         say(f"{fits}: a GPU has {on.memory_gib:.4g} GiB")
         say(_speed(time))
+        if routing:
+            say(routing.about(routing.on(plan_of(resolved, gpus)), on))
     if built is not None:
         say(
             f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and {built.allocated_bytes / GIB:.2f} GiB "

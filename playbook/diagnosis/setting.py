@@ -9,6 +9,7 @@ from math import isfinite
 from playbook.errors import ConfigError
 from playbook.planner import flops
 from playbook.planner.choice import unknowns
+from playbook.planner.choice.routing import Routing
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.named import machine
 from playbook.planner.plan import Plan, idle, parse, whole
@@ -81,6 +82,7 @@ def setting(
     backend: str | None = None,
     said: str = "",
     network: str = "",
+    routing: Routing | None = None,
 ) -> Setting:
     """The setting of a question, with what is taken for granted where it says nothing.
 
@@ -104,7 +106,9 @@ def setting(
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
     where = machine(hardware, network) if isinstance(hardware, str) else hardware
-    asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
+    asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed, routing=routing)
+    if routing and "imbalance" in names:
+        raise ConfigError("layout has imbalance, and --imbalance says it too; leave one of them out")
     assumed = [*where.notes, *([where.network] if network else where.about_network(gpus))]
     assumed += [] if seq_len else ["sequences of 4096 tokens"]
     if "fp8" in allow and not asked.cluster.has_fp8:
@@ -117,6 +121,7 @@ def setting(
     if known:
         assumed.append("what the layout does not name is at its default: no CUDA graphs, the optimizer's state sharded")
     plan, filled = _own(asked, known) if known else (None, ())
+    assumed += [routing.about(plan, where)] if routing and plan else [routing.words] if routing else []
     return Setting(asked, tuple(known), framework, (*assumed, *filled), said or model, plan)
 
 
@@ -146,6 +151,7 @@ def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...
         ConfigError: a word is no setting, or the layout breaks a rule.
     """
     plan, names = _plan(question, known), [word.partition("=")[0] for word in known]
+    plan = question.routing.on(plan) if question.routing else plan
     if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
         plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
     nothing = idle(plan, names)

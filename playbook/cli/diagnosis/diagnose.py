@@ -14,7 +14,7 @@ import typer
 
 from playbook.cli.agents import stock_here
 from playbook.cli.diagnosis.changes import changed
-from playbook.cli.options import AsJson, Network, commands, figure, machines, percent
+from playbook.cli.options import AsJson, Imbalance, Network, commands, figure, machines, percent
 from playbook.cli.options import tokens as to_tokens
 from playbook.cli.output import print_json, print_table, say
 from playbook.diagnosis.answer import Seen, diagnose
@@ -24,6 +24,8 @@ from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, s
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
 from playbook.planner.choice.plain_data import words
+from playbook.planner.choice.routing import Routing, of_run
+from playbook.planner.choice.routing import measured as measured_routing
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import idle
@@ -42,6 +44,7 @@ _SHOWN = 3
 _SEQ = 4096
 """Tokens of a sequence where nobody says."""
 _MAX_SUMMARY = 10_000_000
+_METRICS = "metrics.jsonl"
 _AB = "playbook ab -- COMMAND --vs"
 """The beginning of a matched pair of the run's own command; what it changes is printed above it."""
 
@@ -89,6 +92,7 @@ def diagnose_run(
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
     ] = None,
     network: Network = "",
+    imbalance: Imbalance = "",
     saw: Annotated[
         list[str] | None, typer.Option("--saw", help=f"Shares of a step, such as all-to-all=40%,idle=25%; of {', '.join(KINDS)}.")
     ] = None,
@@ -103,7 +107,9 @@ def diagnose_run(
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
     number, kind = machines(gpus, hardware)
-    asked = _Asked(model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network)
+    asked = _Asked(
+        model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network, imbalance
+    )
     log = _log(run) if run else None
     where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
@@ -129,6 +135,7 @@ class _Asked:
     known: tuple[str, ...]
     framework: str | None
     network: str = ""
+    imbalance: str = ""
 
 
 def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
@@ -157,7 +164,7 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in asked.known))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
     if ours is not None and gpus is not None:
-        own = _of_config(ours.config, gpus, machine(hardware, asked.network), asked.framework or "playbook")
+        own = _of_config(ours.config, gpus, machine(hardware, asked.network), asked.framework or "playbook", _routing(asked, run))
         return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
     model = asked.model or ""
     path = Path(model)
@@ -168,8 +175,16 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
         shape, name = shape.of_depth(int(depth.partition("=")[2])), f"{name} of {depth.partition('=')[2]} layers"
     known = tuple(w for w in asked.known if w != depth)
     return setting(
-        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network
+        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network,
+        routing=_routing(asked, run),
     )  # fmt: skip
+
+
+def _routing(asked: _Asked, run: Path | None) -> Routing | None:
+    """The routing that is named, else what a run of ours wrote down."""
+    if asked.imbalance:
+        return measured_routing(asked.imbalance)
+    return of_run(run) if run and (run / _METRICS).is_file() else None
 
 
 def _split(text: str) -> list[str]:
@@ -243,7 +258,7 @@ def _ours(folder: Path) -> _Ours:
     return _Ours(config, gpus, device)
 
 
-def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str) -> Setting:
+def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routing: Routing | None) -> Setting:
     """The setting of a run of this trainer."""
     from playbook_trainer.config.dry_run import plan_of
 
@@ -261,7 +276,7 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str) -> Set
     ]  # a configuration leaves none open
     return setting(
         plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
-        backend=config.backend,
+        backend=config.backend, routing=routing,
     )  # fmt: skip
 
 
@@ -272,7 +287,7 @@ def _again(own: Setting, asked: _Asked) -> Setting:
     kept = [word for word in own.known if word.partition("=")[0] not in names]
     return setting(
         q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
-        framework=own.framework, backend=q.backend,
+        framework=own.framework, backend=q.backend, routing=q.routing,
     )  # fmt: skip
 
 

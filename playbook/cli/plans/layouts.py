@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook import files
-from playbook.cli.options import AsJson, Network, machines, tokens
+from playbook.cli.options import AsJson, Imbalance, Network, machines, tokens
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
 from playbook.planner.shapes import DEEPEST
@@ -68,6 +68,7 @@ def plan_for(
     gpus: _Gpus = "",
     hardware: _Hardware = "",
     network: Network = "",
+    imbalance: Imbalance = "",
     seq: _Seq = 4096,
     gbs: _Gbs = 0,
     goal: _Goal = "tokens/s",
@@ -91,6 +92,7 @@ def plan_for(
     Numerics stay BF16 with float32 master weights, gradients and moments unless --allow widens them. Exit code 2 where nothing fits.
     """
     from playbook.planner.choice import explain, plain_data
+    from playbook.planner.choice.routing import measured
     from playbook.planner.choice.space import Question
     from playbook.planner.hardware.named import machine
     from playbook.planner.models import find, named
@@ -100,7 +102,10 @@ def plan_for(
     fixed = _fixed(tuple(_words(fix or [])), export)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
-    question = Question(shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
+    routing = measured(imbalance) if imbalance else None
+    question = Question(
+        shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed, routing
+    )
     if emit_case is None and (against or case_gpus != 1):
         raise ConfigError(
             "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
@@ -216,6 +221,8 @@ def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
     sent = network_share(best.plan, q.cluster)
     if sent is not None:
         say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one")
+    if q.routing:
+        say(f"experts  {q.routing.about(best.plan, q.cluster)}")
     layout = pipeline_string(best.plan)
     if layout:
         say(f"pipeline {layout}")

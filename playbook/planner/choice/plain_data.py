@@ -8,6 +8,7 @@ from typing import Any
 from playbook.planner import pipeline
 from playbook.planner.choice import unknowns
 from playbook.planner.choice.explain import Answer, lost, next_run
+from playbook.planner.choice.routing import routing_share
 from playbook.planner.choice.search import Choice
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
@@ -28,6 +29,7 @@ def words(plan: Plan) -> list[str]:
     cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
     shown = {k for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k]} | ({"vpp"} if unknowns.chunks(plan)[0] > 1 else set())
     found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
+    found += [f"imbalance={plan.imbalance:.4g}"] if plan.imbalance != 1 else []
     usual = Options()
     for f in fields(Options):
         value = getattr(plan.options, f.name)
@@ -65,7 +67,7 @@ def pipeline_string(plan: Plan) -> str | None:
 def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
     """The answer of `playbook plan --json` and of the tool `plan_layout`, with the nearest published runs.
 
-    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs.
+    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs, `routing_share` what uneven routing does.
     """
     assumed = [*dict.fromkeys(a for c in found.choices for a in c.time.assumptions)]
     assumed += [f"anchored: {found.anchored}"] if found.anchored else []
@@ -106,6 +108,7 @@ def _row(choice: Choice, cluster: Cluster) -> dict[str, Any]:
         "seconds": choice.time.seconds.value,
         "parts": dict(choice.time.parts),
         "network_share": network_share(choice.plan, cluster),
+        "routing_share": routing_share(choice.plan, cluster),
         "stages": [{"stage": s.stage, "layers": s.layers, "peak_gib": s.peak / GIB} for s in choice.stages],
         "uneven": split(choice.plan),
         "pipeline_layout": pipeline_string(choice.plan),
