@@ -43,6 +43,7 @@ PACKAGE = "playbook_bench"
 MODULES: Mapping[str, tuple[str, ...]] = {
     "judge.verdict": (),
     "judge.effects": (),
+    "judge.design": (),
     "judge.statistics": (),
     "judge.verdict_rules": (),
     "judge.curve_rules": (),

@@ -44,7 +44,7 @@ JUDGE, RUN, LAUNCH, TRACE = (
     "bench/playbook_bench/trace/",
 )
 PLANNER, CARDS, TRAINER = "playbook/planner/", "playbook/cards/", "trainer/playbook_trainer/"
-VERDICTS, CURVES = ("bench/judge/test_verdict.py", "bench/judge/test_verdict_edges.py"), ("bench/judge/test_curve.py",)
+VERDICTS = ("bench/judge/test_verdict.py", "bench/judge/test_carry_over.py", "bench/judge/test_verdict_edges.py")
 STATISTICS = ("bench/judge/test_stats.py",)
 
 FAULTS = (
@@ -52,14 +52,14 @@ FAULTS = (
     Fault(JUDGE + "curve_rules.py", "return True if low >= m else", "return True if high >= m else", "noise confirms a claim", VERDICTS),
     Fault(JUDGE + "curve_rules.py", "return True if -m <= low and high <= m else", "return True if -m <= low or high <= m else", "unequal counts as equal", VERDICTS),
     Fault(JUDGE + "verdict.py", "if curve.look is None or n < 2:", "if n < 2:", "a series is judged after any pair", VERDICTS),
-    Fault(JUDGE + "verdict.py", "        if not quiet.ok:", "        if False:", "a noisy machine gives verdicts", VERDICTS),
+    Fault(JUDGE + "verdict.py", "        if quiet and not quiet.ok:", "        if False:", "a noisy machine gives verdicts", VERDICTS),
     Fault(JUDGE + "verdict.py", "        elif not steady.ok:", "        elif False:", "a drifting series gives verdicts", VERDICTS),
     Fault(JUDGE + "verdict.py", "    if other is not None:", "    if False:", "a crash counts as out of memory", VERDICTS),
     Fault(JUDGE + "statistics.py", "wanted = alpha * (look / looks[-1]) ** SPENDING - spent", "wanted = alpha", "each look spends the whole error rate", STATISTICS),
-    Fault(JUDGE + "statistics.py", "math.fsum(d * d for d in noise) / 2", "0.0", "four lucky pairs give a width of zero", STATISTICS + VERDICTS),
+    Fault(JUDGE + "design.py", "after = code[[variants if", "after = 0 * code[[variants if", "what a launch leaves behind counts as an effect", VERDICTS),
     Fault(JUDGE + "statistics.py", "return _ppf(1 - alpha / 2, freedom)", "return _ppf(1 - alpha, freedom)", "intervals of half the error rate", STATISTICS),
     Fault(JUDGE + "statistics.py", "return most if off[most] > t_q", "return None if off[most] > t_q", "an odd launch of the noise stays", STATISTICS),
-    Fault(JUDGE + "statistics.py", "used = max(shared, t_own / t * own) if is_noisier(own, weight, aa) else shared", "used = shared", "a noisier candidate is held to the noise of the baseline", STATISTICS + CURVES),
+    Fault(JUDGE + "design.py", "each = squares / freedom", "each = squares * 0 + (squares / freedom).min(axis=-1, keepdims=True)", "a noisier candidate is held to the noise of the baseline", STATISTICS),
     # Receipts.
     Fault(JUDGE + "receipt.py", "return check if run.observed is not None else", "return check if True else", "absence is proven by no receipt", ("trainer/observe/test_receipt.py", *VERDICTS)),
     Fault(JUDGE + "receipt.py", "if c.op == rule.collective\n", "if True\n", "any collective proves any feature", ("trainer/observe/test_receipt.py", *VERDICTS)),
@@ -77,9 +77,9 @@ FAULTS = (
     Fault("playbook/files.py", "os.link(temporary, path)", "temporary.rename(path)", "a record is replaced", ("bench/run/test_store.py",)),
     Fault(RUN + "store.py", "[] if sha == evidence.sha256 else", "[] if sha else", "an altered record counts", ("bench/run/test_store.py", "records", "whole/test_replay.py")),
     Fault(RUN + "replay.py", "return [] if a == b else", "return [] if True else", "any figures replay", ("bench/run/test_store.py", "whole/test_replay.py")),
-    Fault("playbook/records/consistency.py", "if plan.looks != case.content.budget.pairs:", "if False:", "a record chooses its own looks", ("records",)),
+    Fault("playbook/records/consistency.py", "if plan.looks != looks:", "if False:", "a record chooses its own looks", ("records",)),
     Fault("playbook/records/staleness.py", "if _minor(was) != _minor(here.packages[name])", "if was is None", "verdicts outlive their libraries", ("records/test_staleness.py",)),
-    Fault(RUN + "schedule.py", 'draw.choice(("ABBA", "BAAB"))', 'draw.choice(("AABB", "BBAA"))', "a drift counts as an effect", ("bench/run/test_schedule.py",)),
+    Fault(JUDGE + "design.py", "slow = (at - at.mean())[:, None]", "slow = 0 * at[:, None]", "a drift counts as an effect", STATISTICS),
     # Traces.
     Fault(TRACE + "table.py", "_PRIORITY[ops[i].kind], ops[i].start", "0, ops[i].start", "hidden communication counts as exposed", ("bench/trace/test_table.py",)),
     Fault(TRACE + "table.py", 'Place("recompute", tower + inside)', 'Place("backward", tower + inside)', "recompute counts as backward", ("bench/trace/test_table.py",)),

@@ -208,15 +208,13 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
     from playbook_bench.run.variants import overrides
 
     stored = _baselines(case.id, profile)
-    looks = case.budget.pairs
-    aa_pairs = schedule.FRESH_AA_PAIRS if stored else schedule.AA_PAIRS
-    k = len(case.variants)
-    # An exact metric is compared in one pair or block, without burn-in or A/A.
-    least, most = (k, k) if exact else (schedule.launches(looks, None, aa_pairs, k), k + 2 * aa_pairs + k * looks[-1])
+    looks, k = case.budget.looks, len(case.variants)
+    # An exact metric is compared in one pair or block, without burn-in.
+    least, most = (k, k) if exact else (schedule.launches(looks, None, k), k + k * looks[-1])
     walls = [r.wall_s for b in stored for r in b.runs if r.outcome == "ok"]
     each = median(walls) if walls else None
     limit = 60 * case.budget.minutes
-    noise = "exact metric, no noise" if exact else "stored; measured again if the environment differs" if stored else "measured first"
+    noise = "exact metric, no noise" if exact else "that of the launches that are compared"
     return PlannedProfile(
         profile=profile,
         ranks=max(overrides(case, v, profile)[1] for v in case.variants),

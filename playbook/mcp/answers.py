@@ -247,7 +247,7 @@ class PlannedProfile(BaseModel):
     limit_s: float
     """The case's time budget, after which the series ends."""
     noise: str
-    """Whether the noise of this case on this machine is known, or is measured first."""
+    """Where the noise of launches is known from, if the metric has any."""
 
 
 class PlannedCase(BaseModel):

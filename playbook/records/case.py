@@ -106,6 +106,11 @@ class Budget(Strict):
     minutes: float = Field(default=10, gt=0)
     launch_timeout_s: float = Field(default=300, gt=0)
 
+    @property
+    def looks(self) -> list[int]:
+        """After how many pairs a series of rules since version 3 is judged: from the first of `pairs` to the last, every second one."""
+        return sorted({*range(self.pairs[0], self.pairs[-1], 2), self.pairs[-1]})
+
 
 class Delta(Strict):
     """What may differ between the variants besides the declared keys, and why."""

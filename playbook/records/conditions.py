@@ -19,11 +19,16 @@ TIMED_STEPS = "timed steps"
 """Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be start-up."""
 
 
-def host_limit(floor: float | None, scale: str | None) -> str:
-    """A clause where launches of one configuration differ so much that this host is the limit of what a series can see; else nothing."""
-    if floor is None or scale != "log_ratio" or floor < _NOTABLE_NOISE:
+def host_limit(found: Mapping[str, Any]) -> str:
+    """A clause where launches differ so much that this host is the limit of what a series can see; else nothing. `found`: a comparison or curve.
+
+    By the A/A, or since rules of version 3, which have none, by the launches that are compared.
+    """
+    first = next(iter(found.get("contrasts") or ()), found)
+    noise = found.get("floor") if found.get("floor") is not None else first.get("deviation")
+    if not isinstance(noise, int | float) or found.get("scale") != "log_ratio" or noise < _NOTABLE_NOISE:
         return ""
-    return f"this host is the limit: pairs of one configuration differ by {100 * floor:.1f} %"
+    return f"this host is the limit: pairs of launches differ by {100 * noise:.1f} %"
 
 
 def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:

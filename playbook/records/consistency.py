@@ -17,7 +17,7 @@ from playbook.records.evidence import Baseline, Evidence, Measured, Plan, Run, n
 from playbook.records.first_rules import FIRST_RULES
 from playbook.records.machine import label
 
-NEIGHBOURHOOD = timedelta(hours=2)
+_NEIGHBOURHOOD = timedelta(hours=2)
 """For how long series in one place share an A/A."""
 _CLOCK_TOLERANCE = 0.02
 """By how much the sum of steps may differ from the timed window that the trainer reported, as a share."""
@@ -38,8 +38,9 @@ def _plan(evidence: Evidence) -> Iterator[str]:
     plan, case = evidence.measured.plan, evidence.measured.case
     if plan is None or case is None or case.content.kind not in LAUNCHED_KINDS:
         return
-    if plan.looks != case.content.budget.pairs:
-        yield f"the plan looks after {plan.looks} pairs, its case after {case.content.budget.pairs}"
+    looks = case.content.budget.looks if plan.rules >= 3 else case.content.budget.pairs
+    if plan.looks != looks:
+        yield f"the plan looks after {plan.looks} pairs, its case after {looks}"
     if plan.alpha != Plan.model_fields["alpha"].default:
         yield f"the plan's error rate is {plan.alpha:g}, every series has {Plan.model_fields['alpha'].default:g}"
 
@@ -61,6 +62,12 @@ def _order(evidence: Evidence) -> Iterator[str]:
     """Pairs are those that were fixed before the data, each in its order, none twice and none left out."""
     plan, case = evidence.measured.plan, evidence.measured.case
     if plan is None or case is None or not plan.order:
+        return
+    if plan.rules >= 3 and case.content.kind == "pair":
+        launches = [r for r in sorted(evidence.measured.runs, key=lambda r: r.position) if r.role == "measure"]
+        letter = "".join("A" if r.variant == "baseline" else "B" for r in launches)
+        if letter != "".join(plan.order):
+            yield f"the launches came as {letter}, its order says {''.join(plan.order)}"
         return
     pairs: dict[int, list[Run]] = {}
     for run in sorted(evidence.measured.runs, key=lambda r: r.position):
@@ -128,8 +135,8 @@ def _neighbourhood(measured: Measured, aa: Baseline) -> Iterator[str]:
     if any(workload(r, aa.config) not in workloads for r in aa.runs):
         yield "the A/A is of another configuration, and of another environment, backend or number of ranks than every run"
     times = [[datetime.fromisoformat(r.started) for r in runs if r.started] for runs in (measured.runs, aa.runs)]
-    if not all(times) or abs(min(times[0]) - max(times[1])) > NEIGHBOURHOOD:
-        yield f"the A/A is of another configuration and was not measured within {NEIGHBOURHOOD} of the series"
+    if not all(times) or abs(min(times[0]) - max(times[1])) > _NEIGHBOURHOOD:
+        yield f"the A/A is of another configuration and was not measured within {_NEIGHBOURHOOD} of the series"
 
 
 def _machine(evidence: Evidence) -> Iterator[str]:

@@ -265,9 +265,9 @@ class Comparison(Strict):
     """Per pair, positive where the candidate is better, on `scale`."""
     mean: float | None = None
     deviation: float | None = None
-    """Standard deviation of `differences`."""
+    """Of a pair of launches, by the noise that the design leaves over; before version 3, that of `differences`."""
     floor: float | None = None
-    """Deviation of the A/A pairs. Version 2 pools it with `deviation`; in version 1 the larger of both counted."""
+    """Deviation of the A/A pairs. Version 2 pools it with `deviation`; in version 1 the larger of both counted; version 3 has none."""
     hodges_lehmann: float | None = None
     """Median of the pairwise means of `differences`; in records of version 1 only."""
     sign_flip_p: float | None = None
@@ -304,9 +304,9 @@ class Contrast(Strict):
     """Per block, positive where the first named is better, on `scale`."""
     mean: float | None = None
     deviation: float | None = None
-    """Standard deviation of `differences`."""
+    """Of a block, by the noise that the design leaves over; before version 3, that of `differences`."""
     used: float | None = None
-    """The standard deviation behind the interval, whose half-width is t(`freedom`) x used / sqrt(blocks). The contrast's own deviation, scaled to `freedom`, if that is wider than the pooled one."""
+    """The standard deviation behind the interval, whose half-width is t(`freedom`) x used / sqrt(blocks). Scaled to `freedom` where the contrast's own has others."""
 
 
 class Curve(Strict):
@@ -325,9 +325,9 @@ class Curve(Strict):
     alpha_contrast: float | None = None
     """Error rate of one interval: that of the look, shared among all contrasts of the rule."""
     freedom: int | None = None
-    """Degrees of freedom of the pooled deviation: (variants - 1) x (blocks - 1)."""
+    """Degrees of freedom by which `used` counts: launches less variants; before version 3 (variants - 1) x (blocks - 1), and A/A pairs."""
     floor: float | None = None
-    """The stored A/A deviation of a difference of two launches."""
+    """The stored A/A deviation of a difference of two launches; version 3 has none."""
     blocks_needed: int | None = None
 
 

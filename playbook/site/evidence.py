@@ -270,7 +270,7 @@ def _gates(record: Record) -> list[list[str]]:
 def _host(record: Record) -> str:
     """A sentence where the host's own noise is the limit."""
     found = record.get("derived", "comparison") or record.get("derived", "curve") or {}
-    said = host_limit(found.get("floor"), found.get("scale"))
+    said = host_limit(found)
     return f"{said[0].upper()}{said[1:]}." if said else ""
 
 

@@ -66,8 +66,7 @@ def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_
     measured, curve = found.evidence.measured, found.evidence.derived.curve
     order = [b.split() for b in measured.plan.order]
     assert all(sorted(b) == ["1", "2", "3"] for b in order)
-    assert order[1] == order[0][::-1]
-    assert (curve.blocks, curve.look, len(measured.aa.runs)) == (4, 1, 8)
+    assert (curve.blocks, curve.look, measured.aa) == (4, 1, None)
     assert replay.replay(found.path) == (True, [])
     assert report.as_json([found])["claims"][0]["curve"]["points"][0]["outcome"] == "ok"
 

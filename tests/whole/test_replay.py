@@ -19,7 +19,6 @@ from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, s
 from playbook.records.read import EVIDENCE, read, standings, verdicts
 from playbook.skills.export import standing
 from playbook_bench.judge import verdict
-from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.machine import requirements
 from playbook_bench.run import replay, store
 from playbook_bench.statements import table
@@ -284,11 +283,11 @@ def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
 
 
 def changed(tmp_path, change):
-    """The file of a record with matched runs whose measurements were changed, under the rules of today and with a hash that fits."""
+    """The file of a record with matched runs whose measurements were changed, under the newest rules for its design and with a hash that fits."""
     data = next(
         d for d in (json.loads(p.read_text(encoding="utf-8")) for p in RECORDS) if d["measured"]["aa"] and d["derived"]["comparison"]
     )
-    data["measured"]["plan"]["rules"] = VERSION
+    data["measured"]["plan"]["rules"] = 2
     change(data["measured"])
     data["sha256"] = stored_sha(data)
     path = tmp_path / "record.json"

@@ -3,7 +3,7 @@
     python tools/simulate/verdicts.py [--series 2000]
 
 Launches are normal on logarithms. Effects are in standard deviations of a pair's difference, s. Version 1 are the rules that records
-without a version replay by, version 2 those of today.
+without a version replay by; those of version 3 are in `series.py`, and test steadiness as version 2 does.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from scipy.stats import binomtest
 from playbook_bench.judge import statistics
 from playbook_bench.judge.curve_rules import Question, decide
 from playbook_bench.judge.verdict import RULES
-from playbook_bench.judge.verdict_rules import VERSION, Rules
+from playbook_bench.judge.verdict_rules import Rules
 
 ALPHA, AA_PAIRS = 0.05, 4
+VERSIONS = (1, 2)
 PAIR = [(-1.0, 1.0)]
 LAUNCHES = 4
-TENS = 10
 
 
 def answer(rules: Rules, looks: Sequence[int], look: int, differences: np.ndarray, noise: np.ndarray) -> bool | None:
     """What a claim `>= 0` gets at one look."""
     rows = np.column_stack([np.zeros(look), differences[:look]])
-    (found,) = rules.intervals(rows.tolist(), PAIR, rules.level(looks, ALPHA, look), noise.tolist())
+    (found,) = rules.intervals(rows.tolist(), [], PAIR, rules.level(looks, ALPHA, look), noise.tolist())
     return decide(Question(">=", ["baseline", "candidate"], 0.0), [(found.low, found.high)])
 
 
@@ -39,20 +39,6 @@ def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: n
         if (status := answer(rules, looks, look, differences, noise)) is not None:
             return status, look
     return None, looks[-1]
-
-
-def borrow(looks: Sequence[int], differences: np.ndarray, noise: np.ndarray, own: np.ndarray) -> tuple[bool | None, int]:
-    """The same for a series with its neighbour's noise, and the launches of pairs and A/A that it took: where the first look leaves it open and its
-    pairs are quieter than that noise, it measures one of its own (`playbook_bench.run.aa.binds`)."""
-    used, more, deviation = noise, 0, float(differences[: looks[0]].std(ddof=1))
-    for look in looks:
-        status = answer(RULES[VERSION], looks, look, differences, used)
-        if status is None and look == looks[0] and not statistics.is_noisier(deviation, PAIR[0], statistics.aa_deviation(noise.tolist())):
-            used, more = own, 2 * AA_PAIRS
-            status = answer(RULES[VERSION], looks, look, differences, used)
-        if status is not None:
-            return status, 2 * look + more
-    return None, 2 * looks[-1] + more
 
 
 def pairs(rng: np.random.Generator, count: int, shape: int, noisier: float, outliers: float) -> np.ndarray:
@@ -73,33 +59,6 @@ def series(
     found = [settle(RULES[version], looks, d, n) for d, n in zip(differences, noise, strict=True)]
     statuses = [s for s, _ in found]
     return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in found]))
-
-
-def neighbourhood(looks: Sequence[int], effect: float, count: int, spread: float, shared: bool) -> tuple[float, float, float, float]:
-    """Of series that come in tens, each with a noise of its own: shares confirmed and refuted at a margin of zero, the mean number of launches
-    for pairs and A/A, and the share of tens in which two or more are decided.
-
-    Noises are log-normal with `spread`; the effect is in standard deviations of the series' own pairs. Where it is `shared`, the A/A of the
-    first of each ten serves the others (`borrow`).
-    """
-    rng = np.random.default_rng(3)
-    found: list[list[tuple[bool | None, int]]] = []
-    for _ in range(count // TENS):
-        scales = np.exp(rng.normal(0, spread, TENS))[:, None]
-        noise = rng.normal(0, 1, (TENS, AA_PAIRS)) * scales
-        rows = (rng.normal(0, 1, (TENS, looks[-1])) + effect) * scales
-        ten = []
-        for i in range(TENS):
-            if shared and i:
-                ten.append(borrow(looks, rows[i], noise[0], noise[i]))
-            else:
-                status, taken = settle(RULES[VERSION], looks, rows[i], noise[i])
-                ten.append((status, 2 * taken + 2 * AA_PAIRS))
-        found.append(ten)
-    every = [each for ten in found for each in ten]
-    statuses = [s for s, _ in every]
-    twice = sum(sum(s is not None for s, _ in ten) >= 2 for ten in found) / len(found)
-    return statuses.count(True) / len(every), statuses.count(False) / len(every), float(np.mean([n for _, n in every])), twice
 
 
 def steps(rng: np.random.Generator, count: int, number: int, rho: float, shared: float, spread: float = 0.03) -> np.ndarray:
@@ -147,7 +106,7 @@ def main() -> None:
 
     def error(looks: tuple[int, ...], noisier: float, outliers: float) -> list[str]:
         out = [", ".join(map(str, looks)), f"{noisier:g}", f"{100 * outliers:g} %"]
-        for version in RULES:
+        for version in VERSIONS:
             confirmed, refuted, _ = series(version, looks, 0.0, count, noisier, outliers)
             out += [percent(confirmed), percent(refuted), interval(confirmed + refuted, count)]
         return out
@@ -155,38 +114,26 @@ def main() -> None:
     settings = [(looks, noisier, 0.0) for looks in (three, two) for noisier in (0.5, 1.0, 1.5, 2.0, 4.0)]
     settings += [(early, noisier, 0.0) for noisier in (1.0, 2.0, 4.0)] + [(three, noisier, 0.05) for noisier in (1.0, 2.0)]
     head = ["looks", "noise of pairs / of A/A", "launches off by 5 s"]
-    head += [f"v{v}: {what}" for v in RULES for what in ("confirmed", "refuted", "decided")]
+    head += [f"v{v}: {what}" for v in VERSIONS for what in ("confirmed", "refuted", "decided")]
     table("The effect lies at the margin: verdicts in % of series", head, (error(*s) for s in settings))
 
     def power(looks: tuple[int, ...], effect: float, outliers: float) -> list[str]:
-        found = [series(version, looks, effect, count, outliers=outliers) for version in RULES]
+        found = [series(version, looks, effect, count, outliers=outliers) for version in VERSIONS]
         return [", ".join(map(str, looks)), f"{effect:g} s", f"{100 * outliers:g} %"] + [
             x for c, _, n in found for x in (percent(c), f"{n:.1f}")
         ]
 
-    head = ["looks", "beyond the margin", "launches off by 5 s", *(f"v{v}: {what}" for v in RULES for what in ("confirmed, %", "pairs"))]
+    head = ["looks", "beyond the margin", "launches off by 5 s", *(f"v{v}: {what}" for v in VERSIONS for what in ("confirmed, %", "pairs"))]
     settings = [(looks, effect, 0.0) for looks in (three, two) for effect in (0.75, 1.0, 1.25, 1.5, 2.0)]
     settings += [(looks, effect, 0.0) for looks in (two, early) for effect in (4.0, 8.0)] + [(three, 1.0, 0.05)]
     table("The claim is true: confirmed, and pairs on average", head, (power(*s) for s in settings))
 
-    def tens(looks: tuple[int, ...], spread: float, effect: float) -> list[str]:
-        out = [", ".join(map(str, looks)), f"{spread:g}", f"{effect:g} s"]
-        for shared in (False, True):
-            confirmed, refuted, launches, twice = neighbourhood(looks, effect, count, spread, shared)
-            out += [percent(confirmed), percent(refuted), f"{launches:.1f}", percent(twice)]
-        return out
-
-    head = ["looks", "spread of noises (log)", "beyond the margin"]
-    head += [f"{aa}: {what}" for aa in ("own A/A", "shared A/A") for what in ("confirmed", "refuted", "launches", "tens with two decided")]
-    settings = [(looks, spread, effect) for looks in (three, two) for spread in (0.0, 0.5, 1.0) for effect in (0.0, 1.0, 1.5, 2.0, 4.0)]
-    table("One A/A for ten series of a neighbourhood: verdicts in % of series", head, (tens(*s) for s in settings))
-
     few = max(100, count // 5)
     table(
         "Steady step times that are called unsteady, in % of variants (2.5 are promised)",
-        ["timed steps", "correlation of neighbours", "variance shared by launches", *(f"v{v}" for v in RULES)],
+        ["timed steps", "correlation of neighbours", "variance shared by launches", *(f"v{v}" for v in VERSIONS)],
         (
-            [str(n), f"{rho:g}", f"{shared:g}", *(percent(unsteady(v, n, rho, shared, 1.0, 2 * few)) for v in RULES)]
+            [str(n), f"{rho:g}", f"{shared:g}", *(percent(unsteady(v, n, rho, shared, 1.0, 2 * few)) for v in VERSIONS)]
             for n in (8, 20, 40)
             for rho in (0.0, 0.6, 0.9)
             for shared in (0.0, 0.5, 0.95)
@@ -204,9 +151,9 @@ def main() -> None:
     }
     table(
         "Called unsteady, in % of variants; step noise 3 %, neighbours correlated by 0.6, a third of it shared",
-        ["change", "timed steps", *(f"v{v}" for v in RULES)],
+        ["change", "timed steps", *(f"v{v}" for v in VERSIONS)],
         (
-            [name, str(n), *(percent(unsteady(v, n, 0.6, 0.33, shape((np.arange(n) + 0.5) / n), few)) for v in RULES)]
+            [name, str(n), *(percent(unsteady(v, n, 0.6, 0.33, shape((np.arange(n) + 0.5) / n), few)) for v in VERSIONS)]
             for name, shape in shapes.items()
             for n in (8, 20, 40)
         ),

@@ -1,6 +1,6 @@
 """Two commands against each other without a file: the case that they make, and the answer of its series.
 
-The series is that of any case: discarded launches, A/A, then pairs in ABBA blocks with a look after 4, 8 and 12. It ends at the first look at which
+The series is that of any case: discarded launches, then pairs in an order drawn from the seed, with a look after 4, 6, 8, 10 and 12. It ends at the first look at which
 the interval gives an answer, and its record is kept like any other.
 """
 
@@ -122,13 +122,14 @@ def answer(derived: Derived, margin: float) -> Answer:
     low, high = (found.effect, found.effect) if exact else (found.low, found.high)
     settled = exact or found.look is not None
     verdict = _verdict(low, high, margin) if settled and low is not None and high is not None else "undecided"
-    return Answer(verdict, found.effect, low, high, found.pairs, found.floor)
+    return Answer(verdict, found.effect, low, high, found.pairs, found.floor if found.floor is not None else found.deviation)
 
 
 def _verdict(low: float, high: float, margin: float) -> Verdict:
-    if -margin <= low and high <= margin:
+    """An effect and its inverse get mirrored answers: the band is the same on logarithms, from 1 / (1 + margin) to 1 + margin."""
+    if 1 / (1 + margin) <= 1 + low and high <= margin:
         return "equivalent"
-    return "faster" if low > 0 else "slower" if high < -margin else "undecided"
+    return "faster" if low > 0 else "slower" if high < 0 else "undecided"
 
 
 def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:

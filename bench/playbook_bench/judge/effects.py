@@ -5,19 +5,22 @@ A pair is a sweep with two variants. Its record has the shape `Comparison`, all 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from playbook.cards.model import Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.records.case import Case
-from playbook.records.evidence import Comparison, Contrast, Curve, Plan, PointFigure, Run, Variant
-from playbook_bench.judge import guards, statistics
+from playbook.records.evidence import Comparison, Condition, Contrast, Curve, Plan, PointFigure, Run, Variant
+from playbook_bench.judge import design, guards, statistics
 from playbook_bench.judge.curve_rules import Asked, asked, over, question
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.verdict_rules import Rules
 
+_CARRY_ALPHA = 0.01
+"""Error rate of the interval of a carry-over, over all pairs of variants."""
 _GIB = 2.0**30
 _ABSOLUTE = {"count": 1.0, "bytes": 1.0, "gib": _GIB, "tokens": 1.0, "seconds": 1.0, "points": 0.01, "flops": 1.0, "gpus": 1.0}
 
@@ -85,8 +88,11 @@ def measure(
     told = {v.name: v.predicted.value for v in case.values if v.predicted} if expect and expect.op == "inside" else {}
     found: list[statistics.Interval] = []
     if n >= 2 and alpha is not None:
-        rows = [[guards.compare(metric, told.get(v, row[0]), x) for v, x in zip(names, row, strict=True)] for row in values]
-        found = rules.intervals(rows, [[a.weights.get(v, 0.0) for v in names] for a in wanted], alpha, noise)
+        rows = [
+            [guards.compare(metric, told.get(v, row[0] if rules.by_block else values[0][0]), x) for v, x in zip(names, row, strict=True)]
+            for row in values
+        ]
+        found = rules.intervals(rows, launches(runs, blocks), [[a.weights.get(v, 0.0) for v in names] for a in wanted], alpha, noise)
     labelled = [dict(zip(names, row, strict=True)) for row in values]
     return Curve(
         metric=metric.name,
@@ -100,9 +106,50 @@ def measure(
         look=plan.looks.index(n) + 1 if n in plan.looks and not exact else None,
         alpha_contrast=alpha,
         freedom=found[0].freedom if found else None,
-        floor=None if exact else statistics.aa_deviation(noise),
+        floor=statistics.aa_deviation(noise) if rules.has_aa and not exact else None,
         blocks_needed=_needed(found, _ends(case, metric, expect, len(wanted)), alpha) if alpha and expect else None,
     )
+
+
+def launches(runs: Sequence[Run], blocks: Sequence[Block]) -> list[design.Launch]:
+    """The launches of blocks in the order in which they were made."""
+    names = list(blocks[0])
+    made = {r.position: r.variant for r in runs}
+    index = {name: i for i, name in enumerate(names)}
+    placed = sorted((run.position, block, index[v]) for block, each in enumerate(blocks) for v, run in each.items())
+    return [design.Launch(v, block, index.get(made.get(at - 1, "")), at) for at, block, v in placed]
+
+
+def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
+    """How much better each launch is than the first one, on the metric's scale. Shape: [blocks, variants].
+
+    Raises:
+        ConfigError: a launch does not report the metric.
+        ValueError: two values cannot be compared on that scale.
+    """
+    values = [[required(metric, run) for run in block.values()] for block in blocks]
+    return [[guards.compare(metric, values[0][0], x) for x in row] for row in values]
+
+
+def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[Block], margin: float) -> tuple[Condition | None, str]:
+    """What launches leave behind for the next one, by the two variants that differ most in it; and a remark where that is certain and more than a third of the margin.
+
+    The remark is made of one series in a hundred without carry-over, at most. Where there is no margin, it is made from `CONTAMINATION_LEAST` on.
+    """
+    names, rows, placed = list(blocks[0]), rows_of(metric, blocks), launches(runs, blocks)
+    each = [(design.carry_over(rows, placed, a, b), names[a], names[b]) for a, b in itertools.combinations(range(len(names)), 2)]
+    known = [(found, a, b) for found, a, b in each if found is not None]
+    if not known:
+        return None, ""
+    found, before, after = max(known, key=lambda row: abs(float(row[0].mean)))
+    mean = float(found.mean)
+    half = statistics.t_quantile(_CARRY_ALPHA / len(known), float(found.freedom)) * float(found.error)
+    ratio = metric.scale == "log_ratio"
+    low, middle, high = (100 * math.expm1(x) if ratio else x for x in (mean - half, mean, mean + half))
+    text = f"a launch after {after} is better by {middle:+.1f}{' %' if ratio else ''} [{low:.1f}, {high:.1f}] than one after {before}"
+    least = abs(margin) / 3 if margin else statistics.CONTAMINATION_LEAST if ratio else 0.0
+    remark = f"{text}: more than a third of the margin, and taken out of the effect" if abs(mean) > max(half, least) else ""
+    return Condition(name="carry_over", ok=True, detail=remark or text), remark
 
 
 def as_pair(curve: Curve, rules: Rules, metric: Metric, expect: Expect | None) -> Comparison:
@@ -195,7 +242,7 @@ def _contrast(
     minus = [v for v, w in a.weights.items() if w < 0]
     pairs = [[(b[m], b[p]) for p, m in zip(plus, minus, strict=True)] if minus else [(told[v], b[v]) for v in plus] for b in blocks]
     differences = [sum(guards.compare(metric, before, after) for before, after in pair) for pair in pairs]
-    mean = math.fsum(differences) / len(differences)
+    mean = found.mean if found else math.fsum(differences) / len(differences)
     finite = math.isfinite(mean)
     return Contrast(
         name=a.name,

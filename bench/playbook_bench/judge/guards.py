@@ -209,6 +209,15 @@ def step_deviation(aa: Baseline | None) -> float:
     return statistics.aa_deviation(differences)
 
 
+def launch_deviation(blocks: Sequence[Block]) -> float:
+    """Deviation of the difference between two launches of one variant in step time, as a share, pooled over the variants; 0 for a single block."""
+    times = metrics.get("step_seconds")
+    values = [[math.log(v) for b in blocks if (v := times.value(b[name])) and v > 0] for name in (blocks[0] if blocks else ())]
+    means = [math.fsum(x) / max(1, len(x)) for x in values]
+    squares = math.fsum((v - mean) ** 2 for x, mean in zip(values, means, strict=True) for v in x)
+    return math.sqrt(2 * squares / max(1, sum(len(x) - 1 for x in values)))
+
+
 def steady(rules: Rules, blocks: Sequence[Block], tolerance: float) -> Condition:
     """Step time is steady inside the timed window, in every variant; each test spends its part of the error rate."""
     names = list(blocks[0]) if blocks else []

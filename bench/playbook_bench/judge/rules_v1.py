@@ -1,6 +1,6 @@
 """The rules of records that name none, or version 1: they replay by what decided them.
 
-What differs from today's (`rules.Rules`): each look has an equal part of the error rate; the deviation of the pairs is floored at that of the
+What differs from version 2 (`rules_v2.RulesV2`): each look has an equal part of the error rate; the deviation of the pairs is floored at that of the
 A/A, not pooled with it; a drift is a slope, and a step change none; a median of the pairs with another sign than their mean leaves the claim open.
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from playbook.cards.model import Expect, Quantity, in_words
 from playbook.records.evidence import Curve
+from playbook_bench.judge.design import Launch
+from playbook_bench.judge.rules_v2 import RulesV2
 from playbook_bench.judge.statistics import AGREEING_LAUNCHES, Interval, aa_deviation, least_effect, pairs_needed, t_quantile
-from playbook_bench.judge.verdict_rules import Rules
 
 _OP_WORDS = {">=": "at least", "<=": "at most", "within": "equal within"}
 
 
-class RulesV1(Rules):
+class RulesV1(RulesV2):
     """Version 1."""
 
     balanced_noise = False
@@ -33,7 +34,12 @@ class RulesV1(Rules):
         return alpha / len(looks)
 
     def intervals(
-        self, rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]
+        self,
+        rows: Sequence[Sequence[float]],
+        launches: Sequence[Launch],
+        weights: Sequence[Sequence[float]],
+        alpha: float,
+        noise: Sequence[float],
     ) -> list[Interval]:
         """Intervals whose deviation is at least that of the A/A."""
         return _simultaneous(rows, weights, alpha, aa_deviation(noise))

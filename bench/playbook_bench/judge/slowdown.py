@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook.records.evidence import Comparison, Condition, Run, Sample
-from playbook_bench.judge import effects, metrics, receipt, statistics
+from playbook_bench.judge import design, effects, metrics, receipt, statistics
 from playbook_bench.judge.guards import Pair
 from playbook_bench.judge.metrics import timed
+from playbook_bench.judge.verdict_rules import Rules
 
 LIMIT = 0.03
 """A slowdown above 3 % is a regression, where nothing else is said."""
 _PASS_ERROR = 0.001
 _REGRESSION_ERROR = 0.025
+_SPENT = {_PASS_ERROR: 0.4, _REGRESSION_ERROR: Rules.spent}
+"""The part of each that the looks spend. Where one commit is noisier, the degrees of freedom are estimated, and the far tail is reached more than twice as often (`tools/simulate/gate.py`)."""
 MOST_PAIRS = 100
 """The largest number of pairs that the gate suggests or takes."""
-_NOISIER = 0.2
-"""One-sided error rate of the test whether pairs of two commits vary more than pairs of one; where they do, the deviation is theirs alone."""
 EXACT = 1e-9
 ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
 """What `--allow NAME=SHARE` may name."""
@@ -49,62 +50,60 @@ class Slowdown:
     """Lower bound of the slowdown; the true one lies below it in at most 2.5 % of series, over all looks."""
     high: float
     """Upper bound of the slowdown; the true one lies above it in at most 0.1 % of series, over all looks."""
+    deviation: float
+    """Of a pair of launches."""
     pairs_needed: int | None = None
     """About how many pairs would settle what is undecided; None where no number up to MOST_PAIRS does."""
 
 
-def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float, looks: Sequence[int]) -> Slowdown:
-    """Judge at one look whether the newer commit is slower by more than the limit.
-
-    `worse` has one value for each pair of commits, positive where the newer one is slower; `noise` one for each pair of launches of the older
-    commit. Both estimate the deviation of a pair, unless pairs of two commits vary more: a commit may be noisier than the one before it.
+def judge_slowdown(worse: design.Estimate, pairs: int, limit: float, looks: Sequence[int]) -> Slowdown:
+    """Judge at one look whether the newer commit is slower by more than the limit. `worse` is positive where it is slower, after so many pairs.
 
     Raises:
-        ValueError: fewer than two pairs of either, or a value that is not finite.
+        ValueError: fewer than two pairs, or a value that is not finite.
     """
-    from scipy import stats as sps  # start-up time: reports of all commands import this module
-
-    n, m = len(worse), len(noise)
-    if n < 2 or m < 2:
-        raise ValueError(f"a slowdown needs at least 2 pairs of commits and 2 of one commit, found {n} and {m}")
-    if not all(math.isfinite(v) for v in (*worse, *noise)):
+    mean, error, freedom = float(worse.mean), float(worse.error), float(worse.freedom)
+    if pairs < 2:
+        raise ValueError(f"a slowdown needs at least 2 pairs of commits, found {pairs}")
+    if not (math.isfinite(mean) and math.isfinite(error)):
         raise ValueError("a difference is not finite")
-    mean, own = plain.fmean(worse), plain.stdev(worse)
-    alone = statistics.aa_deviation(noise)
-    own_freedom, freedom = n - 1, n - 1 + m
-    deviation = math.sqrt((own_freedom * own**2 + m * alone**2) / freedom)
-    if own > math.sqrt(float(sps.f.ppf(1 - _NOISIER, own_freedom, m))) * alone:
-        deviation, freedom = own, own_freedom
-    error = deviation / math.sqrt(n)
-    low = mean - float(sps.t.ppf(1 - _REGRESSION_ERROR / len(looks), freedom)) * error
-    high = mean + float(sps.t.ppf(1 - _PASS_ERROR / len(looks), freedom)) * error
+    low = mean - statistics.t_quantile(2 * _rate(_REGRESSION_ERROR, looks, pairs), freedom) * error
+    high = mean + statistics.t_quantile(2 * _rate(_PASS_ERROR, looks, pairs), freedom) * error
+    deviation = error * math.sqrt(pairs)
     if low > limit:
-        return Slowdown("regression", mean, low, high)
+        return Slowdown("regression", mean, low, high, deviation)
     if high < limit:
-        return Slowdown("pass", mean, low, high)
-    need = _pairs_needed(mean, deviation, limit, m, looks)
-    hopeless = _pairs_needed(0.0, deviation, limit, m, looks) is None
-    return Slowdown("too_noisy" if hopeless else "undecided", mean, low, high, need)
+        return Slowdown("pass", mean, low, high, deviation)
+    need = _pairs_needed(mean, worse, pairs, limit, looks)
+    hopeless = _pairs_needed(0.0, worse, pairs, limit, looks) is None
+    return Slowdown("too_noisy" if hopeless else "undecided", mean, low, high, deviation, need)
 
 
-def _pairs_needed(mean: float, deviation: float, limit: float, noise_pairs: int, looks: Sequence[int]) -> int | None:
-    """The first look, beyond those planned, that would probably settle a slowdown of `mean`."""
+def _rate(error: float, looks: Sequence[int], pairs: int) -> float:
+    """One-sided error rate of the bound after so many pairs: that of the look there, or of the next one."""
+    rates = statistics.levels(tuple(looks), 2 * _SPENT[error] * error)
+    return next((rate for look, rate in zip(looks, rates, strict=True) if look >= pairs), rates[-1]) / 2
+
+
+def _pairs_needed(mean: float, worse: design.Estimate, measured: int, limit: float, looks: Sequence[int]) -> int | None:
+    """The first look, beyond those planned, that would probably settle a slowdown of `mean`. Further looks get the rate of the last one."""
     from scipy import stats as sps  # start-up time: reports of all commands import this module
 
     step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
     error = _PASS_ERROR if mean < limit else _REGRESSION_ERROR
     likely = float(sps.norm.ppf(statistics.POWER))
     for pairs in range(looks[0], MOST_PAIRS + 1, step):
-        every = len([*looks, *range(looks[-1] + step, pairs + 1, step)])
-        quantile = float(sps.t.ppf(1 - error / every, pairs - 1 + noise_pairs))
-        if (quantile + likely) * deviation / math.sqrt(pairs) <= abs(limit - mean):
+        # Two launches of each variant, or one where only one of them is noisy, pay for the terms of the model.
+        freedom = float(worse.freedom) * max(1, pairs - 2) / max(1, measured - 2)
+        reach = statistics.t_quantile(2 * _rate(error, looks, pairs), freedom) + likely
+        if reach * float(worse.error) * math.sqrt(measured / pairs) <= abs(limit - mean):
             return pairs
     return None
 
 
-def cause_of_noise(runs: Sequence[Run], noise: Sequence[float]) -> str:
-    """Why launches differ, as far as the runs tell."""
-    causes = [f"launches of one commit differ by {100 * statistics.aa_deviation(noise):.1f} %"] if noise else []
+def cause_of_noise(runs: Sequence[Run], deviation: float) -> str:
+    """Why launches differ, as far as the runs tell. `deviation` is that of a pair."""
+    causes = [f"launches of one commit differ by {100 * deviation:.1f} %"]
     shares = [s for v in ("baseline", "candidate") if (s := receipt.computing(runs, v)) is not None]
     if shares and min(shares) < 80:
         causes.append(f"the GPU computes in only {min(shares):.0f} % of the step, so the host is what is timed")

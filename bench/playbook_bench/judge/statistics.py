@@ -26,8 +26,6 @@ _AGREE_SHARE = 0.4
 """The part of `STEADY_ALPHA` that the test of agreement gets: the change that the launches are to agree on was chosen on their mean."""
 SPENDING = 1.5
 """Of the error rate, the look after a share f of the pairs has spent f to this power: between Pocock's bounds (about 1) and those of O'Brien and Fleming (about 3)."""
-SPENT = 0.88
-"""The part of the error rate that callers give `levels` to spend. The levels of the looks are those of normal deviates, and t statistics of few launches exceed them more often, by up to 1.14 times."""
 _STANDS_OUT_ALPHA = 0.05
 """How often one launch of an A/A stands out where all are alike; what it costs then is one pair more."""
 AGREEING_LAUNCHES = 3
@@ -81,12 +79,12 @@ def aa_deviation(differences: Sequence[float]) -> float:
     return math.sqrt(math.fsum(d * d for d in differences) / max(1, len(differences)))
 
 
-def t_quantile(alpha: float, freedom: int) -> float:
+def t_quantile(alpha: float, freedom: float) -> float:
     """The two-sided quantile of Student's t distribution: a value lies beyond it, on either side, with probability `alpha`."""
     return _ppf(1 - alpha / 2, freedom)
 
 
-def _ppf(probability: float, freedom: int) -> float:
+def _ppf(probability: float, freedom: float) -> float:
     """The value below which a variable of Student's t distribution lies with this probability."""
     from scipy.stats import t  # half a second, which commands that judge nothing do without
 
@@ -125,54 +123,6 @@ def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
         mass = norm.pdf((middle[:, None] - at) / step) @ mass / step * (edges[1] - edges[0])
         at, before = middle, look
     return tuple(out)
-
-
-def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]) -> list[Interval]:
-    """A two-sided interval of error rate `alpha` for each contrast `weights` of the variants.
-
-    Shapes: rows [blocks, variants], weights [contrasts, variants], noise [A/A pairs].
-
-    `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a
-    launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks for
-    one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
-    the wider interval; a contrast with a number (weights that do not add up to zero) always has its own where it is wider. Pairs that come out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
-
-    Raises:
-        ValueError: fewer than two blocks, or a value that is not finite.
-
-    Source: randomised complete blocks: D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
-    """
-    import numpy as np
-
-    y = np.asarray(rows, dtype=float)
-    n, k = y.shape
-    if n < 2:
-        raise ValueError(f"an interval needs at least 2 blocks, found {n}")
-    if not np.isfinite(y).all():
-        raise ValueError("a value is not finite")
-    residual = y - y.mean(axis=0) - y.mean(axis=1, keepdims=True) + y.mean()
-    freedom = (k - 1) * (n - 1) + len(noise)
-    # A difference of two launches has twice the variance of one.
-    launch = math.sqrt((float((residual**2).sum()) + math.fsum(d * d for d in noise) / 2) / freedom)
-    aa = aa_deviation(noise)
-    t, t_own = t_quantile(alpha, freedom), t_quantile(alpha, n - 1)
-    out = []
-    for weight in weights:
-        differences = y @ np.asarray(weight, dtype=float)
-        mean, own = float(differences.mean()), float(differences.std(ddof=1))
-        shared = math.sqrt(math.fsum(w * w for w in weight)) * launch
-        used = max(shared, t_own / t * own) if is_noisier(own, weight, aa) else shared
-        half = t * used / math.sqrt(n)
-        out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own), freedom))
-    return out
-
-
-def is_noisier(own: float, weight: Sequence[float], aa: float) -> bool:
-    """Whether a contrast with the deviation `own` over its blocks varies more than A/A pairs with the deviation `aa` say, or may do so.
-
-    What the variants of a block share is in neither the A/A nor the pooled deviation, and does not cancel against a number.
-    """
-    return own > math.sqrt(math.fsum(w * w for w in weight) / 2) * aa or math.fsum(weight) != 0
 
 
 def least_effect(pairs: int, deviation: float, alpha: float) -> float:

@@ -14,13 +14,13 @@ from playbook.cards.model import Expect, in_words
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
-from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, rules_v1
+from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, rules_v1, rules_v2
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.statements import Statement
 
-RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), VERSION: Rules()}
+RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), 2: rules_v2.RulesV2(), VERSION: Rules()}
 """The rules of judging, by version; a record's plan names its version."""
 
 STATES: dict[Reason, tuple[str, str]] = {
@@ -146,14 +146,15 @@ class _Series:
             conditions.append(Condition(name="repeatable", ok=not moved, detail=moved))
             return self._judged(blocks, conditions, _verdict("environment", moved) if moved else None, [])
         aa = self.measured.aa
-        quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise)
+        quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise) if self.rules.has_aa else (None, [])
         # Of the blocks to the first look, at which an unsteady series starts over: a test at each look would reject more often than it promises.
-        steady = guards.steady(self.rules, blocks[: self.plan.looks[0]], guards.step_deviation(aa))
+        first = blocks[: self.plan.looks[0]]
+        steady = guards.steady(self.rules, first, guards.step_deviation(aa) if self.rules.has_aa else guards.launch_deviation(first))
         if self.measured.sharing:
             steady = Condition(name=steady.name, ok=True, detail="not asked: step time says nothing where ranks take turns on one GPU")
-        conditions += [quiet, steady]
+        conditions += [quiet, steady] if quiet else [steady]
         bad = None
-        if not quiet.ok:
+        if quiet and not quiet.ok:
             bad = _verdict("environment", f"this machine is too noisy for a verdict now: {quiet.detail}")
         elif not steady.ok:
             bad = _verdict("not_steady", f"{self.rules.not_steady}: {steady.detail}")
@@ -166,6 +167,11 @@ class _Series:
         shown = effects.show_effect(pair) if pair else effects.show(curve)
         more = pair.pairs_needed if pair else curve.blocks_needed
         found = bad or self._verdict(curve, shown, more)
+        if curve.design != "deterministic" and not self.rules.has_aa:
+            margin = effects.threshold(self.metric, self.expect.margin) if self.expect else 0.0
+            carried, remark = effects.carry_over(self.measured.runs, self.metric, blocks, margin)
+            conditions += [carried] if carried else []
+            found = found.model_copy(update={"sentence": f"{found.sentence}; {remark}"}) if remark else found
         if self.case.command:
             found = found.model_copy(update={"sentence": f"{found.sentence}; {self._not_vouched_for(conditions)}"})
         return Derived(
@@ -257,12 +263,12 @@ def rules_of(plan: Plan) -> Rules:
     return RULES[plan.rules]
 
 
-def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant], tolerance: float) -> bool:
+def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant]) -> bool:
     """Whether no variant's step time changes inside its timed window. True where steps cannot be used: `derive` has a verdict for that."""
     blocks, times = guards.blocks_of(runs, names), metrics.get("step_seconds")
     if any(guards.complete(run, times) for block in blocks for run in block.values()):
         return True
-    return guards.steady(rules_of(plan), blocks, tolerance).ok
+    return guards.steady(rules_of(plan), blocks, guards.launch_deviation(blocks)).ok
 
 
 def pair_conditions(

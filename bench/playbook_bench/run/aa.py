@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,10 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, load_case
-from playbook.records.consistency import NEIGHBOURHOOD
-from playbook.records.evidence import Baseline, Derived, Run, Variant, noise_key, workload
+from playbook.records.evidence import Baseline, Run, Variant, noise_key
 from playbook_bench.judge import guards, metrics, statistics
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
@@ -25,13 +21,6 @@ from playbook_bench.run import checkout, journal, schedule, series, store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import resolve_all
-
-LEAST_GPUS = 1
-"""Of a machine on which series share an A/A: what disturbs a CPU comes and goes by the minute."""
-_NOISY = 0.01
-"""Deviation of pairs from which a stored A/A is asked whether the machine has become quieter."""
-_QUIETER_ALPHA = 0.05
-"""Error rate of the test whether the machine has become quieter: an A/A that is still right is measured again this often, which costs eight launches."""
 
 
 @dataclass(frozen=True)
@@ -123,180 +112,8 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     return left
 
 
-def ensure(running: Series, folder: Path) -> bool:
-    """Give the series its A/A: a stored one that a fresh pair agrees with, else one measured now.
-
-    A fresh pair that differs more than the stored A/A allows shows that the machine is not as quiet as it was: the A/A is then measured
-    anew, and the pair that showed it stays in it, so that the floor rises with what was seen. So is a stored A/A in which one launch stands out:
-    it would hide effects until it expires.
-    On GPUs an A/A of the neighbourhood serves as it is, without a fresh pair: see `_neighbour`.
-    False where a run fails or does not give the case's metric, or where the budget does not hold them: each ends the series.
-
-    The burn-in of the first variant must have run: it tells the environment that a stored A/A must share.
-    """
-    first = next(r for r in running.runs if r.variant == running.alive[0])
-    key, metric = noise_key(first, running.strict), metrics.get(running.case.metric or "")
-    found = store.find_baseline([folder, data_root("baselines")], running.machine, key, detect.surroundings(running.machine))
-    if found is not None and running.journal and running.journal.holds(found.runs):
-        return _adopt(running, found, first.variant)
-    if near := _neighbour(running, first, folder):
-        running.aa = near
-        running.expected = schedule.launches(running.plan.looks, running.plan.pairs_limit, 0, len(running.variants))
-        _say_if_short(running, 0, first.variant)
-        running.progress.note(f"the A/A of {near.case}, measured here at {near.created[11:16]} UTC, serves this series too")
-        return True
-    running.aa = found
-    _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
-    fresh: list[Run] = []
-    if running.aa is not None:
-        due = _fresh_pairs(running)
-        fresh = series.measure_aa(running, due, variant=first.variant)
-        if len(fresh) < 2 * due or _problem(fresh, running):
-            return False
-        if _contradicts(fresh, running):
-            running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
-        elif _quieter(fresh, running):
-            running.progress.note("the machine differs less from itself than the stored A/A says; measuring it anew")
-            running.runs, fresh = running.runs[: -len(fresh)], []
-        elif guards.odd_pair(running.aa.runs, metric) is not None:
-            running.progress.note("one launch of the stored A/A is unlike the others; measuring it anew")
-        else:
-            return True
-        running.expected += 2 * schedule.AA_PAIRS
-    return _measure(running, folder, fresh)
-
-
-def borrowed(running: Series) -> bool:
-    """Whether the series relies on the A/A of another configuration."""
-    return running.aa is not None and not {r.config_sha for r in running.aa.runs} & {r.config_sha for r in running.runs}
-
-
-def binds(found: Derived) -> bool:
-    """Whether the A/A holds more noise than the pairs of a comparison show.
-
-    Only then is an A/A of the series' own worth its eight launches: elsewhere four more pairs cost as much and decide more (`tools/simulate/verdicts.py`).
-    """
-    if found.comparison is not None:
-        return not statistics.is_noisier(found.comparison.deviation or 0.0, (-1.0, 1.0), found.comparison.floor or 0.0)
-    if found.curve is None:
-        return False
-    floor, contrasts = found.curve.floor or 0.0, found.curve.contrasts
-    return any(not statistics.is_noisier(c.deviation or 0.0, list(c.weights.values()), floor) for c in contrasts)
-
-
-def own(running: Series, folder: Path) -> bool:
-    """Give a series an A/A of its own in place of its neighbour's; False as `ensure`."""
-    running.expected += 2 * schedule.AA_PAIRS
-    running.progress.note("left open by the noise of its neighbourhood, which its pairs do not show; measuring its own")
-    return _measure(running, folder, [])
-
-
-def _measure(running: Series, folder: Path, fresh: Sequence[Run]) -> bool:
-    """Measure the A/A of a series and store it; `fresh` are its last runs, which stay in it."""
-    before, metric = len(running.runs) - len(fresh), metrics.get(running.case.metric or "")
-    runs = measure(running, metric, schedule.AA_PAIRS, len(fresh) // 2, running.alive[0])
-    if len(runs) < 2 * schedule.AA_PAIRS or _problem(runs, running):
-        return False
-    running.runs = running.runs[:before]
-    running.aa = _baseline(running, [*fresh, *runs])
-    alike = len({noise_key(r, running.strict) for r in running.aa.runs}) == 1
-    if alike and not statistics.contaminated(_differences(running.aa.runs, running), None):
-        # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
-        store.write_baseline(running.aa, folder)
-    return True
-
-
-def _neighbour(running: Series, first: Run, folder: Path) -> Baseline | None:
-    """The newest A/A of the same workload that was measured in this place within `NEIGHBOURHOOD` before the series began; None where there is none to rely on.
-
-    Its noise is that of another configuration. No verdict is wrong more often for it: pairs that vary more than the A/A says are held to their
-    own deviation (`statistics.intervals`), and quieter ones that it leaves open at the first look get an A/A of their own. Only where ratios are compared.
-    A series that goes on later finds the one that it began with.
-    """
-    metric = metrics.get(running.case.metric or "")
-    if running.machine.gpus < LEAST_GPUS or metric.scale != "log_ratio" or not first.started:
-        return None
-    began = datetime.fromisoformat(first.started)
-    wanted = workload(first, running.configs[first.config_sha])
-    for each in store.neighbours(folder, running.machine, _place(), detect.surroundings(running.machine), began, NEIGHBOURHOOD):
-        if any(workload(r, each.config) != wanted for r in each.runs) or _problem(each.runs, running):
-            continue
-        found = _differences(each.runs, running)
-        whole = len(found) >= schedule.AA_PAIRS and not statistics.contaminated(found, None)
-        if whole and guards.odd_pair(each.runs, metric) is None:
-            return each
-    return None
-
-
 def _place() -> str:
     return detect.digest_of(detect.place())
-
-
-def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
-    """Take up the A/A that this series measured and stored before it was stopped: its own runs are no fresh check of it, and their time is spent."""
-    before, pairs = len(running.runs), len(own.runs) // 2
-    _say_if_short(running, pairs, variant, own.runs[0].pair or 0)
-    if len(series.measure_aa(running, pairs, first=own.runs[0].pair or 0, variant=variant)) < 2 * pairs:
-        return False
-    running.runs = running.runs[:before]
-    running.aa = own
-    return True
-
-
-def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0) -> None:
-    """Warn before the first pair if the budget does not hold the launches up to the first look."""
-    look = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
-    measured = [s for _, specs in itertools.islice(series.blocks(running), look) for s in specs if s.variant in running.alive]
-    specs = [*schedule.aa(pairs, first, variant), *measured]
-    if not running.has_time_for(specs):
-        launches = f"the {len(running.to_come(specs))} launches to the first look"
-        if running.own_time:
-            running.progress.note(
-                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
-            )
-            return
-        running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {_later(running, specs[:2])}")
-
-
-def _later(running: Series, pair: Sequence[schedule.RunSpec]) -> str:
-    """What a second command would go on from. Half a pair is never kept, so one whose budget holds no pair would come no further."""
-    if running.journal is None and running.case.command:
-        return "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin in a git repository"
-    if running.journal is None:
-        return "with `playbook confirm --journal FOLDER` a second one goes on"
-    least = (
-        ""
-        if running.has_time_for(pair)
-        else f", with a budget that holds a pair of launches (about {math.ceil(running.seconds_for(pair))} s)"
-    )
-    return f"the same command goes on where this one stops{least}"
-
-
-def _contradicts(fresh: Sequence[Run], running: Series) -> bool:
-    assert running.aa is not None
-    stored = _differences(running.aa.runs, running)
-    if len(stored) < 2:
-        return True
-    return statistics.contaminated(_differences(fresh, running), statistics.aa_deviation(stored), len(stored))
-
-
-def _fresh_pairs(running: Series) -> int:
-    """Number of fresh A/A pairs to launch: one can show that the machine became noisier; if the stored noise is large, two can show that it became quieter."""
-    assert running.aa is not None
-    stored = _differences(running.aa.runs, running)
-    return 2 if len(stored) >= 2 and statistics.aa_deviation(stored) > _NOISY else schedule.FRESH_AA_PAIRS
-
-
-def _quieter(fresh: Sequence[Run], running: Series) -> bool:
-    """Whether fresh pairs vary less than the stored ones: a disturbed A/A would else hide effects until it expires. F test, one-sided."""
-    from scipy.stats import f  # start-up time: `playbook bench list` imports this module too
-
-    assert running.aa is not None
-    new, stored = _differences(fresh, running), _differences(running.aa.runs, running)
-    if len(new) < 2 or len(stored) < 2:
-        return False
-    least = float(f.ppf(_QUIETER_ALPHA, len(new), len(stored)))
-    return statistics.aa_deviation(new) ** 2 < least * statistics.aa_deviation(stored) ** 2
 
 
 def _differences(runs: Sequence[Run], running: Series) -> list[float]:

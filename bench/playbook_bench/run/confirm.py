@@ -21,14 +21,14 @@ from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import CaseRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
 from playbook.records.trace import TraceResult
-from playbook_bench.judge import curve_rules, effects, guards, metrics, verdict
+from playbook_bench.judge import curve_rules, effects, metrics, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, checkout, journal, schedule, series, store
+from playbook_bench.run import checkout, journal, schedule, series, store
 from playbook_bench.run.journal import Journal, answers, cut_by_time
 from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
@@ -318,7 +318,7 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
 def _run_series(
     records: Sequence[Measured], case: Case, machine: Machine, profile: str, options: Options, progress: Progress
 ) -> list[_Settled]:
-    """Run a series: discarded launches, A/A, pairs. Each claim is judged at the looks, and keeps the record of the look that settled it."""
+    """Run a series: discarded launches, then pairs. Each claim is judged at the looks, and keeps the record of the look that settled it."""
     work = local.new_folder(options.results / "work", case.id)
     settled: dict[int, _Settled] = {}
     try:
@@ -332,7 +332,7 @@ def _run_series(
                 running.oom_is_data = any(_metric(r, case).name == "fits" for r in records)
                 running.expected = len(running.variants)
                 progress.series(case.id, running.expected)
-                series.measure_pairs(running, lambda s, n: True)
+                series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
             for i, record in enumerate(records):
                 settled.setdefault(i, _judge(running, record))
     finally:
@@ -364,9 +364,9 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
 
 
 def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Settled], options: Options) -> None:
-    """Run a series of a metric with noise: discarded launches, the noise, then pairs until every claim is settled."""
+    """Run a series of a metric with noise: discarded launches, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
-    running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
+    running.expected = schedule.launches(looks, limit, len(running.variants))
     running.progress.series(running.case.id, running.expected)
     if limit and limit > looks[-1]:
         running.progress.note(
@@ -385,17 +385,13 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Set
                     out.append(found[1])
         return out
 
-    # The first run of each variant shows whether they can be compared and ran what they should; if not, no A/A or pair is spent on them.
-    baselines = options.results / "baselines"
-    if not _burn_in(running) or not left() or not aa.ensure(running, baselines):
+    # The first run of each variant shows whether they can be compared and ran what they should; if not, no pair is spent on them.
+    if not _burn_in(running) or not left():
         return
+    series.note_if_short(running)
 
     def enough(s: Series, pairs: int) -> bool:
-        if pairs not in looks:
-            return False
-        if (pairs == looks[0] and not s.plan.extended and not _steady(s)) or not (still := left()):
-            return True
-        return pairs == looks[0] and aa.borrowed(s) and any(map(aa.binds, still)) and aa.own(s, baselines) and not left()
+        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or not left())
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
@@ -422,7 +418,7 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    return running.measured().sharing > 0 or verdict.steady(running.plan, running.runs, running.alive, guards.step_deviation(running.aa))
+    return running.measured().sharing > 0 or verdict.steady(running.plan, running.runs, running.alive)
 
 
 def _judge(running: Series, record: Measured) -> _Settled:

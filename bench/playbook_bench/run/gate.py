@@ -22,12 +22,12 @@ from playbook.records.evidence import Comparison, Condition, Plan, Run, canonica
 from playbook.yaml_files import Strict, load
 from playbook_bench.commands import trees
 from playbook_bench.commands.variant import Command
-from playbook_bench.judge import effects, guards, metrics, receipt, slowdown, verdict
+from playbook_bench.judge import design, effects, guards, metrics, receipt, slowdown, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, checkout, journal, schedule, series
+from playbook_bench.run import checkout, journal, schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
@@ -299,47 +299,45 @@ def _plan(case: Case, seed: int, options: Options) -> Plan:
 
 
 def _measure(running: Series, metric: Metric, limits: Limits) -> None:
-    """One discarded launch of each commit, the older one against itself, then pairs. What cannot be used ends it at the first launch that shows it."""
+    """One discarded launch of each commit, then pairs. What cannot be used ends it at the first launch that shows it."""
     looks, count = running.plan.looks, len(running.variants)
-    aa_pairs = 0 if metric.deterministic else schedule.AA_PAIRS
-    running.expected = schedule.launches(looks, running.plan.pairs_limit, aa_pairs, count) if aa_pairs else count
+    running.expected = count if metric.deterministic else schedule.launches(looks, running.plan.pairs_limit, count)
     running.progress.series(f"gate {running.case.id}", running.expected)
     if metric.deterministic:
-        series.measure_pairs(running, lambda s, n: True)
+        series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
         return
     for spec in schedule.burn_in(running.variants):
         ended = running.run(spec)
         if ended.outcome != "ok" or guards.complete(ended, metric):
             return
-    # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
-    noise = aa.measure(running, metric, aa_pairs)
-    if len(noise) < 2 * aa_pairs or noise[-1].outcome != "ok":
-        return
     others = [v for v in running.variants if v != "candidate"]
     series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
-    found = _slowdown(running, metric, limits, _against(running.runs, reference))
+    found = _slowdown(running, metric, limits, reference)
     return found is None or found.answer != "undecided"
 
 
 def _against(runs: Sequence[Run], reference: str) -> list[Run]:
-    """The runs of a comparison with one older commit, named `baseline` in them; the A/A pairs stay those of the real baseline."""
-    if reference == "baseline":
-        return [r for r in runs if r.variant != "anchor"]
-    kept = [r for r in runs if r.variant != "baseline" or r.role == "aa"]
-    return [r.model_copy(update={"variant": "baseline"}) if r.variant == reference else r for r in kept]
+    """The runs of a comparison with one older commit, named `baseline` in them."""
+    other = "anchor" if reference == "baseline" else "baseline"
+    return [r.model_copy(update={"variant": "baseline"}) if r.variant == reference else r for r in runs if r.variant != other]
 
 
-def _slowdown(running: Series, metric: Metric, limits: Limits, runs: Sequence[Run]) -> slowdown.Slowdown | None:
-    noise = guards.aa_differences(runs, metric)
-    values = [(metric.value(a), metric.value(b)) for a, b in guards.pairs_of(runs)]
-    if len(values) < 2 or len(noise) < 2 or any(x is None for pair in values for x in pair):
+def _slowdown(running: Series, metric: Metric, limits: Limits, reference: str) -> slowdown.Slowdown | None:
+    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value is missing."""
+    names = list(running.variants)
+    blocks = guards.blocks_of(running.runs, names)
+    if len(blocks) < 2 or any(metric.value(run) is None for block in blocks for run in block.values()):
         return None
-    worse = [-guards.compare(metric, a, b) for a, b in values if a is not None and b is not None]
-    limit = math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
-    return slowdown.judge_slowdown(worse, noise, limit, running.plan.looks)
+    weights = [float(v == reference) - float(v == "candidate") for v in names]
+    worse = design.contrast(effects.rows_of(metric, blocks), effects.launches(running.runs, blocks), weights)
+    return slowdown.judge_slowdown(worse, len(blocks), _limit(metric, limits), running.plan.looks)
+
+
+def _limit(metric: Metric, limits: Limits) -> float:
+    return math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
 
 
 def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None) -> GateResult:
@@ -376,7 +374,7 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
-    found = _slowdown(running, metric, limits, runs)
+    found = _slowdown(running, metric, limits, reference)
     effect, backend = _effect(running, metric, runs), str(running.variants["candidate"].dump.get("backend", "torch"))
     blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, backend))
     if dearer:
@@ -384,13 +382,16 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if found is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
     sentence, needed = _sentence(found, metric, limits, runs, len(pairs))
-    return replace(blank, status=found.answer, sentence=sentence, pairs_needed=needed)
+    blocks = guards.blocks_of(running.runs, list(running.variants))
+    carried, remark = effects.carry_over(running.runs, metric, blocks, _limit(metric, limits))
+    gates = [*blank.gates, *([carried] if carried else [])]
+    return replace(blank, status=found.answer, sentence="; ".join(filter(None, (sentence, remark))), pairs_needed=needed, gates=gates)
 
 
 def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
     """The effect of the working tree, as a `Comparison` like that of a pair's record."""
     rules, blocks = verdict.rules_of(running.plan), guards.blocks_of(runs, schedule.PAIR)
-    curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, guards.aa_differences(runs, metric))
+    curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, [])
     return effects.as_pair(curve, rules, metric, None)
 
 
@@ -415,7 +416,7 @@ def _sentence(found: slowdown.Slowdown, metric: Metric, limits: Limits, runs: Se
     if found.answer == "pass":
         return f"{shown}: {above} is ruled out", None
     if found.answer == "too_noisy":
-        cause = slowdown.cause_of_noise(runs, guards.aa_differences(runs, metric))
+        cause = slowdown.cause_of_noise(runs, found.deviation)
         return (
             f"{shown}: too noisy to see {above} even with {slowdown.MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit",
             None,
@@ -444,7 +445,7 @@ def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
     for each in runs:
         if problem := guards.complete(each, metric):
             return f"a run cannot be used: {problem}"
-    dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "aa", "measure")) if not c.ok), None)
+    dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "measure")) if not c.ok), None)
     return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
 
 

@@ -69,10 +69,6 @@ class SeriesJournal:
         """Seconds of the earlier runs that are not taken yet."""
         return sum(k.run.wall_s for found in self.kept.values() for k in found)
 
-    def holds(self, runs: Sequence[Run]) -> bool:
-        """Whether all of these are earlier runs that are not taken yet."""
-        return {r.run_id for r in runs} <= {k.run.run_id for kept in self.kept.values() for k in kept}
-
     def add(self, run: Run, strict: Mapping[str, Any]) -> None:
         """Note a run that has just ended.
 

@@ -102,7 +102,7 @@ def _differences(a: Any, b: Any, where: str, tolerance: float = _FIGURE_TOLERANC
 
 
 def rejudge(path: Path, results: Path | None = None) -> Path | None:
-    """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
+    """Judge a record's runs again by the newest rules for its design, as a new record that names the old one; None where verdict and figures are the same.
 
     A record that was made with an older playbook, and counts for nothing because it claims the rules of that one, is always judged anew.
 
@@ -113,7 +113,9 @@ def rejudge(path: Path, results: Path | None = None) -> Path | None:
     if altered := [p for p in problems if p != AS_OF_VERSION_1]:
         raise StoreError(f"{path} was altered: {altered[0]}; only a record as it was written can be judged again")
     plan = evidence.measured.plan
-    measured = evidence.measured.model_copy(update={"plan": plan.model_copy(update={"rules": VERSION})}) if plan else evidence.measured
+    # Those of version 3 judge series that were planned with their looks, in their order and without an A/A.
+    rules = VERSION if plan and plan.rules == VERSION else 2
+    measured = evidence.measured.model_copy(update={"plan": plan.model_copy(update={"rules": rules})}) if plan else evidence.measured
     again = _derive(path, measured)
     if not problems and not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None

@@ -21,7 +21,7 @@ from playbook import files
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
-from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
+from playbook.records.evidence import Check, Comparison, Curve, Evidence, Machine, Measured, Run
 from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, plain
 from playbook_bench.judge import effects, metrics, receipt
@@ -154,7 +154,7 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
         how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
         out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
         return
-    out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs{_aa(found)}, {_clock(evidence.seconds.total)}"))
     shown = effects.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
     out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
     if evidence.derived.receipts:
@@ -163,7 +163,7 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
     for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
         out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
-    if limit := host_limit(found.floor, found.scale):
+    if limit := host_limit(found.model_dump()):
         out.print(Text(f"{_INDENT}{limit}"))
     if shares := _on_data(evidence):
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
@@ -171,6 +171,11 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
         out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
     _print_failed(evidence, out)
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+
+
+def _aa(found: Comparison | Curve) -> str:
+    """What a record of rules before version 3 has besides its pairs."""
+    return "" if found.floor is None else " + A/A"
 
 
 def print_waterfall(trace: TraceResult, out: Console) -> None:
@@ -193,7 +198,7 @@ def print_waterfall(trace: TraceResult, out: Console) -> None:
 def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> None:
     """One line per value with a bar: its length is the metric's mean, over the largest."""
     evidence = outcome.evidence
-    spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks + A/A, {_clock(evidence.seconds.total)}"
+    spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks{_aa(curve)}, {_clock(evidence.seconds.total)}"
     subject = case.knob or " x ".join(f.name for f in case.factors) or "what was predicted"
     out.print(Text(f"{outcome.name:<{_NAME - 1}} {curve.metric} over {subject}  {spent}"))
     most = max((p.value for p in curve.points if p.value is not None), default=0.0)
@@ -207,7 +212,7 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
     if curve.look is None and any(c.low is not None for c in curve.contrasts):
         out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_BETWEEN}"))
-    if limit := host_limit(curve.floor, curve.scale):
+    if limit := host_limit(curve.model_dump()):
         out.print(Text(f"{_INDENT}{limit}"))
     checks = evidence.derived.receipts
     if checks:

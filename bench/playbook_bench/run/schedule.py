@@ -1,23 +1,21 @@
-"""The order of runs, fixed before the data: burn-in, A/A, then blocks of ABBA or BAAB; more than two variants take blocks of their own."""
+"""The order of runs, fixed before the data: a burn-in of each variant, then what `judge/design.py` draws."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Plan, Role, Variant
+from playbook_bench.judge import design
 from playbook_bench.judge.verdict_rules import VERSION
 
 PAIR: tuple[Variant, Variant] = ("baseline", "candidate")
 AA_PAIRS = 4
-"""Pairs of a stored A/A; its deviation floors the pairs' own."""
-FRESH_AA_PAIRS = 1
-"""A/A pairs of a series that has a stored A/A: they show whether the machine is as quiet as it was."""
+"""Pairs of an A/A."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def check_limits(pairs: int | None, budget_s: float | None) -> None:
 
 def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None) -> Plan:
     """Looks, error rate and limits. A limit never changes how the error rate is spent."""
-    return Plan(rules=VERSION, seed=seed, looks=list(case.budget.pairs), pairs_limit=pairs_limit, budget_s=budget_s)
+    return Plan(rules=VERSION, seed=seed, looks=case.budget.looks, pairs_limit=pairs_limit, budget_s=budget_s)
 
 
 def burn_in(variants: Iterable[Variant] = PAIR) -> list[RunSpec]:
@@ -56,33 +54,26 @@ def aa(pairs: int, first: int = 0, variant: Variant = "baseline") -> list[RunSpe
     return [RunSpec(variant, "aa", pair) for pair in range(first, first + pairs) for _ in range(2)]
 
 
-def blocks(seed: int) -> Iterator[str]:
-    """ABBA or BAAB without end, drawn by the seed. Either order cancels a linear drift over its two pairs."""
-    draw = random.Random(seed)
-    while True:
-        yield draw.choice(("ABBA", "BAAB"))
+def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iterator[tuple[str, list[RunSpec]]]:
+    """The launches of a series as `design.order` draws them, two at a time (A is the first variant) or a block of all variants, each group with its label.
 
-
-def measured(seed: int) -> Iterator[tuple[str, list[RunSpec]]]:
-    """Pairs of adjacent runs without end, each with its half of a block."""
-    number = 0
-    for block in blocks(seed):
-        for half in (block[:2], block[2:]):
-            yield half, [RunSpec("baseline" if letter == "A" else "candidate", "measure", number) for letter in half]
-            number += 1
-
-
-def rounds(seed: int, variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
-    """Blocks without end, each with every variant once: a random order, then the same order reversed.
-
-    A block and its reverse cancel a linear drift in every comparison of variants, as A B B A does for two. Randomised complete blocks:
-    D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
+    A pair, or a block, is the n-th launch of each variant; the two launches of a pair need not be neighbours. No limit moves them: a second command goes on with them.
     """
-    draw = random.Random(seed)
-    order: list[Variant] = []
-    for number in itertools.count():
-        order = order[::-1] if number % 2 else draw.sample(list(variants), len(variants))
-        yield " ".join(order), [RunSpec(v, "measure", number) for v in order]
+    known = list(variants)
+    counted: Counter[int] = Counter()
+    drawn = design.order(seed, len(known), looks)
+    for at in range(0, len(drawn), len(known)):
+        group = drawn[at : at + len(known)]
+        specs = []
+        for v in group:
+            specs.append(RunSpec(known[v], "measure", counted[v]))
+            counted[v] += 1
+        yield "".join("AB"[v] for v in group) if tuple(known) == PAIR else " ".join(known[v] for v in group), specs
+
+
+def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
+    """One launch of each variant: all that a metric needs which repeats."""
+    yield "AB" if tuple(variants) == PAIR else " ".join(variants), [RunSpec(v, "measure", 0) for v in variants]
 
 
 def last_pair(looks: Sequence[int], limit: int | None) -> int:
@@ -92,6 +83,6 @@ def last_pair(looks: Sequence[int], limit: int | None) -> int:
     return max((look for look in looks if look <= limit), default=max(1, limit))
 
 
-def launches(looks: Sequence[int], limit: int | None, aa_pairs: int, variants: int = 2) -> int:
-    """Launches up to the first look, burn-in and A/A included: what a reader may expect."""
-    return variants + 2 * aa_pairs + variants * min(looks[0], last_pair(looks, limit))
+def launches(looks: Sequence[int], limit: int | None, variants: int = 2) -> int:
+    """Launches up to the first look, burn-in included: what a reader may expect."""
+    return variants + variants * min(looks[0], last_pair(looks, limit))

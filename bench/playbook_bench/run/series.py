@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +19,6 @@ from pydantic import ValidationError
 from playbook.records.case import Case
 from playbook.records.conditions import TIMED_STEPS
 from playbook.records.evidence import (
-    Baseline,
     CaseRef,
     Fingerprint,
     Machine,
@@ -101,7 +103,6 @@ class Series:
     """Strict environments of the runs, by hash; they must be equal within a series."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Resolved configurations of the runs, by hash."""
-    aa: Baseline | None = None
     expected: int = 0
     """Launches that the progress line counts up to."""
     infeasible: frozenset[Variant] = frozenset()
@@ -196,7 +197,6 @@ class Series:
             configs=dict(self.configs),
             runs=list(self.runs),
             failed_before=dict(self.journal.failed) if self.journal else {},
-            aa=self.aa,
         )
 
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
@@ -322,18 +322,21 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
 
 
 def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
-    """The pairs of a series, or its blocks of all variants, each with its label, in the order that the seed gives."""
-    seed = series.plan.seed
-    return schedule.measured(seed) if tuple(series.variants) == schedule.PAIR else schedule.rounds(seed, list(series.variants))
+    """The launches of a series in the order that the seed gives, in labelled groups: two of a pair, or a block of all variants."""
+    return schedule.series(series.plan.seed, list(series.variants), series.plan.looks)
 
 
-def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:
-    """Launch pairs, or blocks of all variants, until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
+def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups: Iterable[tuple[str, list[RunSpec]]] | None = None) -> None:
+    """Launch pairs, or blocks of all variants, until `enough` says so where they are complete, a run fails, the limit is reached or the budget is spent.
+
+    `groups` are those of `blocks` unless given.
+    """
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     order: list[str] = []
-    for label, specs in blocks(series):
+    made = Counter[Variant]()
+    for label, specs in blocks(series) if groups is None else groups:
         due = [s for s in specs if s.variant in series.alive]
-        if not due:
+        if not series.alive:
             return _stop(series, order, "failed")
         if not series.has_time_for(due):
             return _stop(series, order, "budget")
@@ -342,11 +345,41 @@ def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None
             run = series.run(spec)
             if run.outcome != "ok" and not series.tolerates(run):
                 return _stop(series, order, "failed")
+        made.update(spec.variant for spec in due)
+        each = [made[v] for v in series.alive]
         series.plan = series.plan.model_copy(update={"order": list(order)})
-        if enough(series, len(order)):
+        if len(set(each)) == 1 and enough(series, each[0]):
             return _stop(series, order, "decided")
-        if len(order) >= last:
+        if each and min(each) >= last:
             return _stop(series, order, "complete" if last == series.plan.looks[-1] else "pairs")
+
+
+def note_if_short(running: Series) -> None:
+    """Warn before the first pair if the budget does not hold the launches up to the first look."""
+    look = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
+    specs = [s for _, group in itertools.islice(blocks(running), look) for s in group if s.variant in running.alive]
+    if not running.has_time_for(specs):
+        launches = f"the {len(running.to_come(specs))} launches to the first look"
+        if running.own_time:
+            running.progress.note(
+                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+            )
+            return
+        running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {_later(running, specs[: len(running.alive)])}")
+
+
+def _later(running: Series, pair: Sequence[RunSpec]) -> str:
+    """What a second command would go on from. Half a pair is never kept, so one whose budget holds no pair would come no further."""
+    if running.journal is None and running.case.command:
+        return "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin in a git repository"
+    if running.journal is None:
+        return "with `playbook confirm --journal FOLDER` a second one goes on"
+    least = (
+        ""
+        if running.has_time_for(pair)
+        else f", with a budget that holds a pair of launches (about {math.ceil(running.seconds_for(pair))} s)"
+    )
+    return f"the same command goes on where this one stops{least}"
 
 
 def _stop(series: Series, order: Sequence[str], why: Any) -> None:

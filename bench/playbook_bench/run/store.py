@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from playbook import files
 from playbook.errors import StoreError
 from playbook.records.consistency import contradictions
-from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal
+from playbook.records.evidence import Baseline, Derived, Evidence, Measured, Seconds, seal
 from playbook.records.read import parse
 
 T = TypeVar("T", Evidence, Baseline)
@@ -174,24 +174,6 @@ def _load(path: Path, model: type[T]) -> tuple[T, str]:
     if not isinstance(content, model):
         raise StoreError(f"{name}: it is of {content.schema_version}")
     return content, sha
-
-
-def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:
-    """The newest stored A/A of this machine with the same environment and configuration, whichever case it was measured for, unless it has expired."""
-    oldest = (datetime.now(UTC) - timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    found = [load_baseline(p) for folder in folders for p in sorted((folder / machine.name).glob(f"*.{noise_key}.json"))]
-    fitting = [b for b in found if b.noise_key == noise_key and b.created >= oldest and b.surroundings in (None, surroundings)]
-    return max(fitting, key=lambda b: b.created, default=None)
-
-
-def neighbours(
-    folder: Path, machine: Machine, place: str, surroundings: Mapping[str, str], began: datetime, age: timedelta
-) -> list[Baseline]:
-    """The A/As of any configuration whose last launch in this very place was at most `age` before `began`, the newest first."""
-    found = [load_baseline(p) for p in sorted((folder / machine.name).glob("*.json"))]
-    here = [b for b in found if b.place == place and b.surroundings == surroundings and all(r.started for r in b.runs)]
-    near = [b for b in here if timedelta(0) <= began - max(datetime.fromisoformat(r.started) for r in b.runs) <= age]
-    return sorted(near, key=lambda b: b.created, reverse=True)
 
 
 def write_baseline(baseline: Baseline, folder: Path) -> Path:

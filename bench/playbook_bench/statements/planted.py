@@ -6,11 +6,11 @@ from typing import Any
 
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.records.case import Case, Delta
-from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, digest, noise_key
+from playbook.records.evidence import CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, digest
+from playbook_bench.judge import design
 from playbook_bench.judge.verdict_rules import VERSION
 
 _STEPS = 8
-_PAIRS = 4
 _STRICT: dict[str, Any] = {"machine": {"gpus": 0}, "trainer": {"torch": "any"}}
 
 
@@ -29,28 +29,25 @@ def planted(metric: str, tokens: int, data: str, delta: Delta | None = None) -> 
     claim = ClaimRef(
         id="X1", card="planted", card_sha="", statement="planted", kind="pair", metric=metric, expect=expect, comparison=Comparison()
     )
-    runs = []
-    for pair in range(_PAIRS):
-        runs.append(_run("baseline", "measure", pair, 2 * pair, 1.0, 1, "same"))
-        runs.append(_run("candidate", "measure", pair, 2 * pair + 1, 0.5, tokens, data))
-    noise = [_run("baseline", "aa", i // 2, i, 1.0, 1, "same") for i in range(2 * _PAIRS)]
+    looks = case.budget.looks
+    runs = [
+        _run("candidate", each.block, i, 0.5, tokens, data) if each.variant else _run("baseline", each.block, i, 1.0, 1, "same")
+        for i, each in enumerate(design.launched(design.order(0, 2, looks)[: 2 * looks[0]], 2))
+    ]
     machine = Machine(name="cpu", description="planted", gpus=0, cpu="planted", cores=1)
     return Measured(
         claim=claim,
         case=CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
         machine=machine,
         profile="planted",
-        plan=Plan(rules=VERSION, seed=0, looks=case.budget.pairs),
+        plan=Plan(rules=VERSION, seed=0, looks=looks),
         strict={"strict": _STRICT},
         configs={"baseline": {"train": {"micro_batch_size": 1}}, "candidate": {"train": {"micro_batch_size": 2}}},
         runs=runs,
-        aa=Baseline(
-            created="", machine="cpu", case=case.id, profile="planted", noise_key=noise_key(noise[0], {"strict": _STRICT}), runs=noise
-        ),
     )
 
 
-def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:
+def _run(variant: Variant, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:
     # A ripple of 0.1 % from step to step and run to run: equal figures to the last digit are nothing that a machine gives.
     def seconds(step: int) -> float:
         return step_s * (1 + 0.001 * ((7 * step + 3 * position) % 5 - 2) + 1e-6 * position)
@@ -60,9 +57,9 @@ def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, t
         for i in range(_STEPS)
     ]
     return Run(
-        run_id=f"{variant}-{role}-{position}",
+        run_id=f"{variant}-measure-{position}",
         variant=variant,
-        role=role,
+        role="measure",
         pair=pair,
         position=position,
         outcome="ok",

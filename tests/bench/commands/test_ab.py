@@ -68,7 +68,7 @@ def test_two_commands_with_nothing_installed_but_playbook(run):
     assert (found["schema"], found["metric"], found["pairs"]) == ("ab/1", "step_time", 4)
     assert 0 < found["aa_percent"] < 2
     assert replay.replay(Path(found["record"])) == (True, [])
-    assert "launch 18 of 18" in err
+    assert "launch 10 of 10" in err
     assert "faster  +" in err
 
 

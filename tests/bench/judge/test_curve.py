@@ -4,19 +4,20 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 from test_verdict import make_run, series
 
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
-from playbook_bench.judge import curve_rules, statistics, verdict
+from playbook_bench.judge import curve_rules, design, effects, guards, statistics, verdict
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import confirm, replay, store
 
 PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))
 SEEN = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
-NOISE = [0.002, -0.002, 0.001, -0.001]
+NOISE = [0.0004, -0.0004, 0.0002, -0.0002]
 
 
 def sweep(values=(1, 2, 4), metric="step_seconds", **fields):
@@ -34,17 +35,17 @@ def square(metric="step_seconds"):
 
 
 def record(case, gains, expect, blocks=4, s_aa=0.002, outcomes=None, looks=(4, 8), fields=None):
-    """Runs in which variant i is better than the first by exp(gains[i]) in step time, with a ripple per block and variant."""
-    runs = []
-    for block in range(blocks):
-        for i, variant in enumerate(case.variants):
-            outcome = (outcomes or {}).get(variant, "ok")
-            seconds = math.exp(-gains[i] - NOISE[(block + i) % 4])
-            own = {"config_sha": variant, "observed": SEEN, **(fields or {}).get(variant, {})}
-            if outcome == "ok":
-                runs.append(make_run(variant, block, len(runs), seconds=seconds, **own))
-            elif block == 0:
-                runs.append(make_run(variant, block, len(runs), outcome=outcome, message="planted: no", **own))
+    """Runs in the order of a series in which variant i is better than the first by exp(gains[i]) in step time, with a ripple per block and variant."""
+    runs, names = [], list(case.variants)
+    for launch in design.launched(design.order(0, len(names), (4, 8, 12)), len(names)):
+        block, variant = launch.block, names[launch.variant]
+        outcome = (outcomes or {}).get(variant, "ok")
+        seconds = math.exp(-gains[launch.variant] - NOISE[(block + launch.variant) % 4])
+        own = {"config_sha": variant, "observed": SEEN, **(fields or {}).get(variant, {})}
+        if outcome == "ok" and block < blocks:
+            runs.append(make_run(variant, block, len(runs), seconds=seconds, **own))
+        elif block == 0:
+            runs.append(make_run(variant, block, len(runs), outcome=outcome, message="planted: no", **own))
     claim = ClaimRef(
         id="X1", card="c", card_sha="", statement="s", kind=case.kind, metric=case.metric, expect=expect, comparison=Comparison()
     )
@@ -127,18 +128,21 @@ def test_the_difference_of_differences_is_a_ratio_of_ratios():
     found = verdict.derive(record(square(), [0.0, 0.1, 0.2, 0.6], expect(">="))).curve
     assert found.contrasts[0].effect == pytest.approx(math.expm1(0.3), abs=0.01)
     assert found.contrasts[0].low < found.contrasts[0].effect < found.contrasts[0].high
-    assert (found.freedom, found.look) == (13, 1)
+    assert (found.freedom, found.look) == (16 - 4, 1)
 
 
 def test_the_interval_follows_from_the_figures_of_the_record():
     measured = record(sweep(), [0.0, 0.1, 0.2], expect(">="))
-    for i, noise in zip((2, 5, 8, 11), (0.05, -0.04, 0.03, -0.02), strict=True):  # the last value is noisier than the others
+    for i, noise in zip([i for i, r in enumerate(measured.runs) if r.variant == "4"], (0.05, -0.04, 0.03, -0.02), strict=True):
         measured.runs[i] = make_run("4", i // 3, i, seconds=math.exp(-0.2 - noise), config_sha="4", observed=SEEN)
     curve = verdict.derive(measured).curve
     (last,) = curve.contrasts
     half = statistics.t_quantile(curve.alpha_contrast, curve.freedom) * last.used / math.sqrt(curve.blocks)
     assert (last.low, last.high) == pytest.approx((math.expm1(last.mean - half), math.expm1(last.mean + half)))
-    assert half == pytest.approx(statistics.t_quantile(curve.alpha_contrast, curve.blocks - 1) * last.deviation / math.sqrt(curve.blocks))
+    rows = [[-math.log(r.samples[0].seconds) for r in sorted(measured.runs[i : i + 3], key=lambda r: int(r.variant))] for i in (0, 3, 6, 9)]
+    same = design.contrast(rows, effects.launches(measured.runs, guards.blocks_of(measured.runs, ["1", "2", "4"])), [-1.0, 0.0, 1.0])
+    assert half == pytest.approx(statistics.t_quantile(curve.alpha_contrast, float(same.freedom)) * float(same.error), rel=1e-3)
+    assert last.deviation > 0.02, "the last value is noisier than the others, and held to it"
 
 
 def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
@@ -199,7 +203,9 @@ def test_what_voids_a_pair_voids_a_sweep():
     assert judged(sweep(), gains, wanted, fields={"4": {"trained_parameters": 1}}).reason == "invalid_pair"
     assert judged(sweep(), gains, wanted, fields={"2": {"observed": Observed(numbers={"layers": 1})}}).reason == "not_activated"
     assert judged(sweep(), gains, wanted, blocks=3).reason == "budget", "between looks there is no verdict"
-    assert judged(sweep(), gains, wanted, s_aa=0.4).status == "inconclusive", "the A/A floors the deviation"
+    old = record(sweep(), gains, wanted, s_aa=0.4)
+    old = old.model_copy(update={"plan": old.plan.model_copy(update={"rules": 2})})
+    assert verdict.derive(old).verdict.status == "inconclusive", "in version 2 the A/A counts"
 
 
 def test_a_record_of_a_sweep_replays_and_notices_a_changed_figure(tmp_path):
@@ -254,7 +260,7 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
 
 # How often a rule errs, over whole series: three looks, the error rate spent among looks and shared among contrasts.
 
-LOOKS, SERIES = (4, 8, 12), 600
+LOOKS, SERIES, ORDERS = (4, 8, 12), 600, 20
 
 
 def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
@@ -264,21 +270,34 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
     q = curve_rules.question(wanted, names, math.log1p(wanted.margin.value / 100))
     contrasts = curve_rules.asked(q, interaction)
     weights = [[c.weights.get(n, 0.0) for n in names] for c in contrasts]
-    k, last = len(names), LOOKS[-1]
-    noise = rng.normal(0, 1, (SERIES, last, k)) * np.array(deviations)
-    order = np.array([rng.permutation(k) for _ in range(SERIES * last // 2)]).reshape(SERIES, last // 2, 1, k)
-    place = np.concatenate([order, k - 1 - order], axis=2).reshape(SERIES, last, k) + k * np.arange(last)[:, None]
-    y = np.array(gains) + noise + rng.normal(0, 0.02, (SERIES, last, 1)) + drift * place
-    aa = rng.normal(0, math.sqrt(2) * deviations[0], (SERIES, 4))
-    outcome = []
-    for rows, own in zip(y, aa, strict=True):
-        statuses = (
-            curve_rules.decide(q, [(i.low, i.high) for i in rules.intervals(rows[:n], weights, level / len(contrasts), own)], interaction)
-            for n in LOOKS
-            for level in (rules.level(LOOKS, 0.05, n),)
-        )
-        outcome.append(next((s for s in statuses if s is not None), None))
+    k, outcome = len(names), []
+    for each in range(ORDERS):
+        order = design.order(each, k, LOOKS)
+        n, count = len(order), SERIES // ORDERS
+        y = np.array(gains)[order] + rng.normal(0, 1, (count, n)) * np.array(deviations)[order] + drift * np.arange(n)
+        y += np.repeat(rng.normal(0, 0.02, (count, LOOKS[-1])), k, axis=1)
+        bounds = []
+        for look in LOOKS:
+            model = design.fit(design.launched(order[: k * look], k), k)
+            found = [model.contrast(y[:, : k * look], weight) for weight in weights]
+            alpha = rules.level(LOOKS, 0.05, look) / len(contrasts)
+            half = [stats.t.ppf(1 - alpha / 2, each.freedom) * each.error for each in found]
+            bounds.append([(each.mean - h, each.mean + h) for each, h in zip(found, half, strict=True)])
+        for i in range(count):
+            statuses = (curve_rules.decide(q, [(low[i], high[i]) for low, high in at], interaction) for at in bounds)
+            outcome.append(next((s for s in statuses if s is not None), None))
     return outcome.count(True) / SERIES, outcome.count(False) / SERIES
+
+
+def test_the_simulation_has_the_intervals_of_the_rules():
+    order, rng = design.order(1, 3, LOOKS), np.random.default_rng(0)
+    launches, rows = design.launched(order, 3), rng.normal(size=(12, 3))
+    y = [rows[launch.block][launch.variant] for launch in launches]
+    for weight in ([-1.0, 1.0, 0.0], [0.0, -1.0, 1.0]):
+        (found,) = verdict.RULES[VERSION].intervals(rows.tolist(), launches, [weight], 0.01, [])
+        same = design.fit(launches, 3).contrast(y, weight)
+        half = stats.t.ppf(1 - 0.01 / 2, same.freedom) * same.error
+        assert (found.low, found.high) == pytest.approx((same.mean - half, same.mean + half))
 
 
 EDGE = math.log(1.05)

@@ -7,38 +7,49 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from test_curve import expect, record, square, sweep
-from test_verdict import around, judge, make_case, make_run, measured, series
+from test_curve import NOISE, expect, record, square, sweep
+from test_verdict import ORDER, around, judge, make_case, make_run, measured, series
 
 from playbook.cards.model import Comparison as Compared
 from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Activation, Case, Receipt, Rule
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan
-from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, slowdown, statistics, verdict
+from playbook_bench.judge import curve_rules, design, effects, guards, metrics, receipt, rules_v2, slowdown, statistics, verdict
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 
 SECONDS = metrics.get("step_seconds")
-RATES = statistics.levels((4, 8, 12), statistics.SPENT * 0.05)
+RATES = statistics.levels((4, 8, 12), Rules.spent * 0.05)
 
 
-def by_hand(d: list[float], noise: list[float], alpha: float) -> tuple[float, float]:
-    """Mean and half width of a pair's interval whose own deviation does not stand out of the A/A."""
-    freedom = len(d) - 1 + len(noise)
-    pooled = math.sqrt((sum((x - np.mean(d)) ** 2 for x in d) + sum(x * x for x in noise)) / freedom)
-    return float(np.mean(d)), stats.t.ppf(1 - alpha / 2, freedom) * pooled / math.sqrt(len(d))
+def by_hand(d: list[float], alpha: float) -> tuple[float, float, float]:
+    """Mean, half width and standard error of a pair's interval: least squares with a level for each variant, a drift and a carry-over, the variance of
+    each variant from its own residuals, and degrees of freedom by Satterthwaite. The first launch of `series` follows none.
+    """
+    of = np.array(ORDER[: 2 * len(d)])
+    y, n = np.zeros(len(of)), len(of)
+    y[of == 1] = d
+    x = np.column_stack([of == 0, of == 1, np.arange(n), [0, *np.where(of[:-1] == 1, 1, -1)]]).astype(float)
+    solved = np.linalg.solve(x.T @ x, x.T)
+    left, share = y - x @ (solved @ y), 1 - np.diag(x @ solved)
+    weights = solved[1] - solved[0]
+    parts = [(left[of == v] ** 2).sum() / share[of == v].sum() * (weights[of == v] ** 2).sum() for v in (0, 1)]
+    freedom = sum(parts) ** 2 / sum(p**2 / share[of == v].sum() for v, p in enumerate(parts))
+    error = math.sqrt(sum(parts))
+    return float(weights @ y), stats.t.ppf(1 - alpha / 2, freedom) * error, error
 
 
 def test_the_record_of_a_pair() -> None:
     d = [0.101, 0.099, 0.102, 0.098]
-    found = judge(d, s_aa=0.005).comparison
-    mean, half = by_hand(d, [0.005] * 4, RATES[0])
+    found = judge(d).comparison
+    mean, half, error = by_hand(d, RATES[0])
+    used = half * 2 / stats.t.ppf(1 - RATES[0] / 2, 6)
     assert found.model_dump() == {
         "metric": "step_seconds", "unit": "s", "better": "lower", "design": "launches_abba", "scale": "log_ratio",
         "baseline": pytest.approx(1.0005), "candidate": pytest.approx(1.0005 * np.mean(np.exp([-x for x in d]))),
         "effect": pytest.approx(math.expm1(mean)), "low": pytest.approx(math.expm1(mean - half)), "high": pytest.approx(math.expm1(mean + half)),
         "pairs": 4, "look": 1, "alpha_look": pytest.approx(RATES[0]), "differences": pytest.approx(d), "mean": pytest.approx(mean),
-        "deviation": pytest.approx(np.std(d, ddof=1)), "floor": pytest.approx(0.005), "hodges_lehmann": None, "sign_flip_p": None,
-        "mde": pytest.approx(statistics.least_effect(4, half * 2 / stats.t.ppf(1 - RATES[0] / 2, 7), RATES[0])), "pairs_needed": None,
+        "deviation": pytest.approx(2 * error), "floor": None, "hodges_lehmann": None, "sign_flip_p": None,
+        "mde": pytest.approx(statistics.least_effect(4, used, RATES[0])), "pairs_needed": None,
     }  # fmt: skip
 
 
@@ -66,24 +77,24 @@ def test_an_exact_metric_that_does_not_repeat_is_said_in_the_conditions() -> Non
 
 
 def test_a_sweeps_intervals_share_the_error_rate() -> None:
-    found = verdict.derive(record(sweep(), [0.0, 0.1, 0.2], expect("rising"), s_aa=0.004)).curve
-    alpha = statistics.levels((4, 8), statistics.SPENT * 0.05)[0] / 2
+    found = verdict.derive(record(sweep(), [0.0, 0.1, 0.2], expect("rising"))).curve
+    alpha = statistics.levels((4, 8), Rules.spent * 0.05)[0] / 2
     assert found.alpha_contrast == pytest.approx(alpha)
     assert (found.design, found.freedom, found.blocks, found.look, found.floor) == (
         "launches_blocks",
-        2 * 3 + 4,
+        12 - 3,
         4,
         1,
-        pytest.approx(0.004),
+        None,
     )
     assert [c.name for c in found.contrasts] == ["2 over 1", "4 over 2"]
     for c in found.contrasts:
-        half = stats.t.ppf(1 - alpha / 2, 10) * c.used / 2
+        half = stats.t.ppf(1 - alpha / 2, 9) * c.used / 2
         assert (c.low, c.high) == pytest.approx((math.expm1(c.mean - half), math.expm1(c.mean + half)))
     assert [(p.variant, p.launches, p.outcome) for p in found.points] == [(v, 4, "ok") for v in ("1", "2", "4")]
     # The ripple of four blocks is the same four values for every variant, in another order: it cancels in the mean.
     assert [p.effect for p in found.points] == pytest.approx([0.0, math.expm1(0.1), math.expm1(0.2)])
-    assert found.points[1].value == pytest.approx(1.0005 * math.exp(-0.1) * np.mean(np.exp([0.002, -0.002, 0.001, -0.001])))
+    assert found.points[1].value == pytest.approx(1.0005 * math.exp(-0.1) * np.mean(np.exp(NOISE)))
 
 
 def test_a_contrast_that_did_not_come_about_may_be_anything() -> None:
@@ -95,7 +106,7 @@ def test_a_contrast_that_did_not_come_about_may_be_anything() -> None:
 def test_of_two_planned_contrasts_one_that_did_not_come_about_still_has_its_share() -> None:
     gone = expect("best", at=[2], infeasible=[1])
     found = verdict.derive(record(sweep(), [0.0, 0.3, 0.0], gone, outcomes={"1": "oom"})).curve
-    assert (len(found.contrasts), found.alpha_contrast) == (1, pytest.approx(statistics.levels((4, 8), statistics.SPENT * 0.05)[0] / 2))
+    assert (len(found.contrasts), found.alpha_contrast) == (1, pytest.approx(statistics.levels((4, 8), Rules.spent * 0.05)[0] / 2))
     assert next((p.variant, p.outcome, p.launches, p.value) for p in found.points) == ("1", "oom", 1, None)
 
 
@@ -174,8 +185,8 @@ def test_a_statement_that_is_computed(holds: bool, status: str) -> None:
         verdict.derive(made)
 
 
-def test_records_of_both_versions_are_judged() -> None:
-    assert (VERSION, sorted(verdict.RULES)) == (2, [1, 2])
+def test_records_of_every_version_are_judged() -> None:
+    assert (VERSION, sorted(verdict.RULES)) == (3, [1, 2, 3])
 
 
 def test_one_pair_is_never_enough_for_an_interval_even_at_a_look() -> None:
@@ -194,22 +205,17 @@ def test_what_is_open_before_the_last_look_is_a_matter_of_time(pairs: int, reaso
 
 def test_how_many_pairs_would_settle_it_is_counted_from_the_end_that_is_open() -> None:
     d = [0.045, 0.045, 0.055, 0.055]
-    mean, _ = by_hand(d, [0.005] * 4, RATES[0])
-    largest = max(np.std(d, ddof=1), math.sqrt((sum((x - mean) ** 2 for x in d) + 4 * 0.005**2) / 7))
+    mean, _, error = by_hand(d, RATES[0])
     for op, ends in ((">=", [math.log(1.055)]), ("within", [math.log(1.055), -math.log(1.055)])):
         found = judge(d, op=op, margin=5.5)
-        assert found.comparison.pairs_needed == statistics.pairs_needed(mean - ends[0], largest, RATES[0]), op
-    wide = judge(
-        [-0.045, 0.035, -0.055, 0.045], op=">=", margin=1.0, s_aa=0.07
-    ).comparison  # 1 % worse is no end of `>=`, though the interval has it
-    pooled = max(wide.deviation, math.sqrt((3 * wide.deviation**2 + 4 * 0.07**2) / 7))
-    assert wide.pairs_needed == statistics.pairs_needed(wide.mean - math.log(1.01), pooled, RATES[0])
+        assert found.comparison.pairs_needed == statistics.pairs_needed(mean - ends[0], 2 * error, RATES[0]), op
+    wide = judge([-0.045, 0.035, -0.055, 0.045], op=">=", margin=1.0).comparison  # 1 % worse is no end of `>=`, though the interval has it
+    assert wide.pairs_needed == statistics.pairs_needed(wide.mean - math.log(1.01), wide.deviation, RATES[0])
     both = [-0.084, 0.076, -0.073, 0.065]
     for sign in (1, -1):  # both ends are open, and the nearer one needs more
-        open_ = judge([sign * x for x in both], op="within", margin=3.0, s_aa=0.07).comparison
+        open_ = judge([sign * x for x in both], op="within", margin=3.0).comparison
         near = math.log(1.03) - abs(open_.mean)
-        pooled = max(open_.deviation, math.sqrt((3 * open_.deviation**2 + 4 * 0.07**2) / 7))
-        assert open_.pairs_needed == statistics.pairs_needed(near, pooled, RATES[0])
+        assert open_.pairs_needed == statistics.pairs_needed(near, open_.deviation, RATES[0])
     assert judge(around(0.2)).comparison.pairs_needed is None, "settled"
 
 
@@ -267,9 +273,9 @@ def test_whether_a_series_starts_over_with_a_longer_warm_up(by: float, ok: bool)
         for r in runs
     ]
     plan = Plan(rules=VERSION, seed=0, looks=[4])
-    assert verdict.steady(plan, bent, ("baseline", "candidate"), 0.0) is ok
+    assert verdict.steady(plan, bent, ("baseline", "candidate")) is ok
     short = [r.model_copy(update={"samples": r.samples[:-1]}) for r in bent]
-    assert verdict.steady(plan, short, ("baseline", "candidate"), 0.0) is True, "derive has the verdict for that"
+    assert verdict.steady(plan, short, ("baseline", "candidate")) is True, "derive has the verdict for that"
 
 
 # Statistics at the value where they turn.
@@ -281,10 +287,10 @@ def test_the_least_effect_by_the_table_of_students_t() -> None:
     assert statistics.pairs_needed(1e6, 0.01, 0.05) == 2
 
 
-def test_pairs_quieter_than_the_noise_are_not_held_to_their_own_deviation() -> None:
+def test_in_version_2_pairs_quieter_than_the_noise_are_not_held_to_their_own_deviation() -> None:
     """Their own deviation, 0.018, is below the A/A's, 0.02: t with 3 degrees of freedom would still give the wider interval."""
     d = [0.0156, -0.0156] * 2
-    (found,) = statistics.intervals([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
+    (found,) = rules_v2._pooled([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
     assert found.used == pytest.approx(math.sqrt((sum(x * x for x in d) + 4 * 0.0004) / 7))
     assert statistics.aa_deviation([0.1]) == pytest.approx(0.1)
     assert (statistics.difference(1.0, 3.0, True), statistics.difference(1.0, 3.0, False)) == (2.0, -2.0)
@@ -441,24 +447,30 @@ def test_an_interaction_needs_all_its_cells() -> None:
 # The gate's decision.
 
 
-def settles(looks: list[int], deviation: float, distance: float, error: float, noise: int) -> int:
-    """The first look that would settle it, looks added at the distance of the last two."""
+def settles(looks: list[int], deviation: float, distance: float, error: float, spent: float) -> int:
+    """The first look that would settle it, looks added at the distance of the last two, at the rate of the last."""
     step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
+    rates = dict(zip(looks, statistics.levels(tuple(looks), 2 * spent * error), strict=True))
     for pairs in range(looks[0], 1000, step):
-        taken = looks + list(range(looks[-1] + step, pairs + 1, step))
-        reach = stats.t.ppf(1 - error / len(taken), pairs - 1 + noise) + stats.norm.ppf(0.8)
+        rate = next((rates[look] for look in looks if look >= pairs), rates[looks[-1]]) / 2
+        reach = stats.t.isf(rate, 4 * (pairs - 2) / 2 if pairs > 2 else 2) + stats.norm.ppf(0.8)
         if reach * deviation / math.sqrt(pairs) <= distance:
             return pairs
     return 1000
 
 
+def slower(mean: float, deviation: float, pairs: int = 4) -> design.Estimate:
+    """A slowdown by pairs of this deviation, with the degrees of freedom that two variants of equal noise have."""
+    return design.Estimate(*map(np.asarray, (mean, deviation / math.sqrt(pairs), 2.0 * pairs - 4)))
+
+
 @pytest.mark.parametrize("looks", [[4], [4, 12], [2, 4, 8], [3, 4]])
-@pytest.mark.parametrize(("mean", "error"), [(0.014, 0.001), (0.045, 0.025)])
-def test_the_gate_names_the_first_look_that_would_probably_settle_it(looks: list[int], mean: float, error: float) -> None:
+@pytest.mark.parametrize(("mean", "error", "spent"), [(0.014, 0.001, 0.4), (0.045, 0.025, Rules.spent)])
+def test_the_gate_names_the_first_look_that_would_probably_settle_it(looks: list[int], mean: float, error: float, spent: float) -> None:
     limit, seen = math.log1p(0.03), set()
-    for spread in np.linspace(0.008, 0.022, 15):
-        found = slowdown.judge_slowdown([mean + spread, mean - spread], [spread] * 2, limit, looks)
-        need = settles(looks, math.sqrt(4 * spread**2 / 3), abs(limit - mean), error, 2)
+    for deviation in np.linspace(0.006, 0.03, 15):
+        found = slowdown.judge_slowdown(slower(mean, deviation), 4, limit, looks)
+        need = settles(looks, deviation, abs(limit - mean), error, spent)
         if found.answer == "undecided":
             assert found.pairs_needed == (need if need <= 100 else None)
             seen.add(need)
@@ -469,8 +481,8 @@ def test_the_gate_names_the_first_look_that_would_probably_settle_it(looks: list
 def test_a_hundred_pairs_are_the_most_that_are_asked_for(looks: list[int], most: int) -> None:
     """The deviations are those at which so many pairs just settle that there is no slowdown, and just do not."""
     limit, found = math.log1p(0.03), {}
-    for deviation in np.linspace(0.05, 0.06, 25):
-        answer = slowdown.judge_slowdown([deviation, -deviation] * 2, [deviation] * 4, limit, looks)
+    for deviation in np.linspace(0.05, 0.09, 60):
+        answer = slowdown.judge_slowdown(slower(0.0, deviation), 4, limit, looks)
         found[answer.answer] = max(found.get(answer.answer, 0), answer.pairs_needed or 0)
     assert found == {"undecided": most, "too_noisy": 0}
     assert (slowdown.LIMIT, slowdown.MOST_PAIRS) == (0.03, 100)
@@ -478,4 +490,4 @@ def test_a_hundred_pairs_are_the_most_that_are_asked_for(looks: list[int], most:
 
 @pytest.mark.parametrize(("stolen", "named"), [(2.0, True), (1.9, False)])
 def test_time_that_others_took_is_named_as_a_cause(stolen: float, named: bool) -> None:
-    assert ("other machines" in slowdown.cause_of_noise([make_run(telemetry={"stolen_percent": stolen})], [0.1])) is named
+    assert ("other machines" in slowdown.cause_of_noise([make_run(telemetry={"stolen_percent": stolen})], 0.1)) is named

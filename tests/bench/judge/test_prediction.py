@@ -13,7 +13,8 @@ from test_outdated import changes_of
 from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Case, Predicted, Value, case_problems
 from playbook.records.evidence import Seconds
-from playbook_bench.judge import curve_rules, outdated, statistics, verdict
+from playbook_bench.judge import curve_rules, design, outdated, verdict
+from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import replay, store
 
 TRAINER = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -144,10 +145,10 @@ def test_a_mean_at_the_end_of_the_predicted_interval_is_seldom_called_inside_or_
     """At either end both answers are wrong: each is given as often as one look's error rate allows, whatever the blocks share."""
     draw, alpha, said, series = np.random.default_rng(1), 0.05, Counter(), 1500
     asked = curve_rules.question(Expect(op="inside"), ["a"], 0.0, {"a": (-0.1, 0.0)})
+    launches = design.launched(design.order(0, 1, (4,)), 1)
     for _ in range(series):
         rows = draw.normal(0, launch, (4, 1)) + draw.normal(0, block, (4, 1))
-        noise = draw.normal(0, math.sqrt(2) * launch, 4)
-        (found,) = statistics.intervals(rows.tolist(), [[1.0]], alpha, noise.tolist())
+        (found,) = verdict.RULES[VERSION].intervals(rows.tolist(), launches, [[1.0]], alpha, [])
         said[curve_rules.decide(asked, [(found.low, found.high)])] += 1
     assert said[True] / series < alpha / 2 + 0.012
     assert said[False] / series < alpha / 2 + 0.012

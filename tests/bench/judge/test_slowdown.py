@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 from test_verdict import make_run
 
 from playbook.records.evidence import Comparison, Observed, Run, Sample
-from playbook_bench.judge import metrics, slowdown
+from playbook_bench.judge import design, metrics, slowdown, statistics
 from playbook_bench.judge.guards import Pair
 
 LOOKS = (4, 8, 12)
 LIMIT = math.log1p(0.03)
 
 
-def around(mean: float, deviation: float, n: int = 4) -> list[float]:
-    """Values with exactly this mean, half of them a deviation above it and half below."""
-    return [mean + deviation * (-1) ** i for i in range(n)]
+def worse(mean: float, deviation: float, pairs: int = 4, freedom: float = 4.0) -> design.Estimate:
+    """A slowdown by so many pairs of this deviation."""
+    return design.Estimate(np.asarray(mean), np.asarray(deviation / math.sqrt(pairs)), np.asarray(freedom))
 
 
 def launch(variant: str = "baseline", pair: int = 0, wall_s: float = 10.0, role: str = "measure", **steps: object) -> Run:
@@ -70,67 +72,81 @@ def test_an_allowance_of_nothing_lets_what_is_equal_pass() -> None:
     assert gates("cost", series(), {"memory": 0.0, "process": 0.0}) == {}
 
 
-# By hand, from tables of Student's t: with 4 pairs and 4 of noise the deviation has 7 degrees of freedom, and with three looks the one-sided rates
-# are 0.025 / 3 (t = 3.128) and 0.001 / 3 (t = 5.795). Pairs of deviation 0.004 (sample: 0.004619) and noise of 0.004 pool to 0.004276.
+# Each bound is the mean and Student's quantile at the look's part of its rate, times the standard error: here 0.002, with 4 degrees of freedom.
+FAILS = stats.t.isf(statistics.levels(LOOKS, 2 * 0.76 * 0.025)[0] / 2, 4) * 0.002
+PASSES = stats.t.isf(statistics.levels(LOOKS, 2 * 0.4 * 0.001)[0] / 2, 4) * 0.002
+
+
 @pytest.mark.parametrize(
     ("mean", "answer"),
     [
-        (0.0, "pass"),
-        (-0.05, "pass"),
-        (0.0170, "pass"),  # 0.02956 - 5.795 * 0.002138 = 0.01717
-        (0.0177, "undecided"),
-        (0.0360, "undecided"),  # 0.02956 + 3.128 * 0.002138 = 0.03625
-        (0.0365, "regression"),
+        (LIMIT - 0.05, "pass"),
+        (LIMIT - 1.01 * PASSES, "pass"),
+        (LIMIT - 0.99 * PASSES, "undecided"),
+        (LIMIT + 0.99 * FAILS, "undecided"),
+        (LIMIT + 1.01 * FAILS, "regression"),
     ],
 )
 def test_a_slowdown_passes_or_fails_only_where_its_interval_says_so(mean: float, answer: str) -> None:
-    found = slowdown.judge_slowdown(around(mean, 0.004), around(0.0, 0.004), LIMIT, LOOKS)
+    found = slowdown.judge_slowdown(worse(mean, 0.004), 4, LIMIT, LOOKS)
     assert found.answer == answer
-    assert found.mean == pytest.approx(mean)
-    assert found.low == pytest.approx(mean - 3.128 * 0.002138, abs=2e-5)
-    assert found.high == pytest.approx(mean + 5.795 * 0.002138, abs=2e-5)
+    assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - FAILS, mean + PASSES))
+    assert found.deviation == pytest.approx(0.004)
 
 
-def test_a_noisier_commit_is_held_to_its_own_noise() -> None:
-    """Pairs vary twice as much as the noise does, so they alone count: 3 degrees of freedom, t = 4.857 for 0.025 / 3 (here one look: 3.182)."""
-    found = slowdown.judge_slowdown(around(0.0, 0.01), around(0.0, 0.005), LIMIT, (4,))
-    assert found.low == pytest.approx(-3.182 * 0.011547 / 2, rel=1e-3)
-    calm = slowdown.judge_slowdown(around(0.0, 0.001), around(0.0, 0.005), LIMIT, (4,))
-    assert calm.low == pytest.approx(-2.365 * math.sqrt((3 * 0.0011547**2 + 4 * 0.005**2) / 7) / 2, rel=1e-3), "and a quieter one to both"
+def test_the_last_look_has_more_of_the_error_rates_and_between_looks_the_next_one_counts() -> None:
+    high = {
+        n: slowdown.judge_slowdown(design.Estimate(*map(np.asarray, (0.0, 0.01, 8.0))), n, LIMIT, LOOKS).high for n in (4, 6, 8, 12, 13)
+    }
+    assert high[4] > high[6] == high[8] > high[12] == high[13]
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(1.0, 1.0), (1.0, 4.0), (4.0, 1.0)])
+def test_a_slowdown_as_large_as_the_limit_passes_in_one_of_a_thousand_whatever_the_noise(baseline: float, candidate: float) -> None:
+    """Over all looks, in the order of series; also where one commit is four times noisier than the other."""
+    rng, looks, passed, count = np.random.default_rng(2), (4, 6, 8, 10, 12), 0, 40_000
+    for seed in range(20):
+        launches = design.launched(design.order(seed, 2, looks), 2)
+        of = np.array([launch.variant for launch in launches])
+        y = rng.normal(size=(count // 20, len(of))) * 0.01 * np.where(of, candidate, baseline) + LIMIT * of
+        open_ = np.ones(len(y), dtype=bool)
+        for look in looks:
+            found = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
+            # The answer of one series at these degrees of freedom, for all of them at once.
+            rate = slowdown._rate(slowdown._PASS_ERROR, looks, look)
+            high = found.mean + stats.t.isf(rate, found.freedom) * found.error
+            one = slowdown.judge_slowdown(design.Estimate(found.mean[0], found.error[0], found.freedom[0]), look, LIMIT, looks)
+            assert one.high == pytest.approx(high[0])
+            passed += int((open_ & (high < LIMIT)).sum())
+            open_ &= high >= LIMIT
+    assert passed / count <= 0.001 + 2 * math.sqrt(0.001 / count)
 
 
 @pytest.mark.parametrize(
     ("mean", "deviation", "answer"),
-    [(0.0, 0.02, "undecided"), (0.02, 0.01, "undecided"), (0.0, 0.06, "too_noisy"), (0.03, 0.06, "too_noisy")],
+    [(0.0, 0.02, "undecided"), (0.02, 0.01, "undecided"), (0.0, 0.07, "too_noisy"), (0.03, 0.07, "too_noisy")],
 )
 def test_what_no_number_of_pairs_would_rule_out_is_too_noisy(mean: float, deviation: float, answer: str) -> None:
-    found = slowdown.judge_slowdown(around(mean, deviation), around(0.0, deviation), LIMIT, LOOKS)
-    assert found.answer == answer
+    assert slowdown.judge_slowdown(worse(mean, deviation), 4, LIMIT, LOOKS).answer == answer
 
 
 def test_the_number_of_pairs_that_would_settle_it() -> None:
-    """Looks go on at their distance of four, each with a smaller part of the error rate, until the interval and 80 % power fit into the distance."""
-    need = {d: slowdown.judge_slowdown(around(0.02, d), around(0.0, d), LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
-    assert need == {0.004: 8, 0.006: 12, 0.01: 32, 0.02: None}
-    assert slowdown.judge_slowdown(around(0.04, 0.01), around(0.0, 0.01), LIMIT, LOOKS).pairs_needed == 16, (
-        "a regression is cheaper to show"
-    )
-    assert slowdown.judge_slowdown(around(LIMIT, 0.004), around(0.0, 0.004), LIMIT, LOOKS).pairs_needed is None
-    assert slowdown.judge_slowdown(around(0.02, 0.006), around(0.0, 0.006), LIMIT, (4,)).pairs_needed % 4 == 0, (
-        "of one look, its own distance"
-    )
+    """Looks go on at their distance until the interval and 80 % power fit into the distance."""
+    need = {d: slowdown.judge_slowdown(worse(0.02, d), 4, LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
+    assert need == {0.004: 8, 0.006: 12, 0.01: 24, 0.02: 88}
+    assert slowdown.judge_slowdown(worse(0.04, 0.01), 4, LIMIT, LOOKS).pairs_needed == 12, "a regression is cheaper to show"
+    assert slowdown.judge_slowdown(worse(LIMIT, 0.004), 4, LIMIT, LOOKS).pairs_needed is None
+    assert slowdown.judge_slowdown(worse(0.02, 0.006), 4, LIMIT, (4,)).pairs_needed % 4 == 0, "of one look, its own distance"
 
 
-@pytest.mark.parametrize(
-    ("worse", "noise"), [([0.0], [0.0, 0.1]), ([0.0, 0.1], [0.0]), ([0.0, math.nan], [0.0, 0.1]), ([0.0, 0.1], [0.0, math.inf])]
-)
-def test_too_few_pairs_or_no_number_give_no_answer(worse: list[float], noise: list[float]) -> None:
+@pytest.mark.parametrize(("pairs", "mean", "error"), [(1, 0.0, 0.1), (4, math.nan, 0.1), (4, 0.0, math.inf)])
+def test_too_few_pairs_or_no_number_give_no_answer(pairs: int, mean: float, error: float) -> None:
     with pytest.raises(ValueError, match=r"at least 2 pairs|not finite"):
-        slowdown.judge_slowdown(worse, noise, LIMIT, LOOKS)
+        slowdown.judge_slowdown(design.Estimate(*map(np.asarray, (mean, error, 4.0))), pairs, LIMIT, LOOKS)
 
 
-def test_two_pairs_of_each_are_enough_for_an_answer() -> None:
-    assert slowdown.judge_slowdown([0.0, 0.0], [0.0001, -0.0001], LIMIT, (2,)).answer == "pass"
+def test_two_pairs_are_enough_for_an_answer() -> None:
+    assert slowdown.judge_slowdown(worse(0.0, 0.00001, 2, 2.0), 2, LIMIT, (2,)).answer == "pass"
 
 
 def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
@@ -138,11 +154,11 @@ def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
         return make_run(variant, observed=Observed(counters={"gpu_computing_percent": computing}), telemetry={"stolen_percent": stolen})
 
     quiet, busy = [ran("baseline", 90, 0), ran("candidate", 80, 1.9)], [ran("baseline", 90, 3), ran("candidate", 79, 2)]
-    assert slowdown.cause_of_noise(quiet, [0.05, -0.05]) == "launches of one commit differ by 5.0 %"
-    text = slowdown.cause_of_noise(busy, [])
+    assert slowdown.cause_of_noise(quiet, 0.05) == "launches of one commit differ by 5.0 %"
+    text = slowdown.cause_of_noise(busy, 0.001)
     assert (
         text
-        == "the GPU computes in only 79 % of the step, so the host is what is timed; other machines on this hardware had 2 % of its processor time"
+        == "launches of one commit differ by 0.1 %; the GPU computes in only 79 % of the step, so the host is what is timed; other machines on this hardware had 2 % of its processor time"
     )
 
 

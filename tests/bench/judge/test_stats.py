@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import t as student
 
-from playbook_bench.judge import statistics
+from playbook_bench.judge import design, rules_v2, statistics
 from playbook_bench.judge.curve_rules import Question
 from playbook_bench.judge.curve_rules import decide as decided
 from playbook_bench.judge.verdict_rules import Rules
@@ -22,31 +23,50 @@ positive = st.floats(0.5, 2.0)
 RULES = Rules()
 
 
-def interval(differences, alpha, noise=()):
-    """The interval of one difference over blocks of two variants."""
-    return statistics.intervals([(0.0, d) for d in differences], [(-1.0, 1.0)], alpha, noise)[0]
+def placed(blocks, variants=2, seed=0):
+    """So many blocks of launches in the order of a series."""
+    return design.launched(design.order(seed, variants, (4, 8, 12))[: blocks * variants], variants)
+
+
+def interval(differences, alpha):
+    """The interval of a candidate's differences from a baseline that repeats."""
+    launches = [launch for launch in placed(12) if launch.block < len(differences)]
+    return RULES.intervals([(0.0, d) for d in differences], launches, [(-1.0, 1.0)], alpha, [])[0]
 
 
 def decide(op, margin, low, high):
     return {True: "confirmed", False: "refuted", None: None}[decided(Question(op, ["a", "b"], margin), [(low, high)])]
 
 
-def settle(rng, effect, margin, op, noisier=1.0):
-    """One simulated series against one claim, with an A/A of its own, as the harness runs it; the candidate's pairs may be noisier."""
-    noise = rng.normal(0, S, 4)
-    d = rng.normal(effect, S * noisier, LOOKS[-1])
-    for n in LOOKS:
-        found = interval(d[:n], RULES.level(LOOKS, ALPHA, n), noise)
-        status = decide(op, margin, found.low, found.high)
-        if status:
-            return status
-    return "inconclusive"
+def settle(rng, effect, margin, op, count, noisier=1.0, orders=20):
+    """So many simulated series against one claim, as the harness runs them; the candidate's launches may be noisier."""
+    out = []
+    for seed in range(orders):
+        launches = placed(LOOKS[-1], seed=seed)
+        candidate = np.array([p.variant for p in launches])
+        y = rng.normal(size=(count // orders, len(launches))) * S / math.sqrt(2) * np.where(candidate, noisier, 1.0) + effect * candidate
+        status: list[str | None] = [None] * len(y)
+        for n in LOOKS:
+            found = design.fit(launches[: 2 * n], 2).contrast(y[:, : 2 * n], (-1.0, 1.0))
+            half = student.ppf(1 - RULES.level(LOOKS, ALPHA, n) / 2, found.freedom) * found.error
+            ends = zip(found.mean - half, found.mean + half, strict=True)
+            status = [before or decide(op, margin, low, high) for before, (low, high) in zip(status, ends, strict=True)]
+        out += [each or "inconclusive" for each in status]
+    return out
+
+
+def test_the_simulation_has_the_intervals_of_the_rules():
+    launches, rows = placed(8), [tuple(row) for row in np.random.default_rng(0).normal(size=(8, 2)).tolist()]
+    same = design.fit(launches, 2).contrast([rows[p.block][p.variant] for p in launches], (-1.0, 1.0))
+    half = student.ppf(1 - 0.01 / 2, same.freedom) * same.error
+    (found,) = RULES.intervals(rows, launches, [(-1.0, 1.0)], 0.01, [])
+    assert (found.low, found.mean, found.high) == pytest.approx((same.mean - half, same.mean, same.mean + half))
 
 
 @pytest.mark.parametrize(("slower", "wanted"), [(0.0, "refuted"), (0.01, "refuted"), (0.05, "confirmed")])
 def test_at_least_three_percent_slower(slower, wanted):
     rng = np.random.default_rng(20260)
-    statuses = [settle(rng, math.log(1 - slower), math.log(1 - 0.03), "<=") for _ in range(200)]
+    statuses = settle(rng, math.log(1 - slower), math.log(1 - 0.03), "<=", 200)
     wrong = {"refuted": "confirmed", "confirmed": "refuted"}[wanted]
     assert statuses.count(wanted) >= 190
     assert statuses.count(wrong) <= 2
@@ -54,9 +74,9 @@ def test_at_least_three_percent_slower(slower, wanted):
 
 @pytest.mark.parametrize("noisier", [1.0, 2.0, 4.0])
 def test_truth_at_the_margin_is_rarely_decided_either_way(noisier):
-    """At most 2.5 % a side are promised, also for a candidate that varies more than the A/A, which is of the baseline, can know."""
+    """At most 2.5 % a side are promised, also for a candidate that varies more than the baseline."""
     rng = np.random.default_rng(11)
-    statuses = [settle(rng, math.log(1.05), math.log(1.05), ">=", noisier) for _ in range(1500)]
+    statuses = settle(rng, math.log(1.05), math.log(1.05), ">=", 1500, noisier)
     assert statuses.count("confirmed") <= 0.025 * 1500 + 14
     assert statuses.count("refuted") <= 0.025 * 1500 + 14
 
@@ -76,29 +96,49 @@ def test_one_look_spends_all_and_between_looks_the_next_one_counts():
     assert RULES.level(LOOKS, ALPHA, 13) == RULES.level(LOOKS, ALPHA, 12)
 
 
+@pytest.mark.parametrize("pairs", [4, 12])
+def test_a_drift_and_a_carry_over_of_any_size_move_no_difference(pairs):
+    rng = np.random.default_rng(3)
+    for seed in range(5):
+        launches = placed(pairs, seed=seed)
+        y = rng.normal(size=2 * pairs)
+        disturbed = y + np.array([50.0 * launch.at + 20.0 * launch.before for launch in launches])
+        plain, found = (design.fit(launches, 2).contrast(values, (-1.0, 1.0)) for values in (y, disturbed))
+        for name in ("mean", "error", "freedom"):
+            assert getattr(found, name) == pytest.approx(getattr(plain, name)), name
+
+
 @pytest.mark.parametrize("variants", [3, 4])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
     """The last variant is five times as noisy as the rest: its contrast has no more degrees of freedom than its own blocks give it."""
     rng, alpha, series = np.random.default_rng(5), ALPHA / len(LOOKS), 3000
-    weights = [[-1.0, *[0.0] * (variants - 2), 1.0]]
-    noise = rng.normal(0, 1, (series, blocks, variants)) * np.array([1.0] * (variants - 1) + [5.0])
-    aa = rng.normal(0, math.sqrt(2), (series, 4))
-    found = [statistics.intervals(rows, weights, alpha, own)[0] for rows, own in zip(noise, aa, strict=True)]
-    missed = np.mean([not i.low <= 0 <= i.high for i in found])
+    weights = [-1.0, *[0.0] * (variants - 2), 1.0]
+    missed = 0.0
+    for seed in range(20):
+        launches = placed(blocks, variants, seed)
+        noise = rng.normal(0, 1, (series // 20, len(launches))) * np.array([5.0 if p.variant == variants - 1 else 1.0 for p in launches])
+        found = design.fit(launches, variants).contrast(noise, weights)
+        beyond = [statistics.t_quantile(alpha, float(freedom)) for freedom in found.freedom]
+        missed += float(np.mean(np.abs(found.mean) > beyond * found.error)) / 20
     assert missed <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / series)
 
 
-def test_the_noise_of_the_machine_keeps_lucky_pairs_from_a_width_of_zero():
-    found = interval([0.05] * 4, 0.05, [0.004, -0.004, 0.004, -0.004])
+def pooled_v2(differences, alpha, noise):
+    """The interval of one difference by the rules of version 2."""
+    return rules_v2._pooled([(0.0, d) for d in differences], [(-1.0, 1.0)], alpha, noise)[0]
+
+
+def test_in_version_2_the_noise_of_the_machine_keeps_lucky_pairs_from_a_width_of_zero():
+    found = pooled_v2([0.05] * 4, 0.05, [0.004, -0.004, 0.004, -0.004])
     assert found.deviation == pytest.approx(0.0)
     assert found.high - found.low > 0.005
 
 
-def test_pairs_as_noisy_as_the_machine_get_the_interval_of_both():
+def test_in_version_2_pairs_as_noisy_as_the_machine_get_the_interval_of_both():
     """Four pairs and four A/A pairs of one deviation: seven degrees of freedom."""
     d, noise = [0.01, 0.03, 0.01, 0.03], [0.02, -0.02, 0.02, -0.02]
-    found = interval(d, 0.05, noise)
+    found = pooled_v2(d, 0.05, noise)
     pooled = math.sqrt((4 * 0.0001 + 4 * 0.0004) / 7)
     assert (found.freedom, found.used) == (7, pytest.approx(pooled))
     assert found.high - found.low == pytest.approx(2 * statistics.t_quantile(0.05, 7) * pooled / 2)

@@ -1,10 +1,10 @@
 """From records to verdicts: every rule, through `derive` alone."""
 
+import dataclasses
 import math
 import random
 from typing import get_args
 
-import numpy as np
 import pytest
 
 from playbook.cards.model import Comparison, Expect, Quantity
@@ -25,7 +25,7 @@ from playbook.records.evidence import (
     Run,
     Sample,
 )
-from playbook_bench.judge import effects, metrics, statistics, verdict
+from playbook_bench.judge import design, effects, metrics, verdict
 from playbook_bench.judge.verdict_rules import VERSION
 
 STEPS = 6
@@ -87,20 +87,23 @@ def make_run(variant="baseline", pair=0, position=0, seconds=1.0, role="measure"
     return Run(**{**base, **fields})
 
 
-def series(differences, s_aa=0.005, aa_pairs=4, seed=0, **candidate):
-    """Runs in which pair i is better for the candidate by exp(differences[i]) in step time."""
-    rng = np.random.default_rng(seed)
+ORDER = design.order(0, 2, (4, 8, 12, 16))
+PLACES = [[i for i, v in enumerate(ORDER) if v == variant] for variant in (0, 1)]
+V2 = Plan(rules=2, seed=0, looks=[4, 8, 12])
+
+
+def series(differences, s_aa=0.005, aa_pairs=4, **candidate):
+    """Runs in the order of a series in which pair i is better for the candidate by exp(differences[i]) in step time."""
     runs = []
     for i, d in enumerate(differences):
-        runs.append(make_run("baseline", i, 2 * i))
-        runs.append(make_run("candidate", i, 2 * i + 1, seconds=math.exp(-d), **candidate))
+        runs.append(make_run("baseline", i, PLACES[0][i]))
+        runs.append(make_run("candidate", i, PLACES[1][i], seconds=math.exp(-d), **candidate))
     noise = []
     for i in range(aa_pairs):
         noise += [
             make_run("baseline", i, 2 * i, role="aa"),
             make_run("baseline", i, 2 * i + 1, seconds=math.exp(s_aa * (-1) ** (i // 2)), role="aa"),
         ]
-    assert rng is not None
     return runs, Baseline(created="", machine="m", case="planted", profile="cpu", noise_key="k", runs=noise)
 
 
@@ -162,7 +165,7 @@ def around(effect, pairs=4):
 def test_the_interval_against_the_margin(op, margin, effect, status):
     found = judge(around(effect), op=op, margin=margin)
     assert found.verdict.status == status
-    assert found.comparison.effect == pytest.approx(effect, abs=1e-6)
+    assert found.comparison.effect == pytest.approx(effect, abs=1e-4)
     assert found.comparison.low < found.comparison.effect < found.comparison.high
 
 
@@ -195,24 +198,30 @@ def test_between_looks_there_is_no_verdict(pairs):
 
 def test_between_looks_the_figures_have_an_interval_and_the_sentence_has_none():
     found = judge(around(0.5, 5))
-    assert effects.show_effect(found.comparison, between=True).startswith("+50.1 % [49.3, 50.8]")
+    assert effects.show_effect(found.comparison, between=True).startswith("+50.0 % [49.4, 50.7]")
     assert "[" not in found.verdict.sentence.split(";")[0]
     alone = judge(around(0.5, 1)).comparison
     assert effects.show_effect(alone, between=True) == effects.show_effect(alone), "one pair has no interval"
+
+
+def placed(pairs):
+    """The launches of so many complete pairs, in the order of `series`."""
+    every = [launch for launch in design.launched(ORDER, 2) if launch.block < pairs]
+    seen = {launch.at for launch in every}
+    return [dataclasses.replace(launch, before=launch.before if launch.at - 1 in seen else None) for launch in every]
 
 
 def test_an_interval_between_looks_spends_no_more_than_the_plan():
     """A series that time stops anywhere, with an interval there and at each look before: how often any of them misses the truth."""
     draw, rules = random.Random(4), verdict.RULES[VERSION]
     missed = 0
-    for _ in range(1500):
+    for _ in range(800):
         last = draw.randint(2, 12)
-        noise = [draw.gauss(0, 1) for _ in range(last)]
+        noise = [(draw.gauss(0, 1), draw.gauss(0, 1)) for _ in range(last)]
         seen = sorted({n for n in (4, 8, 12) if n < last} | {last})
-        aa = [draw.gauss(0, 1) for _ in range(4)]
-        found = [statistics.intervals([(0.0, d) for d in noise[:n]], [(-1.0, 1.0)], rules.level((4, 8, 12), 0.05, n), aa)[0] for n in seen]
+        found = [rules.intervals(noise[:n], placed(n), [(-1.0, 1.0)], rules.level((4, 8, 12), 0.05, n), [])[0] for n in seen]
         missed += any(not i.low <= 0 <= i.high for i in found)
-    assert missed / 1500 < 0.05
+    assert missed / 800 < 0.05
 
 
 def test_later_looks_have_more_of_the_error_rate():
@@ -222,21 +231,17 @@ def test_later_looks_have_more_of_the_error_rate():
     assert judge(around(0.1, 8)).comparison.look == 2
 
 
-def test_the_noise_of_the_machine_enters_the_interval():
-    quiet, noisy = judge([0.06] * 4, s_aa=0.001), judge([0.06] * 4, s_aa=0.02)
-    assert quiet.verdict.status == "confirmed"
-    assert noisy.verdict.status == "inconclusive"
-
-
-def test_no_noise_on_record_no_verdict():
-    found = verdict.derive(measured(series(around(0.2))[0], None))
+def test_a_record_of_version_2_needs_its_a_a():
+    found = verdict.derive(measured(series(around(0.2))[0], None, plan=V2))
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "environment")
+    quiet, noisy = judge([0.06] * 4, s_aa=0.001, plan=V2), judge([0.06] * 4, s_aa=0.02, plan=V2)
+    assert (quiet.verdict.status, noisy.verdict.status) == ("confirmed", "inconclusive")
 
 
-def test_a_fresh_a_a_pair_that_differs_voids_the_series():
+def test_in_a_record_of_version_2_a_fresh_a_a_pair_that_differs_voids_the_series():
     runs, aa = series(around(0.2), s_aa=0.003)
     fresh = [make_run("baseline", 0, 90, role="aa"), make_run("baseline", 0, 91, seconds=1.3, role="aa")]
-    found = verdict.derive(measured(runs + fresh, aa))
+    found = verdict.derive(measured(runs + fresh, aa, plan=V2))
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "environment")
 
 
@@ -322,7 +327,7 @@ def test_an_a_a_under_a_drift_from_launch_to_launch_is_no_contamination():
     """A B B A: each launch 1 % slower than the one before, which second minus first would take for a difference."""
     runs, _ = series(around(0.2))
     noise = [make_run("baseline", i // 2, i, seconds=1.01**i, role="aa") for i in range(8)]
-    assert verdict.derive(measured(runs, series([0.0])[1].model_copy(update={"runs": noise}))).verdict.status == "confirmed"
+    assert verdict.derive(measured(runs, series([0.0])[1].model_copy(update={"runs": noise}), plan=V2)).verdict.status == "confirmed"
 
 
 def test_the_guide_has_the_table_of_states():

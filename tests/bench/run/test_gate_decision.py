@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook_bench.judge import statistics
+from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
 from playbook_bench.run import checkout, gate
@@ -118,7 +120,7 @@ def judged(tmp_path, monkeypatch):
     return run
 
 
-# Burn-in of both, 8 launches of the older commit against itself, 8 of four pairs.
+# Burn-in of both, 8 launches of four pairs.
 @pytest.mark.parametrize(
     ("factor", "status", "code", "words"),
     [(1.0, "pass", 0, "is ruled out"), (0.9, "pass", 0, "is ruled out"), (1.1, "regression", 1, "is certain")],
@@ -126,14 +128,15 @@ def judged(tmp_path, monkeypatch):
 def test_a_clear_answer_takes_four_pairs(judged, factor, status, code, words):
     found, launched = judged(candidate={"factor": factor})
     assert (found.status, found.exit_code, found.limit) == (status, code, 0.03), found.sentence
-    assert found.sentence.startswith(f"{SPEED}: {'faster' if factor < 1 else 'slower'} by {100 * abs(factor - 1):.1f} % [")
+    told = re.match(rf"{SPEED}: (faster|slower) by (\S+) % \[", found.sentence)
+    assert {"faster": -1, "slower": 1}[told[1]] * float(told[2]) == pytest.approx(100 * (factor - 1), abs=0.3)
     assert found.sentence.endswith(f"a slowdown above 3 % {words}")
-    assert (len(launched), launched.count("baseline")) == (18, 13)
+    assert (len(launched), launched.count("baseline")) == (10, 5)
     assert (found.case, found.reference, found.profile, found.pairs_needed, found.anchor) == ("planted", "old", "cpu", None, None)
     assert (found.comparison.pairs, found.comparison.look) == (4, 1)
     assert found.comparison.effect == pytest.approx(1 / factor - 1, abs=0.003)
     assert {g.name for g in found.gates} == {
-        "environment", "data", "parameters", "work", "loss", "skipped_steps", "grad_norm", "memory", "process",
+        "environment", "data", "parameters", "work", "loss", "skipped_steps", "grad_norm", "memory", "process", "carry_over",
     }  # fmt: skip
 
 
@@ -149,7 +152,7 @@ def test_what_is_told_as_json_is_what_was_found(judged):
 
 def test_near_the_limit_further_pairs_are_run_to_the_last_look_and_the_number_that_would_settle_it_is_named(judged):
     found, launched = judged(candidate={"factor": 1.0265, "noise": 4.0}, baseline={"noise": 4.0})
-    assert (found.status, found.exit_code, len(launched)) == ("undecided", 3, 2 + 8 + 24), found.sentence
+    assert (found.status, found.exit_code, len(launched)) == ("undecided", 3, 2 + 24), found.sentence
     need = found.pairs_needed
     tail = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
     assert found.sentence.endswith(f"a slowdown above 3 % is neither shown nor ruled out after 12 pairs; {tail}")
@@ -160,16 +163,16 @@ def test_near_the_limit_further_pairs_are_run_to_the_last_look_and_the_number_th
 
 def test_pairs_beyond_the_last_look_add_looks_at_the_same_distance(judged):
     found, launched = judged(candidate={"factor": 1.03, "noise": 4.0}, baseline={"noise": 4.0}, pairs=20)
-    assert (found.status, len(launched)) == ("undecided", 2 + 8 + 40), found.sentence
-    assert found.comparison.look == 5
+    assert (found.status, len(launched)) == ("undecided", 2 + 40), found.sentence
+    assert found.comparison.look == 9
     alone = CASE.model_copy(update={"budget": Budget(pairs=[4])})
     found, launched = judged(case=alone, candidate={"factor": 1.03, "noise": 4.0}, baseline={"noise": 4.0}, pairs=8)
-    assert (found.comparison.look, len(launched)) == (2, 2 + 8 + 16)
+    assert (found.comparison.look, len(launched)) == (2, 2 + 16)
 
 
 def test_noise_ends_the_series_at_its_first_look_with_its_cause(judged):
     found, launched = judged(candidate={"noise": 60.0}, baseline={"noise": 60.0})
-    assert (found.status, found.exit_code, len(launched)) == ("too_noisy", 3, 18), found.sentence
+    assert (found.status, found.exit_code, len(launched)) == ("too_noisy", 3, 10), found.sentence
     assert "too noisy to see a slowdown above 3 % even with 100 pairs: launches of one commit differ by" in found.sentence
     assert found.sentence.endswith("quieten the machine, or raise --limit")
 
@@ -177,7 +180,8 @@ def test_noise_ends_the_series_at_its_first_look_with_its_cause(judged):
 @pytest.mark.parametrize(("pairs", "why"), [(1, "stopped after 1 of the 4"), (2, "stopped after 2 of the 4")])
 def test_fewer_pairs_than_a_look_show_nothing_however_clear(judged, pairs, why):
     found, launched = judged(candidate={"factor": 2.0}, pairs=pairs)
-    assert (found.status, len(launched)) == ("undecided", 10 + 2 * pairs), found.sentence
+    assert (found.status, min(launched.count(v) for v in ("baseline", "candidate"))) == ("undecided", 1 + pairs), found.sentence
+    assert len(launched) <= 10
     assert f"{why} pairs that the gate needs, without a failure; raise --budget (or --pairs)" in found.sentence
 
 
@@ -263,13 +267,13 @@ def test_an_exact_metric_takes_one_pair_and_may_not_get_worse(judged, after, all
 
 
 def test_the_worse_of_baseline_and_anchor_counts(judged):
-    """The last commit is as fast, the accepted one was not: burn-in of three, one A/A, blocks of three."""
+    """The last commit is as fast, the accepted one was not: burn-in of three, then blocks of three."""
     found, launched = judged(baseline={"factor": 1.1}, candidate={"factor": 1.1}, anchor="first")
     assert (found.status, found.exit_code, found.anchor.status, found.anchor.reference) == ("regression", 1, "regression", "first")
     assert "is ruled out; since the anchor first: " in found.sentence
     assert found.sentence.endswith("a slowdown above 3 % is certain")
-    assert {v: launched.count(v) for v in ("baseline", "candidate", "anchor")} == {"baseline": 13, "candidate": 5, "anchor": 5}
-    assert len(found.anchor.runs) == len(found.runs) == 23
+    assert {v: launched.count(v) for v in ("baseline", "candidate", "anchor")} == {"baseline": 7, "candidate": 7, "anchor": 7}
+    assert len(found.anchor.runs) == len(found.runs) == 21
     assert gate.as_json(found)["anchor"]["status"] == "regression"
     found, _ = judged(baseline={"factor": 0.9}, candidate={}, anchor="first")
     assert (found.status, found.anchor.status) == ("regression", "pass")
@@ -295,7 +299,11 @@ def test_the_larger_number_of_pairs_is_asked_for(judged):
 
 def test_training_may_have_changed_since_the_anchor_and_its_work_may_not(judged):
     found, _ = judged(anchor="first", since={"loss": 0.5, "data": "then", "grad_norm": 3.0})
-    assert (found.status, found.anchor.status, [g.name for g in found.anchor.gates]) == ("pass", "pass", ["work", "memory", "process"])
+    assert (found.status, found.anchor.status, [g.name for g in found.anchor.gates]) == (
+        "pass",
+        "pass",
+        ["work", "memory", "process", "carry_over"],
+    )
     found, _ = judged(anchor="first", since={"tokens": 500})
     assert (found.status, found.anchor.status) == ("error", "error")
     assert "since the anchor first: the two commits cannot be compared: work" in found.sentence
@@ -330,7 +338,7 @@ def test_what_the_trees_resolve_differently_is_said_first(judged):
     assert found.differences == ["seed: 1234 -> 7", "train.brand_new: no such key -> 1"]
     assert noted.notes[0] == "the commits resolve the configuration differently: seed: 1234 -> 7; train.brand_new: no such key -> 1"
     assert found.status == "pass"
-    assert noted.began == [("gate planted", 18)]
+    assert noted.began == [("gate planted", 10)]
     exact = Noted()
     judged(case=CASE.model_copy(update={"metric": BYTES}), noted=exact)
     assert exact.began == [("gate planted", 2)]
@@ -359,23 +367,19 @@ def test_each_tree_is_asked_for_the_cases_file_with_the_overrides_of_its_first_v
 
 
 @pytest.mark.parametrize(
-    ("looks", "pairs", "all_looks"), [([4, 12], 20, (4, 12, 20)), ([4, 8, 12], 19, (4, 8, 12, 16)), ([4, 8, 12], None, (4, 8, 12))]
+    ("looks", "pairs", "all_looks"),
+    [([4, 12], 20, range(4, 21, 2)), ([4, 8, 12], 19, range(4, 19, 2)), ([4, 8, 12], None, range(4, 13, 2)), ([4], 9, (4, 8))],
 )
 def test_further_looks_are_as_far_apart_as_the_last_two_and_within_the_pairs(judged, looks, pairs, all_looks):
     open_ = {"factor": 1.03, "noise": 4.0}
     found, _ = judged(case=CASE.model_copy(update={"budget": Budget(pairs=looks)}), candidate=open_, baseline={"noise": 4.0}, pairs=pairs)
     assert found.comparison.pairs == all_looks[-1]
-    assert found.comparison.alpha_look == pytest.approx(statistics.levels(all_looks, statistics.SPENT * 0.05)[-1])
+    assert found.comparison.alpha_look == pytest.approx(statistics.levels(tuple(all_looks), Rules.spent * 0.05)[-1])
 
 
 def test_two_pairs_are_enough_where_they_are_a_look(judged):
     found, launched = judged(case=CASE.model_copy(update={"budget": Budget(pairs=[2, 4])}), candidate={"factor": 1.2})
-    assert (found.status, len(launched)) == ("regression", 2 + 8 + 4), found.sentence
-
-
-def test_the_last_launch_of_the_noise_may_not_fail_either(judged):
-    found, launched = judged(baseline={"outcome": {8: "crash"}})
-    assert (found.status, launched.count("baseline"), launched.count("candidate")) == ("error", 9, 1)
+    assert (found.status, len(launched)) == ("regression", 2 + 4), found.sentence
 
 
 @pytest.mark.parametrize(("relative", "ok"), [(0.5, True), (0.015, False), (None, False)])

@@ -1,7 +1,5 @@
 """The order of runs and what a profile makes of a machine."""
 
-import itertools
-
 import pytest
 
 from playbook.errors import ConfigError
@@ -10,7 +8,7 @@ from playbook.records.case import Case, load_case
 from playbook.records.evidence import Machine
 from playbook.records.machine import short_gpu
 from playbook_bench.machine import detect, requirements
-from playbook_bench.run import schedule, store
+from playbook_bench.run import schedule
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import tree
 
@@ -28,35 +26,36 @@ Legend:
 H200 = ["NVIDIA H200", "143771", "580.1", "700.00"]
 
 
-def test_blocks_are_abba_or_baab_by_the_seed():
-    first = list(itertools.islice(schedule.blocks(7), 20))
-    assert set(first) == {"ABBA", "BAAB"}
-    assert first == list(itertools.islice(schedule.blocks(7), 20))
-    assert first != list(itertools.islice(schedule.blocks(8), 20))
+LOOKS = [4, 6, 8, 10, 12]
 
 
-def test_pairs_are_adjacent_and_hold_one_run_of_each_variant():
-    for number, (half, specs) in enumerate(itertools.islice(schedule.measured(3), 12)):
-        assert [s.pair for s in specs] == [number, number]
-        assert {s.variant for s in specs} == {"baseline", "candidate"}
-        assert ("A" if specs[0].variant == "baseline" else "B") == half[0]
+def placed(seed, names=schedule.PAIR):
+    return [spec for _, specs in schedule.series(seed, names, LOOKS) for spec in specs]
 
 
-def test_a_linear_drift_cancels_over_each_block():
-    order = [s for _, specs in itertools.islice(schedule.measured(5), 8) for s in specs]
-    place = {(s.pair, s.variant): i for i, s in enumerate(order)}
-    drift = [place[p, "candidate"] - place[p, "baseline"] for p in range(8)]
-    assert all(drift[i] + drift[i + 1] == 0 for i in range(0, 8, 2))
+def test_the_seed_gives_the_order():
+    drawn = [[s.variant for s in placed(seed)] for seed in range(20)]
+    assert drawn == [[s.variant for s in placed(seed)] for seed in range(20)]
+    assert len({tuple(order) for order in drawn}) > 15
+    assert {order[0] for order in drawn} == set(schedule.PAIR)
 
 
-def test_blocks_of_a_sweep_hold_each_variant_once_and_cancel_drift():
+def test_at_each_look_each_variant_was_launched_as_often_and_pairs_are_numbered():
+    for seed in range(10):
+        order = placed(seed)
+        assert len(order) == 24
+        for look in LOOKS:
+            assert sorted((s.pair, s.variant) for s in order[: 2 * look]) == [(n, v) for n in range(look) for v in schedule.PAIR]
+    label = "".join(name for name, _ in schedule.series(3, schedule.PAIR, LOOKS))
+    assert label == "".join("AB"[s.variant == "candidate"] for s in placed(3))
+
+
+def test_blocks_of_a_sweep_hold_each_variant_once():
     names = ["1", "2", "4", "8"]
-    found = [specs for _, specs in itertools.islice(schedule.rounds(5, names), 8)]
-    assert [{s.variant for s in specs} for specs in found] == [set(names)] * 8
-    assert [s.pair for specs in found for s in specs] == [b for b in range(8) for _ in names]
-    places = [{s.variant: i for i, s in enumerate(specs)} for specs in found]
-    assert all(a[n] + b[n] == 3 for a, b in zip(places[::2], places[1::2], strict=True) for n in names)
-    assert len({tuple(p.items()) for p in places}) > 2, "orders are drawn anew"
+    found = [specs for _, specs in schedule.series(5, names, LOOKS)]
+    assert [{s.variant for s in specs} for specs in found] == [set(names)] * 12
+    assert [s.pair for specs in found for s in specs] == [b for b in range(12) for _ in names]
+    assert len({tuple(s.variant for s in specs) for specs in found}) > 2, "orders are drawn anew"
 
 
 @pytest.mark.parametrize(("limit", "last"), [(None, 12), (12, 12), (100, 12), (9, 8), (4, 4), (3, 3), (1, 1)])
@@ -82,8 +81,7 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
     assert detect.place() == found[0][:1]
 
 
-def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measured_with(tmp_path, monkeypatch):
-    """One from before they were noted fits any, as those that ship."""
+def test_a_noise_is_stored_with_the_power_limits_and_variables_that_it_was_measured_with(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         '#!/bin/sh\nfor limit in $LIMIT 700.00 600.00 600.00; do echo "NVIDIA H200, 143771, 580.1, $limit, GPU-$limit"; done\n',
@@ -105,13 +103,6 @@ def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measure
         monkeypatch.setenv(place, "/scratch/job-1")  # of each job its own
     now = detect.surroundings(machine)
     assert now == {**before, "NCCL_ALGO": "Ring", "power.limit": "500.00 700.00"}
-    shipped = store.load_baseline(next(data_root("baselines").glob("h200x2/*.json")))
-    assert shipped.surroundings is None
-    old = shipped.model_copy(update={"created": "2998-01-01T00:00:00Z"})
-    new = shipped.model_copy(update={"created": "2999-01-01T00:00:00Z", "surroundings": {**now, "power.limit": "700.00 700.00"}})
-    folders = [store.write_baseline(b, tmp_path / name).parents[1] for name, b in (("old", old), ("new", new))]
-    assert store.find_baseline(folders, machine, old.noise_key, now) == old
-    assert store.find_baseline(folders, machine, old.noise_key, new.surroundings) == new
 
 
 @pytest.mark.parametrize(

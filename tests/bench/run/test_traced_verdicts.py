@@ -73,4 +73,4 @@ def test_a_verdict_from_a_host_that_differs_from_itself_by_three_percent_says_so
     path = data_root("results") / "h200x1" / f"{record}.json"
     out = io.StringIO()
     report.print_outcome(store.Outcome(store.load(path), path), report.console(out))
-    assert ("this host is the limit: pairs of one configuration differ by 3.8 %" in out.getvalue()) is said
+    assert ("this host is the limit: pairs of launches differ by 3.8 %" in out.getvalue()) is said
