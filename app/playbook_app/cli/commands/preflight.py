@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from playbook.errors import NO_TORCH, ConfigError, PlaybookError
-from playbook.planner.time.cluster import Cluster, cluster
+from playbook.planner.hardware.named import machine as named
+from playbook.planner.time.cluster import Cluster
 from playbook.text import count
 from playbook_app.cli.options import commands
 from playbook_app.cli.output import complain, print_json, print_table, say
@@ -21,7 +22,7 @@ app = commands()
 
 @app.command()
 def preflight(
-    hardware: Annotated[str | None, typer.Option(help="Kind of GPU to compare with, such as h100; this machine's, if not given.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Kind of GPU to compare with, such as h100, or a calibration's file; this machine's, if not given.")] = None,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="How long the product runs; the whole check takes about five times as long.")
     ] = 5.0,
@@ -62,8 +63,8 @@ def _kind(hardware: str | None, device: str | None) -> Cluster | None:
         ConfigError: the named kind is not known.
     """
     if hardware is not None:
-        return cluster(hardware)
+        return named(hardware)
     try:
-        return cluster(device) if device else None
+        return named(device) if device else None
     except ConfigError:
         return None

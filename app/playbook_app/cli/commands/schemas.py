@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from playbook import schemas
 from playbook.cards.model import Card
 from playbook.paths import data_root, in_package
+from playbook.planner.hardware.named import Hardware
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence, Machine, Run
 from playbook.text import count
@@ -53,4 +54,13 @@ def schemas_export(
 
 def schema_models() -> dict[str, type[BaseModel]]:
     """The Pydantic model behind each schema, by the name of the schema."""
-    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+    return {
+        "card": Card,
+        "case": Case,
+        "cluster": Cluster,
+        "evidence": Evidence,
+        "hardware": Hardware,
+        "machine": Machine,
+        "run": Run,
+        "trainer": TrainerConfig,
+    }
