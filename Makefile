@@ -18,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
-SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
+SOURCES := playbook app/playbook_app bench/playbook_bench trainer/playbook_trainer
 
 # Tests of one module share what its fixtures have launched, so a module stays on one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope

@@ -10,9 +10,9 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 
-from playbook.cli.site import reference
 from playbook.errors import PlaybookError
-from playbook.site import build
+from playbook_app.cli.commands.site import reference
+from playbook_app.site import build
 
 RESULTS = "PLAYBOOK_SITE_RESULTS"
 RECORD = re.compile(r"`(01[0-9A-Z]{24})`")

@@ -35,6 +35,11 @@ def repo_root() -> Path:
     return _PACKAGE.parent
 
 
+def sources(tree: Path) -> list[str]:
+    """The folders of a checkout that the packages lie in, as PYTHONPATH takes them."""
+    return [str((tree / part).resolve()) for part in (".", "app", "bench", "trainer")]
+
+
 def data_root(kind: str) -> Path:
     """The folder of one kind of shipped data.
 

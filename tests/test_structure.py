@@ -14,15 +14,18 @@ import grimp
 import pytest
 
 from playbook.paths import repo_root
+from playbook_app.cli import app
 
 ROOT = repo_root()
-PACKAGES = ("playbook", "bench/playbook_bench", "trainer/playbook_trainer")
-MODULES = 15
+PACKAGES = ("playbook", "app/playbook_app", "bench/playbook_bench", "trainer/playbook_trainer")
+MODULES = 20
 """The most in one folder, besides `__init__`."""
 LINES = 500
 """The most in one module."""
 EXCEPTIONS = 2
 """The most that import-linter's rules may have, together."""
+LATE = 20
+"""Fewer than so many imports of the faces stand in functions: what only one command of several in its module needs."""
 COMMANDS = ("command", "callback", "tool", "validator", "serializer")
 """A decorator with one of these words calls the function by itself: Typer, MCP and pydantic."""
 
@@ -32,6 +35,18 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = grimp.build_graph(*(Path(p).name for p in PACKAGES), exclude_type_checking_imports=False, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()
+
+
+@pytest.mark.parametrize("package", ["playbook", "playbook_app", "playbook_trainer"])
+def test_the_rooms_of_a_package_import_one_way(package: str) -> None:
+    """A room is a folder of the package, or a module beside them. The harness still has arrows both ways."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=False, cache_dir=None)
+    rooms: dict[str, set[str]] = {}
+    for module in graph.modules:
+        room = ".".join(module.split(".")[:2])
+        others = {".".join(other.split(".")[:2]) for other in graph.find_modules_directly_imported_by(module)}
+        rooms.setdefault(room, set()).update(others - {room})
+    TopologicalSorter(rooms).prepare()
 
 
 @pytest.mark.parametrize("top", [*PACKAGES, "tests", "tools"])
@@ -55,6 +70,24 @@ def test_rules_of_imports_have_hardly_an_exception() -> None:
     exceptions = [words for contract in settings["contracts"] for words in contract.get("ignore_imports", [])]
     assert len(exceptions) <= EXCEPTIONS, exceptions
     assert not [words for words in exceptions if "*" in words]
+
+
+def test_every_command_has_a_module_of_its_name() -> None:
+    modules = {path.stem for path in (ROOT / "app/playbook_app/cli/commands").glob("*.py")} - {"__init__"}
+    assert modules == set(app.COMMANDS) - {"version"}
+
+
+def test_faces_import_at_the_top() -> None:
+    """A command's module is imported when it is called, so that its own imports need not wait."""
+    late = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "app").rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert len(set(late)) < LATE, late
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:

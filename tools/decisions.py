@@ -25,12 +25,13 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT / "tools")]
 
 from plan_page import DECISIONS  # noqa: E402
 
-from playbook.cli import exit_codes  # noqa: E402
-from playbook.cli.app import app  # noqa: E402
+from playbook.paths import sources  # noqa: E402
+from playbook_app.cli import exit_codes  # noqa: E402
+from playbook_app.cli.app import app  # noqa: E402
 
 TASKS = ROOT / "tests" / "mcp" / "decisions.yaml"
 MOST_CALLS = 5
@@ -201,7 +202,7 @@ def _plain(value: Any) -> Any:
 
 async def over_stdio(use: Callable[[Call], Awaitable[int]]) -> int:
     """Use a server of its own process; an error is an answer with the message as `error`."""
-    paths = os.pathsep.join(str(ROOT / p) for p in (".", "bench", "trainer"))
+    paths = os.pathsep.join(sources(ROOT))
     command = StdioServerParameters(command=sys.executable, args=["-m", "playbook", "mcp"], env={**os.environ, "PYTHONPATH": paths})
     async with Client(stdio_client(command)) as client:
 

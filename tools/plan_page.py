@@ -16,11 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
+sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "trainer")]
 
-from playbook.cli import exit_codes  # noqa: E402
-from playbook.cli.app import app  # noqa: E402
-from playbook.site.planned.answers import ask, line, questions  # noqa: E402
+from playbook_app.cli import exit_codes  # noqa: E402
+from playbook_app.cli.app import app  # noqa: E402
+from playbook_app.site.planned.answers import ask, line, questions  # noqa: E402
 
 TABLES = ROOT / "docs" / "plans.jsonl"
 README = ROOT / "README.md"

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from playbook.paths import sources
+
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = 45 / 50
 """The share that the fast tests must find."""
@@ -97,7 +99,7 @@ FAULTS = (
     Fault(CARDS + "scope.py", "set(_words(part)) <= have", "set(_words(part)) & have", "a claim for GB200 NVL72 applies elsewhere", ("cards/test_scope.py", "lint")),
     Fault(CARDS + "search.py", "    if any(h.applies for h in hits):\n", "    if hits:\n", "cards for other machines answer", ("cards/test_retrieval.py", "mcp")),
     Fault("playbook/lint/figures.py", "if max(low_a, low_b) > min(high_a, high_b):", "if False:", "two peaks of one chip stand side by side", ("lint",)),
-    Fault("playbook/mcp/server.py", "if known is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
+    Fault("app/playbook_app/mcp/server.py", "if known is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
     # The trainer.
     Fault(TRAINER + "data/packing.py", "if length(each) <= room)", "if length(each) <= room + 1)", "rows are a token too long", ("trainer/data/test_plan.py",)),
     Fault(TRAINER + "data/packing.py", "self._next = places[0]", "self._next = (0, 0, 0)", "a resumed run reads other rows", ("trainer/data/test_loader.py", "trainer/data/test_plan.py")),
@@ -138,7 +140,7 @@ def fails(tree: Path, words: list[str]) -> bool:
     Raises:
         SystemExit: no test ran.
     """
-    paths = os.pathsep.join(str(tree / p) for p in (".", "bench", "trainer"))
+    paths = os.pathsep.join(sources(tree))
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)

@@ -191,7 +191,9 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
 def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
     told = max(0, int(left) - task.margin_s)
     words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
-    path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [*map(str, (ROOT, ROOT / "app", ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(told)}
     # Tables say what ranks with GPUs of their own found.
     env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {}

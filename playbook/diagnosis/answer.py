@@ -39,7 +39,7 @@ class Changed:
     missing: tuple[str, ...] = ()
 
 
-Exporter = Callable[[Action, str, str], Changed]
+_Exporter = Callable[[Action, str, str], Changed]
 """An action in the words of a trainer: the action, the trainer and the kind of GPU."""
 
 
@@ -58,7 +58,7 @@ class Seen:
 _NOTHING = Seen()
 
 
-def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: Exporter, seen: Seen = _NOTHING) -> dict[str, Any]:
+def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _Exporter, seen: Seen = _NOTHING) -> dict[str, Any]:
     """The diagnosis of a setting, `diagnosis/1`; everything that it says follows from its arguments.
 
     Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
@@ -192,7 +192,7 @@ def _walls_from(where: Setting, seen: Seen) -> str:
 def _how(where: Setting) -> str:
     """The commands that measure the walls."""
     q = where.question
-    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.name]
+    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.option]
     return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(asked)} --trace step.sqlite"
 
 
@@ -202,7 +202,7 @@ class _Light:
 
     where: Setting
     known: Knowledge
-    export: Exporter
+    export: _Exporter
     parts: Mapping[str, float]
     most: float | None
 

@@ -18,7 +18,7 @@ RULES: Sequence[Rule] = (
     *reasons.RULES,
     *work.RULES,
 )
-"""Every rule over cards alone; `playbook.cli.check` adds those that need cases or evidence."""
+"""Every rule over cards alone; `playbook_app.services.check` adds those that need cases or evidence."""
 
 
 def run(cards: Cards, shelf: Cards, today: str | None = None) -> list[Finding]:

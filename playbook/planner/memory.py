@@ -306,7 +306,7 @@ def _on_host(plan: Plan, optimizer: float) -> tuple[float, float]:
     """Bytes of the optimizer's state that leave the GPU, and those that they take on the host.
 
     The float32 master weights stay, unless the optimizer is the precision-aware one. Source: as for the trainer's own
-    `playbook_trainer.megatron.memory`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2 where this says 15.3.
+    `playbook_trainer.config.megatron_memory`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2 where this says 15.3.
     """
     share, each = plan.options.optimizer_offload / 100, plan.master_bytes + 2 * plan.moment_bytes
     leaves = each if plan.options.precision_aware else 2 * plan.moment_bytes

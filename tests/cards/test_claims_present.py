@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from playbook.cli import app
+from playbook_app.cli import app
 
 # fmt: off
 WANTED = [

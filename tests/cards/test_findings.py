@@ -9,10 +9,10 @@ import pytest
 
 from playbook.cards import load as validate
 from playbook.cards.load import check_cards, read_cards
-from playbook.cli import check
 from playbook.errors import FileError
 from playbook.paths import data_root
 from playbook.yaml_files import load
+from playbook_app.services import check
 
 CARD = data_root("cards") / "moe-dispatcher-choice.yaml"
 

@@ -8,10 +8,10 @@ import pytest
 
 from playbook import schemas
 from playbook.cards.load import load_all, read_cards
-from playbook.cli.app import main
 from playbook.errors import ConfigError, FileError
 from playbook.paths import DEFAULT_RESULTS, data_root, default_results, folders
 from playbook.records.case import _shipped, list_cases, load_case
+from playbook_app.cli.app import main
 from playbook_bench.run.options import Options
 
 

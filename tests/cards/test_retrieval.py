@@ -23,9 +23,9 @@ from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.cards.sections import load_sections
 from playbook.cards.terms import Facts, facts, opening, phrases, stated, terms
-from playbook.cli import app
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
+from playbook_app.cli import app
 from tests.support.processor_time import READS_RECORDS, processor_seconds
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"

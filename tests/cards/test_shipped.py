@@ -7,10 +7,10 @@ from itertools import combinations
 import pytest
 
 from playbook.cards.load import LOGIC_KINDS, load_all
-from playbook.cli.check import read_cases
 from playbook.lint.base import overlap
 from playbook.paths import data_root
 from playbook.planner.layout import min_gpus
+from playbook_app.services.check import read_cases
 
 CARDS = load_all()
 CASES, _ = read_cases(data_root("cases"))

@@ -13,13 +13,13 @@ from in_process import run
 from playbook.cards import sizes
 from playbook.cards.load import load_all
 from playbook.cards.terms import Facts
-from playbook.mcp.planning import plan_answer
 from playbook.paths import repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster
-from playbook.site import asking
+from playbook_app.mcp.planning import plan_answer
+from playbook_app.site import asking
 
 PLACES = (
     "llama3_8b 8 h200", "llama3_8b 64 h100", "llama3_8b 64 gb200", "llama3_70b 64 h100", "llama3_70b 64 h200", "llama3_70b 128 gb200",

@@ -14,16 +14,17 @@ import typer
 from in_process import run
 
 from playbook import paths
+from playbook.cards.load import load_all
 from playbook.cards.model import Quantity
-from playbook.cli import app, options
-from playbook.cli.evidence import drawn
-from playbook.cli.site import walk
-from playbook.paths import DEFAULT_RESULTS, data_root, repo_root
+from playbook.paths import DEFAULT_RESULTS, data_root, repo_root, sources
 from playbook.records.evidence import Evidence
 from playbook.records.read import read, verdicts
+from playbook_app.cli import app, options
+from playbook_app.cli.commands.evidence import drawn
+from playbook_app.cli.commands.site import walk
 from tests.support.processor_time import slower
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 
 @pytest.fixture
@@ -71,7 +72,21 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     found = list(walk(typer.main.get_command(app.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
-        *("version", "calibrate", "train", "demo", "diagnose", "confirm", "ab", "gate", "bisect", "search", "site build", "schemas export"),
+        *(
+            "version",
+            "calibrate",
+            "preflight",
+            "train",
+            "demo",
+            "diagnose",
+            "confirm",
+            "ab",
+            "gate",
+            "bisect",
+            "search",
+            "site build",
+            "schemas export",
+        ),
         *(
             "cards check",
             "cards init",
@@ -367,17 +382,17 @@ def test_every_command_is_in_the_readme():
 @pytest.mark.full
 def test_a_verdict_on_another_margin_of_its_claim_is_stale(capsys, elsewhere, monkeypatch):
     """As the site and the MCP server say it: a verdict on "at most 5 %" says nothing of "at most 1 %"."""
-    from playbook.cards import load
 
     def changed():
         _, out, _ = run(capsys, "evidence", "list", "--json")
         return {row["evidence"]: row["claim"] for row in json.loads(out) if "the claim has changed since" in row["stale"]}
 
     before = changed()
-    cards = load.load_all()
+    cards = load_all()
     card = cards["moe-dispatcher-choice"]
     claims = [c.model_copy(update={"expect": c.expect.model_copy(update={"op": ">="})}) if c.id == "W9" else c for c in card.claims]
-    monkeypatch.setattr(load, "load_all", lambda: cards | {card.id: card.model_copy(update={"claims": claims})})
+    for reader in ("playbook.cards.load", "playbook_app.cli.commands.evidence"):
+        monkeypatch.setattr(f"{reader}.load_all", lambda: cards | {card.id: card.model_copy(update={"claims": claims})})
     _, out, _ = run(capsys, "cards", "list", "--claims", "--json")
     stale = {row["id"]: row["stale"] for row in json.loads(out)}
     assert "the claim has changed since" in stale["W9"]
@@ -440,7 +455,7 @@ def test_the_help_has_every_command_in_a_group_and_the_version_as_an_option(caps
 
 def test_the_shell_completes_commands():
     asked = {"_PLAYBOOK_COMPLETE": "complete_bash", "COMP_WORDS": "playbook evidence sh", "COMP_CWORD": "2"}
-    command = [sys.executable, "-c", "import sys; from playbook.cli.app import main; sys.argv[0] = 'playbook'; main()"]
+    command = [sys.executable, "-c", "import sys; from playbook_app.cli.app import main; sys.argv[0] = 'playbook'; main()"]
     done = subprocess.run(command, env={**ENV, **asked}, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["show"], done.stderr
 

@@ -9,8 +9,8 @@ import pytest
 from in_process import run
 
 from playbook.cards.load import load_all
-from playbook.cli import confirm
-from playbook.cli.output import print_table
+from playbook_app.cli.commands import demo
+from playbook_app.cli.output import print_table
 from playbook_bench.run import confirm as harness
 
 
@@ -22,7 +22,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_the_four_claims_can_be_tested_on_a_cpu():
     cards = load_all()
-    for target in confirm.DEMO:
+    for target in demo.DEMO:
         card, _, claim = target.partition("/")
         (found,) = [c for c in cards[card].claims if claim in (c.id, c.mechanism_check and c.mechanism_check.id)]
         assert claim == found.mechanism_check.id if claim.endswith(".m") else found.cpu_scope

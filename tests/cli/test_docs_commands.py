@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from playbook.cli import agents
 from playbook.paths import repo_root
 from playbook.skills import check
+from playbook_app.cli.commands import skills
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load, parse_overrides
 
@@ -29,7 +29,7 @@ PAGES = [
 
 @pytest.fixture(scope="module")
 def known():
-    return agents.known_here([])
+    return skills.known_here([])
 
 
 def problems(text, known):

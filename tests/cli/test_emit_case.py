@@ -8,8 +8,6 @@ import pytest
 import yaml
 from planted_case import bench
 
-from playbook.cli import exit_codes
-from playbook.cli.app import app
 from playbook.paths import repo_root
 from playbook.planner.choice.scaled import scaled
 from playbook.planner.memory import GIB, stages
@@ -17,6 +15,8 @@ from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
+from playbook_app.cli import exit_codes
+from playbook_app.cli.app import app
 from playbook_bench.run import prove, replay
 from playbook_bench.run.variants import configurations
 from playbook_trainer.config.dry_run import dry_run, predicted

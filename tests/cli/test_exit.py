@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from in_process import run
 
-from playbook.cli import exit_codes
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
+from playbook_app.cli import exit_codes
+from playbook_app.cli.commands import train
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
 PLAYBOOK = (sys.executable, "-m", "playbook")
 
@@ -105,12 +106,10 @@ def test_the_number_of_ranks_of_torchrun_is_no_dry_run(capsys, elsewhere, monkey
 
 
 def test_a_fault_of_the_trainer_keeps_the_trainers_code(capsys, elsewhere, monkeypatch):
-    from playbook_trainer import __main__ as trainer
-
     def fails(words):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(trainer, "main", fails)
+    monkeypatch.setattr(train, "run_trainer", fails)
     code, _, err = run(capsys, "train", TINY)
     assert code == 1  # 5 would say that a checkpoint was saved, and a loop would go on from it
     assert "boom" in err

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from playbook.cli import exit_codes
-from playbook.cli.app import app
 from playbook.paths import data_root, repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
@@ -24,6 +22,8 @@ from playbook.planner.runs.check import check
 from playbook.planner.runs.published import RUNS
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
+from playbook_app.cli import exit_codes
+from playbook_app.cli.app import app
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
 from playbook_trainer.export.plans import TARGETS

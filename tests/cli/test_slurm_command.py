@@ -10,8 +10,8 @@ import pytest
 import submitit
 from in_process import run
 
-from playbook.cli import app, slurm
 from playbook.paths import repo_root
+from playbook_app.cli import app, jobs
 from playbook_bench.launch import batch_job
 from playbook_trainer.config import environment
 from playbook_trainer.config import tree as trainer_config
@@ -180,7 +180,7 @@ def test_a_job_that_reached_its_time_limit_too_often_says_so(monkeypatch, capsys
 
     monkeypatch.setattr(app, "app", cut)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert slurm.Job(["train"], str(tmp_path))() == 5
+    assert jobs.Job(["train"], str(tmp_path))() == 5
     said = capsys.readouterr().err
     assert said.startswith("error: the job is given up (Job not requeued because: timed-out too many times.)")
     assert said.count("\n") == 1
@@ -208,7 +208,7 @@ def test_how_a_job_without_a_result_ended_is_said(state, said, capsys, elsewhere
         (elsewhere / name).write_text(f"#!/bin/sh\n{text}\n")
         (elsewhere / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(elsewhere), prepend=":")
-    monkeypatch.setattr(slurm, "_POLL_S", 0.01)
+    monkeypatch.setattr(jobs, "_POLL_S", 0.01)
     code, _, err = run(capsys, "confirm", "--launcher", "slurm", "--job", "7")
     assert (code, err) == (5, f"job 7 ended without a result{said}; its log is {folder}/7_0_log.out\n")
 

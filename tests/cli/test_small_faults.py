@@ -9,9 +9,8 @@ from in_process import run
 
 from playbook.cards.load import load_all
 from playbook.cards.model import counted
-from playbook.cli import site
-from playbook.cli import train as of_train
-from playbook.site.build import generate
+from playbook_app.cli.commands import calibrate, schemas
+from playbook_app.site.build import generate
 from playbook_bench.machine import requirements
 from playbook_bench.run.targets import tasks_of
 
@@ -78,7 +77,7 @@ def test_a_claim_is_named_without_its_card():
 
 
 def test_calibrate_without_torch_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(of_train, "find_spec", lambda name: None)
+    monkeypatch.setattr(calibrate, "find_spec", lambda name: None)
     code, _, err = run(capsys, "calibrate", "out.json")
     assert code == 2
     assert "package torch is not installed" in err
@@ -96,8 +95,8 @@ def test_a_demo_without_torch_says_so_and_does_not_pass(capsys, monkeypatch):
 def test_schemas_of_a_wheel_are_written_here_and_not_into_its_package(capsys, monkeypatch, elsewhere):
     packed = elsewhere / "site-packages" / "schemas"
     packed.mkdir(parents=True)
-    monkeypatch.setattr(site, "data_root", lambda kind: packed)
-    monkeypatch.setattr(site, "in_package", lambda path: path == packed)
+    monkeypatch.setattr(schemas, "data_root", lambda kind: packed)
+    monkeypatch.setattr(schemas, "in_package", lambda path: path == packed)
     code, _, err = run(capsys, "schemas", "export")
     assert code == 0, err
     assert not list(packed.iterdir())

@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
 
 GUIDE = data_root("guide") / "your-trainer.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -31,7 +31,7 @@ def shell(tmp_path):
         (tools / name).chmod(stat.S_IRWXU)
     place = tmp_path / "theirs"
     place.mkdir()
-    path = os.pathsep.join(str(repo_root() / part) for part in ("", "bench", "trainer"))
+    path = os.pathsep.join(sources(repo_root()))
     git = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     environment = {**os.environ, **git, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
 

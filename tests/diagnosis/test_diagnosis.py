@@ -8,8 +8,6 @@ import pytest
 
 from playbook.cards.load import load_all
 from playbook.cards.terms import Facts
-from playbook.cli import app
-from playbook.cli.diagnosis.changes import changed
 from playbook.diagnosis import likely_walls, published
 from playbook.diagnosis.actions import actions
 from playbook.diagnosis.answer import Seen, diagnose
@@ -23,6 +21,8 @@ from playbook.planner.memory import stages
 from playbook.planner.models import MODELS
 from playbook.planner.time.step import step_time
 from playbook.records.read import read
+from playbook_app.cli import app
+from playbook_app.services.changes import changed
 from playbook_bench.trace.walls import DATA_WAIT, EXPOSED, HOST_BOUND
 
 MOE = "qwen3_30b_a3b"

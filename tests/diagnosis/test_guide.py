@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from playbook.cli import exit_codes
-from playbook.cli.app import app
 from playbook.paths import repo_root
+from playbook_app.cli import exit_codes
+from playbook_app.cli.app import app
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import ANSWERED, DIAGNOSIS, diagnosis

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
 from playbook_trainer.config import recipes
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
@@ -43,7 +43,7 @@ def test_the_small_version_trains_and_holds_what_was_estimated(recipe, tmp_path)
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer")),
+        "PYTHONPATH": os.pathsep.join(sources(repo_root())),
         "OMP_NUM_THREADS": "4",
     }
     done = subprocess.run([*command, str(path), *words], env=environment, capture_output=True, text=True, timeout=420, check=False)

@@ -9,11 +9,11 @@ import torch
 from measures import milliseconds, relative
 from ranks import run, steps, summary
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.torch.model import attention
 from playbook_trainer.torch.parallel import dispatch
-from playbook_trainer.torch.parallel.axes import Axis
 from playbook_trainer.torch.parallel.tensor import linear_cross_entropy, plain_rows
 
 pytestmark = pytest.mark.gpu

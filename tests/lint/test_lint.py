@@ -13,10 +13,6 @@ from hypothesis import strategies as st
 
 from playbook.cards.load import read_cards
 from playbook.cards.model import Expect, Quantity
-from playbook.cli import check
-from playbook.cli.app import main
-from playbook.cli.cards import rule_rows
-from playbook.cli.check import CASE_RULES, check_all
 from playbook.errors import ConfigError
 from playbook.lint import table
 from playbook.lint.base import gpus_named, overlap
@@ -26,6 +22,9 @@ from playbook.lint.labels import label_problems, table_for, tables
 from playbook.lint.layout import evaluate, layout_problems
 from playbook.paths import repo_root
 from playbook.records.evidence import stored_sha
+from playbook_app.cli.app import main
+from playbook_app.services import check
+from playbook_app.services.check import CASE_RULES, check_all, rule_rows
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "lint"
 TODAY = "2026-11-21"

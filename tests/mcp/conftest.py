@@ -1,10 +1,8 @@
 """The library that the server answers from."""
 
-import dataclasses
-
 import pytest
 
-from playbook.cli.agents import library_here
+from playbook_app.mcp.library import library_here
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,6 +15,4 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def library(elsewhere):
-    full = library_here()
-    records = full.records()
-    return dataclasses.replace(full, records=lambda: records)
+    return library_here()

@@ -10,9 +10,9 @@ import anyio
 import pytest
 from mcp import Client
 
-from playbook.cli import app
-from playbook.mcp.server import server
 from playbook.paths import repo_root
+from playbook_app.cli import app
+from playbook_app.mcp.server import server
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, over_stdio, tasks

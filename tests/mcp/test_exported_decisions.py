@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from plan_page import DECISIONS
 
-from playbook.cli import exit_codes
-from playbook.cli.app import app
-from playbook.mcp.planning import plan_answer, plan_of
 from playbook.planner.plan import Plan
+from playbook_app.cli import exit_codes
+from playbook_app.cli.app import app
+from playbook_app.mcp.planning import plan_answer, plan_of
 from playbook_trainer.export.plans import SETTINGS
 from tests.support.targets.checkers import CHECKERS, differences, exportable
 from tests.support.targets.megatron import Export

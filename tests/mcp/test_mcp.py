@@ -18,9 +18,7 @@ from mcp.shared.exceptions import MCPError
 
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
-from playbook.cli.agents import library_here
 from playbook.errors import PlaybookError
-from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
 from playbook.planner import memory
 from playbook.planner.choice import plain_data
@@ -30,6 +28,9 @@ from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
+from playbook.records.read import Reader
+from playbook_app.mcp.library import library_here
+from playbook_app.mcp.server import MAX_CHARS, server
 from tests.support.mcp_calls import ask
 
 TOOLS = {
@@ -167,7 +168,7 @@ def test_the_list_of_cards_says_which_verdicts_no_longer_count(library):
         found = answer(library, "get_card", card_id=card_id)["verdicts"] if any(row["claims"].values()) else {}
         for claim, verdicts in found.items():
             assert row["claims"][claim] == [v["stands"] for v in verdicts]
-    later = dataclasses.replace(library, today=lambda: date(2099, 1, 1))
+    later = dataclasses.replace(library, day=date(2099, 1, 1))
     claims = [v for c in answer(later, "list_cards")["cards"] for each in c["claims"].values() for v in each]
     assert claims
     assert all(", stale, " in v for v in claims)
@@ -189,7 +190,7 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
     assert all(r["repeat"].startswith("playbook ") and r["evidence"] for r in listed["records"])
     short = answer(library, "list_evidence", claim_id="W9", limit=1)
     assert short["left_out"] == len(stamps) - 1
-    later = dataclasses.replace(library, today=lambda: date(2099, 1, 1))
+    later = dataclasses.replace(library, day=date(2099, 1, 1))
     assert all("expired" in r["stale"] for r in answer(later, "list_evidence", claim_id="W9")["records"])
 
 
@@ -363,18 +364,21 @@ def test_an_answer_that_is_too_long_is_refused(library):
 
 
 def test_a_record_that_cannot_be_read_is_named_by_tools_and_resources_alike(library):
-    def broken():
-        raise PlaybookError("x.json: not a JSON document; remove it")
+    class Broken(Reader):
+        def read(self, *_):
+            raise PlaybookError("x.json: not a JSON document; remove it")
+
+    broken = dataclasses.replace(library, reader=Broken())
 
     async def read():
-        async with Client(server(dataclasses.replace(library, records=broken))) as client:
+        async with Client(server(broken)) as client:
             with pytest.raises(MCPError, match="remove it"):
                 await client.read_resource("card://fp8-recipes")
             with pytest.raises(MCPError, match="remove it"):
                 await client.read_resource("skill://choose-layout/card.yaml")
 
     anyio.run(read)
-    assert "remove it" in refusal(dataclasses.replace(library, records=broken), "get_card", card_id="fp8-recipes")
+    assert "remove it" in refusal(broken, "get_card", card_id="fp8-recipes")
 
 
 hostile = st.one_of(

@@ -13,13 +13,13 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
-from playbook.cli import app
-from playbook.mcp.server import server
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
+from playbook_app.cli import app
+from playbook_app.mcp.server import server
 
 
 def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, library):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
     command = StdioServerParameters(command=sys.executable, args=["-m", "playbook", "mcp"], env=env, cwd=str(tmp_path))
 
     async def talk(errors):
@@ -46,7 +46,7 @@ def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, 
 
 
 def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
     hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
     command = [sys.executable, "-m", "playbook", "mcp"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, env=env) as serving:
@@ -61,7 +61,7 @@ def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_
 
 
 def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "playbook.mcp.server", raising=False)
+    monkeypatch.delitem(sys.modules, "playbook_app.mcp.server", raising=False)
     monkeypatch.setitem(sys.modules, "mcp.server", None)
     with pytest.raises(SystemExit) as stop:
         app.main(["mcp"])

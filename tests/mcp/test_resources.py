@@ -7,7 +7,7 @@ from mcp.shared.exceptions import MCPError
 
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
-from playbook.mcp.server import MAX_CHARS, server
+from playbook_app.mcp.server import MAX_CHARS, server
 
 
 def test_resources_are_cards_and_whole_skills(library):

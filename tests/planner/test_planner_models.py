@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from playbook.cli.app import app
 from playbook.errors import ConfigError, PlaybookError
 from playbook.planner import flops, memory, parameters
 from playbook.planner.models import MODELS, find, from_huggingface
 from playbook.planner.plan import Plan
+from playbook_app.cli.app import app
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "models"
 

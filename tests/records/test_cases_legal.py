@@ -14,9 +14,9 @@ from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
 from playbook_bench.judge.curve_rules import named
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import automatic, checks
+from playbook_trainer.config import megatron_checks as megatron
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.data.tokenizer import load_tokenizer
-from playbook_trainer.megatron import checks as megatron
 
 CASES = [case for case in map(load_case, list_cases()) if case.kind in LAUNCHED_KINDS]
 CLAIMS = [claim for card in load_all().values() for claim in card.claims]

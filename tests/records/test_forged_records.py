@@ -13,17 +13,17 @@ import pytest
 
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
-from playbook.cli import check
-from playbook.cli.agents import library_here
 from playbook.errors import ConfigError, StoreError
-from playbook.mcp.server import evidence_list
 from playbook.paths import data_root
 from playbook.records.evidence import Evidence, Measured, stored_sha
 from playbook.records.first_rules import FIRST_RULES
 from playbook.records.read import read, standings, verdicts
-from playbook.site.cards import Shelf
-from playbook.site.evidence import evidence_page
-from playbook.site.text import text
+from playbook_app.mcp.library import library_here
+from playbook_app.mcp.server import evidence_list
+from playbook_app.services import check
+from playbook_app.site.cards import Shelf
+from playbook_app.site.evidence import evidence_page
+from playbook_app.site.text import text
 from playbook_bench.judge import outdated
 from playbook_bench.run import replay, store
 

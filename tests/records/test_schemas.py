@@ -8,8 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from playbook import schemas, yaml_files
-from playbook.cli.site import schema_models
 from playbook.paths import data_root
+from playbook_app.cli.commands.schemas import schema_models
 
 FOLDERS = {"card": "cards", "case": "cases", "trainer": "configs"}
 

@@ -10,11 +10,11 @@ import pytest
 
 from playbook.cards import load
 from playbook.cards.model import by_claim
-from playbook.cli.agents import library_here
-from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
 from playbook.records.read import read
 from playbook.records.staleness import Here, updates_since
+from playbook_app.mcp.library import library_here
+from playbook_app.mcp.server import claim_answer
 from playbook_bench.judge import outdated
 from playbook_bench.machine import detect
 from playbook_trainer import revision

@@ -9,12 +9,12 @@ import pytest
 
 from playbook.cards.load import load_all
 from playbook.cards.model import Decision, by_claim
-from playbook.cli.output import card_lines
 from playbook.paths import data_root
 from playbook.records.read import read, verdicts
 from playbook.records.standing import bases, basis, in_words, standing
-from playbook.site.cards import Shelf, card_page
-from playbook.site.llms import plain_card
+from playbook_app.cli.commands.cards import card_lines
+from playbook_app.site.cards import Shelf, card_page
+from playbook_app.site.llms import plain_card
 
 CARDS = load_all()
 CLAIMS = by_claim(CARDS)

@@ -17,7 +17,7 @@ from playbook.planner.models import MODELS, from_file
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, OFFLOAD_MODULES, RECOMPUTE, SHARDING
 from playbook.planner.plan import Plan, parse
-from playbook.site.calculator import tables
+from playbook_app.site.calculator import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

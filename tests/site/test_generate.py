@@ -13,8 +13,8 @@ from site_tree import ID, claim_ref, evidence, render, reseal
 from playbook.errors import FileError
 from playbook.records.evidence import stored_sha
 from playbook.records.read import Present, read
-from playbook.site import build
-from playbook.site.text import NBSP, percent, quantity, text
+from playbook_app.site import build
+from playbook_app.site.text import NBSP, percent, quantity, text
 
 TODAY = date(2026, 11, 21)
 

@@ -17,14 +17,14 @@ from playbook.cards.model import guidance
 from playbook.paths import data_root
 from playbook.planner.models import MODELS
 from playbook.records.read import read
-from playbook.site import build
-from playbook.site.cards import changes
-from playbook.site.evidence import trace_page
-from playbook.site.lists import one_gpu_page
-from playbook.site.llms import llms
-from playbook.site.models import plan_of, settings
-from playbook.site.shelf import Shelf, forest_of_cards, verdict_forest
-from playbook.site.text import NBSP
+from playbook_app.site import build
+from playbook_app.site.cards import changes
+from playbook_app.site.evidence import trace_page
+from playbook_app.site.lists import one_gpu_page
+from playbook_app.site.llms import llms
+from playbook_app.site.models import plan_of, settings
+from playbook_app.site.shelf import Shelf, forest_of_cards, verdict_forest
+from playbook_app.site.text import NBSP
 
 TODAY = date(2026, 11, 21)
 

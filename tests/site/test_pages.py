@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from playbook.paths import data_root
-from playbook.site.pages import markdown, render, render_plain
-from playbook.site.reference import Command
+from playbook_app.site.pages import markdown, render, render_plain
+from playbook_app.site.reference import Command
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | `a` ::: {{ 1 }} ![i](http://x) **b** # h"
 
@@ -34,6 +34,6 @@ def test_plain_text_stays_as_it_is_on_one_line() -> None:
 
 
 def test_no_template_switches_escaping_off() -> None:
-    for path in (data_root("cards").parent / "playbook/site/templates").glob("*.j2"):
+    for path in (data_root("cards").parent / "app/playbook_app/site/templates").glob("*.j2"):
         content = path.read_text(encoding="utf-8")
         assert not re.search(r"\|\s*safe|autoescape", content), path.name

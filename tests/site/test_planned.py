@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from playbook.paths import repo_root
-from playbook.site.planned.answers import ask, questions, read
-from playbook.site.planned.published import published_page
-from playbook.site.planned.tables import tables_page
-from playbook.site.planned.worked import worked
+from playbook_app.site.planned.answers import ask, questions, read
+from playbook_app.site.planned.published import published_page
+from playbook_app.site.planned.tables import tables_page
+from playbook_app.site.planned.worked import worked
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import README, readme

@@ -10,10 +10,12 @@ from jsonschema import Draft202012Validator
 
 from playbook import yaml_files
 from playbook.cards.load import load_all
-from playbook.cli import app, check, site
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook.site.recipes import recipes_page
+from playbook_app.cli import app
+from playbook_app.cli.commands import site
+from playbook_app.services import check
+from playbook_app.site.recipes import recipes_page
 from playbook_trainer.config import recipes
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load, parse_overrides

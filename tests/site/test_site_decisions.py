@@ -13,11 +13,11 @@ import anyio
 import pytest
 from mcp import Client
 
-from playbook.cli.agents import library_here
-from playbook.mcp.server import server
 from playbook.paths import repo_root
 from playbook.planner.memory import GIB
 from playbook.planner.models import named
+from playbook_app.mcp.library import library_here
+from playbook_app.mcp.server import server
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from decisions import decide, tasks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from playbook.cli.app import main
 from playbook.errors import PlaybookError
 from playbook.skills.foreign import RULES, read_folder, summary
+from playbook_app.cli.app import main
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "skills"
 EXPECTED = [

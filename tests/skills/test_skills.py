@@ -14,12 +14,13 @@ from skills_ref import validate as reference_validate
 
 from playbook.cards.load import load_all
 from playbook.cards.model import Card
-from playbook.cli import app
-from playbook.cli.agents import known_here, stock_here
 from playbook.errors import FileError
 from playbook.paths import data_root
 from playbook.skills.check import FIGURE, check
 from playbook.skills.model import index, load_skills, read_skill, read_skills
+from playbook_app.cli import app
+from playbook_app.cli.commands.skills import known_here
+from playbook_app.services.standing import stock_here
 
 SHIPPED = sorted(p.name for p in data_root("skills").iterdir() if p.is_dir())
 

@@ -3,7 +3,7 @@
 import anyio
 from mcp import Client
 
-from playbook.mcp.server import server
+from playbook_app.mcp.server import server
 
 
 def ask(library, tool, **arguments):

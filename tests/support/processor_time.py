@@ -6,7 +6,7 @@ import subprocess
 import sys
 from functools import cache
 
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
 
 READS_RECORDS = "from playbook.paths import data_root; from playbook.records.read import read; read([data_root('results')])"
 """A measure of this processor: Python that reads every record that ships."""
@@ -14,7 +14,7 @@ READS_RECORDS = "from playbook.paths import data_root; from playbook.records.rea
 
 def processor_seconds(*words: str) -> tuple[float, str]:
     """Seconds of user and system for a command of this Python in this tree, and what it printed."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=60, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

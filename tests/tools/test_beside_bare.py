@@ -20,7 +20,7 @@ from beside_bare import pairs
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import checks, tree
-from playbook_trainer.megatron import checks as megatron
+from playbook_trainer.config import megatron_checks as megatron
 
 TINY = [
     "model=qwen3_moe_tiny",

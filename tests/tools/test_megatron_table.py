@@ -14,7 +14,7 @@ from megatron_rows import CONFIG, TABLES, Row, rows
 from playbook.paths import repo_root
 from playbook.records.case import Rule
 from playbook_trainer.config import checks, tree
-from playbook_trainer.megatron import checks as megatron
+from playbook_trainer.config import megatron_checks as megatron
 
 TINY = {
     "backend": "torch",

@@ -13,7 +13,7 @@ import pytest
 from ranks import environment
 
 from playbook_trainer.config import checks, dry_run, tree
-from playbook_trainer.megatron import checks as megatron
+from playbook_trainer.config import megatron_checks as megatron
 
 ROWS = tool.read(tool.FOLDER / tool.REGISTERED)
 

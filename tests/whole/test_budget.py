@@ -13,9 +13,9 @@ from rich.console import Console
 
 from playbook.errors import StoreError
 from playbook.records.read import read
-from playbook.site.cards import Shelf
-from playbook.site.evidence import evidence_page
-from playbook.site.text import NBSP
+from playbook_app.site.cards import Shelf
+from playbook_app.site.evidence import evidence_page
+from playbook_app.site.text import NBSP
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
 from playbook_bench.run import confirm, replay, report

@@ -11,10 +11,10 @@ import pytest
 from planted_case import options
 
 from playbook.cards.load import load_all
-from playbook.cli.app import main
 from playbook.paths import data_root
 from playbook.records.read import read
 from playbook.records.untested import untested_claims, untraced_verdicts
+from playbook_app.cli.app import main
 from playbook_bench.launch import local
 from playbook_bench.run import confirm
 from playbook_bench.run.journal import Journal
@@ -144,8 +144,10 @@ def test_a_campaign_first_traces_what_an_earlier_call_had_no_time_to_trace(tmp_p
     """V10 is settled and its trace is taken away here; nothing of it waits for a verdict. L9 is settled by arithmetic and has nothing to trace."""
     records = [r for r in read([data_root("results")], CARDS) if "recompute-selective-vs-full" not in r.path.name]
     asked = []
-    monkeypatch.setattr("playbook.cli.confirm.records_here", lambda *_: records)
-    monkeypatch.setattr("playbook.cli.confirm.harness.run", lambda chosen, options, _: asked.append((chosen, list(options.untraced))) or [])
+    monkeypatch.setattr("playbook_app.cli.commands.confirm.records_here", lambda *_: records)
+    monkeypatch.setattr(
+        "playbook_app.cli.commands.confirm.harness.run", lambda chosen, options, _: asked.append((chosen, list(options.untraced))) or []
+    )
     words = ["confirm", "recompute/V10", "long-context-cp-sizing/L9", "--untested", "--profile", "h200x1", "--results", str(tmp_path)]
     for more in ([], ["--no-trace"]):
         with pytest.raises(SystemExit):

@@ -10,10 +10,10 @@ import pytest
 from planted_case import FAKE, bench, options
 from typer.testing import CliRunner
 
-from playbook.cli.app import app
 from playbook.paths import data_root
 from playbook.records.consistency import contradictions
 from playbook.records.read import EVIDENCE, read
+from playbook_app.cli.app import app
 from playbook_bench.launch import local
 from playbook_bench.run import aa, replay, report
 from playbook_bench.run import options as defaults

@@ -10,14 +10,15 @@ import pytest
 
 from playbook.cards import load
 from playbook.cards.model import by_claim
-from playbook.cli.agents import library_here, stock_here
 from playbook.errors import ConfigError, FileError, StoreError
-from playbook.mcp.server import claim_answer, evidence_list
 from playbook.paths import DEFAULT_RESULTS, data_root
 from playbook.records.case import Activation, Case, list_cases, load_case
 from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, seal, stored_sha
 from playbook.records.read import EVIDENCE, read, standings, verdicts
 from playbook.skills.export import standing
+from playbook_app.mcp.library import library_here
+from playbook_app.mcp.server import claim_answer, evidence_list
+from playbook_app.services.standing import stock_here
 from playbook_bench.judge import verdict
 from playbook_bench.machine import requirements
 from playbook_bench.run import replay, store

@@ -197,8 +197,8 @@ def _elementwise() -> Iterator[dict[str, Any]]:
 
 def loss() -> Iterator[dict[str, Any]]:
     """Output head, softmax, loss and its gradients, in chunks of rows."""
+    from playbook_trainer.axes import Axis
     from playbook_trainer.torch.kernels.cross_entropy import fused_rows
-    from playbook_trainer.torch.parallel.axes import Axis
     from playbook_trainer.torch.parallel.tensor import CHUNK, linear_cross_entropy
 
     for hidden, words in ((2048, 151936), (7168, 129280)):

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.checkpoint_files import Best
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.torch.parallel.axes import Axes
 
 
 class Saver(Protocol):

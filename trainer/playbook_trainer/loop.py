@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
+from playbook_trainer.axes import Axes
 from playbook_trainer.checkpoint_files import Best
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.tree import DataConfig, TrainerConfig
@@ -35,7 +36,6 @@ from playbook_trainer.observe.watchdog import Watchdog
 from playbook_trainer.stop import StopRequest
 from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.engine import TorchEngine
-from playbook_trainer.torch.parallel.axes import Axes
 
 _COLLECT_EVERY = 10
 """Steps between collections of garbage, on all ranks at once, since one that collects makes all wait. Recomputation leaves cycles of 0.2 MB a step."""

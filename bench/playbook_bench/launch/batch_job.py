@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from playbook.paths import repo_root, sources
 from playbook.yaml_files import Strict
 from playbook_bench.launch.local import TRAINER, import_paths
 from playbook_bench.launch.slurm import SrunLauncher, allocation
@@ -158,7 +159,7 @@ def parameters(cluster: Cluster, nodes: int, name: str, env: Mapping[str, str], 
     the ranks are its steps, and it ends them itself.
     """
     # A named environment has Playbook installed; this process's own packages would hide it, and may be built for another Python.
-    own = {} if cluster.venv else {"PYTHONPATH": ":".join(dict.fromkeys([*import_paths(), str(Path(__file__).resolve().parents[2])]))}
+    own = {} if cluster.venv else {"PYTHONPATH": ":".join(dict.fromkeys([*import_paths(), *sources(repo_root())]))}
     exports = {**own, "PYTHONSAFEPATH": "1", **env}
     forget = [f"unset {CONNECTIONS}"] if CONNECTIONS not in env else []
     # A word with a line break would end the comment, and its rest would run.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from playbook.errors import ConfigError, FileError, LaunchError
-from playbook.paths import KINDS, repo_root
+from playbook.paths import KINDS, repo_root, sources
 from playbook.records.case import Case, load_case
 from playbook.yaml_files import Strict, parse, validate
 from playbook_bench.machine import detect
@@ -212,11 +212,6 @@ def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None 
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise LaunchError(f"git cannot be run: {e}") from e
-
-
-def sources(tree: Path) -> list[str]:
-    """Where a tree's packages lie."""
-    return [str((tree / part).resolve()) for part in (".", "bench", "trainer")]
 
 
 def import_path(tree: Path, others: Sequence[Path]) -> str:

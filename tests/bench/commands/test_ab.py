@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from playbook.cards.model import SHORT_METRICS
-from playbook.cli.app import main
 from playbook.errors import ConfigError
+from playbook_app.cli.app import main
 from playbook_bench.commands import ab, variant
 from playbook_bench.launch.outcome import Result
 from playbook_bench.run import checkout, replay

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from playbook.cli.app import main
 from playbook.errors import LogError
+from playbook_app.cli.app import main
 from playbook_bench import logs
 from playbook_bench.commands import clocks
 from playbook_bench.judge import clocks as judged

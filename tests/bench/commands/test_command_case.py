@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from playbook.cli.app import main
 from playbook.errors import FileError
 from playbook.processes import listed
 from playbook.records.case import load_case
+from playbook_app.cli.app import main
 from playbook_bench.run import confirm, prove, replay
 from playbook_bench.run.options import Options
 from playbook_bench.trace.collect import timeline_from_file

@@ -10,8 +10,8 @@ from xml.etree import ElementTree as ET
 import pandas as pd
 import pytest
 
-from playbook.cli.app import main
 from playbook.errors import ConfigError, LaunchError
+from playbook_app.cli.app import main
 from playbook_bench.commands import trees
 from playbook_bench.run import bisect, gate, report
 from playbook_bench.run.options import Options

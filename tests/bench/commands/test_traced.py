@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from playbook.cli.app import main
 from playbook.errors import ConfigError, LaunchError, PlaybookError
+from playbook_app.cli.app import main
 from playbook_bench.commands import ab, traced
 
 SCRIPT = """

@@ -11,13 +11,13 @@ import pytest
 
 from playbook.cards import load
 from playbook.cards.model import by_claim
-from playbook.cli.agents import library_here
-from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
 from playbook.records.case import Rule, load_case
 from playbook.records.evidence import Measured
 from playbook.records.read import EVIDENCE, Present, read, verdicts
 from playbook.records.staleness import Here
+from playbook_app.mcp.library import library_here
+from playbook_app.mcp.server import claim_answer
 from playbook_bench.judge import outdated as module
 from playbook_bench.machine import detect
 from playbook_trainer import revision

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from playbook.cli import slurm
 from playbook.errors import ConfigError, LaunchError, StoreError
 from playbook.paths import repo_root
 from playbook.records.case import load_case
 from playbook.records.evidence import Machine, Run
+from playbook_app.cli import outcomes
 from playbook_bench.launch.local import Spec
 from playbook_bench.launch.slurm import Allocation, SrunLauncher, allocation, exits
 from playbook_bench.machine import detect, requirements
@@ -402,11 +402,11 @@ def held(folder, host):
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
-    first = slurm.journal(tmp_path, None).series(case, "cpu", 11)
+    first = outcomes.journal(tmp_path, None).series(case, "cpu", 11)
     first.add(a_run(0, "baseline", 0), {})
     first.add(a_run(1, "candidate", 0), {})
-    assert slurm.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
-    assert slurm.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
+    assert outcomes.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
+    assert outcomes.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
 
 
 def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from playbook.cli.app import main
 from playbook.errors import ConfigError
 from playbook.paths import data_root
+from playbook_app.cli.app import main
 from playbook_bench.run.prove import prove
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook.cli.app import main
 from playbook.errors import PlaybookError
 from playbook.kernel_names import CLASSES, OTHER, kernel_class
 from playbook.paths import repo_root
+from playbook_app.cli.app import main
 from playbook_bench.trace import collect, nsys
 from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
 from playbook_bench.trace.walls import BUSY, DATA_WAIT, EXPOSED, HOST_BOUND, Walls, walls

@@ -7,12 +7,12 @@ from itertools import islice
 import pytest
 from typer.testing import CliRunner
 
-from playbook.cli.app import app
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.runs.check import check, document, groups, ranking, total
 from playbook.planner.runs.published import ERRORS, RUNS, errors_of
 from playbook.planner.runs.table import read_runs
+from playbook_app.cli.app import app
 
 PUBLISHED = data_root("tables") / "published_runs.csv"
 RESULTS = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct", "mem_gb", "mem_unit", "mem_kind", "status", "quality")

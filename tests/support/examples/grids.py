@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from playbook_trainer.axes import Axes, Axis, groups
 from playbook_trainer.config.tree import ParallelConfig
-from playbook_trainer.torch.parallel.axes import Axes, Axis, groups
 
 
 def rank_axes(world: int, rank: int, sizes: ParallelConfig) -> Axes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playbook.cli import app
+from playbook_app.cli import app
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

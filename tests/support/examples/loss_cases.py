@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.torch.kernels.cross_entropy import BLOCK, fused_rows
-from playbook_trainer.torch.parallel.axes import Axis
 
 
 def ruled_out(first: int, width: int, device: str) -> str:

@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig
 
 from playbook.paths import data_root
 from playbook_bench.launch.local import free_port
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.huggingface import weights as hf
@@ -36,7 +37,6 @@ from playbook_trainer.megatron import settings as mapping
 from playbook_trainer.megatron.model import vision_language
 from playbook_trainer.megatron.state import weights
 from playbook_trainer.torch.parallel import sequence
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.context import _filled
 
 TOKENS = 192

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from ranks import leave
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.torch.model.attention import attend
 from playbook_trainer.torch.parallel import context
-from playbook_trainer.torch.parallel.axes import Axis
 
 HEADS, HEAD_DIM = 4, 8
 

@@ -17,7 +17,14 @@ __all__ = ["ROOT", "SUPPORT", "environment", "environments", "free_port", "leave
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"
-PATHS = [ROOT, ROOT / "bench", ROOT / "trainer", ROOT / "tools", *(SUPPORT / folder for folder in ("ranks", "megatron", "examples"))]
+PATHS = [
+    ROOT,
+    ROOT / "app",
+    ROOT / "bench",
+    ROOT / "trainer",
+    ROOT / "tools",
+    *(SUPPORT / folder for folder in ("ranks", "megatron", "examples")),
+]
 
 
 def environment(**more: str) -> dict[str, str]:

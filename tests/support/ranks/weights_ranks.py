@@ -7,11 +7,11 @@ from pathlib import Path
 import torch.distributed as dist
 from ranks import leave
 
+from playbook_trainer import axes as layout
 from playbook_trainer.config import checks
 from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.loop import start
 from playbook_trainer.torch import build, weights
-from playbook_trainer.torch.parallel import axes as layout
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 config = load(Path(sys.argv[1]), parse_overrides(sys.argv[3:]))

@@ -10,11 +10,11 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import automatic, checks
+from playbook_trainer.config import megatron_checks as megatron
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.neutral import neutral
 from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
-from playbook_trainer.megatron import checks as megatron
 
 CONFIGS = Path("trainer/configs")
 MOE, DENSE, IMAGES = (CONFIGS / f"{name}.yaml" for name in ("qwen3_30b_a3b_24l", "qwen3_tiny", "qwen3_vl_30b_a3b_6l"))

@@ -10,23 +10,23 @@ import sys
 import pytest
 import torch
 
-from playbook.cli import app
 from playbook.errors import ConfigError
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
 from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
+from playbook_app.cli import app
 from playbook_bench.statements import table
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.dry_run import dry_run, predicted
 from playbook_trainer.config.tree import load
 from playbook_trainer.export.render import TARGETS
 from playbook_trainer.torch.model.decoder import Decoder, Options
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.sharding import initial_value
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
 WIDE = ["parallel.pp=4", "parallel.vpp=2", "parallel.cp=4", "parallel.ep=8", "train.global_batch_size=1024", "data.seq_len=32768"]
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 
 def command(capsys, *words):
@@ -152,7 +152,7 @@ def test_recompute_and_context_parallelism_lower_the_activations():
 
 def test_a_thousand_ranks_are_judged_without_torch():
     code = (
-        "import sys\nfrom playbook.cli import app as cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n"
+        "import sys\nfrom playbook_app.cli import app as cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n"
         "    assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'playbook_bench'}"
     )
     words = [sys.executable, "-c", code, "train", "--dry-run", "--json", "--gpus", "1024", str(LARGE), *WIDE]

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from playbook.errors import ConfigError, DataError
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.loader import build_loader
@@ -241,7 +241,7 @@ def test_workers_die_with_a_killed_rank() -> None:
         "steps = iter(loader); next(steps); print('ready', flush=True); sys.stdin.read()\n"
     )
     root = repo_root()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / p) for p in (".", "bench", "trainer"))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(root))}
     command = [sys.executable, "-c", program, str(data_root("configs") / f"{VL}.yaml")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as rank:
         assert rank.stdout is not None

@@ -12,9 +12,9 @@ from typing import get_args
 
 import pytest
 
-from playbook.cli import app
 from playbook.errors import PlaybookError
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
+from playbook_app.cli import app
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export import sheet as sheets
@@ -322,10 +322,8 @@ def test_an_unknown_target_or_platform_is_one_line(capsys):
 
 
 def test_exporting_imports_no_torch():
-    code = (
-        "import sys\nfrom playbook.cli import app as cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
-    )
-    environment = {"PYTHONPATH": ":".join(str(repo_root() / p) for p in (".", "bench", "trainer")), "PATH": "/usr/bin:/bin"}
+    code = "import sys\nfrom playbook_app.cli import app as cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
+    environment = {"PYTHONPATH": ":".join(sources(repo_root())), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", code, "config", "export", str(LARGE), "--to", "torchtitan"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

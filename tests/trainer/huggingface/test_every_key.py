@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from playbook.errors import ConfigError, FileError
+from playbook_trainer.config.huggingface.config import fields_of, hf_config
+from playbook_trainer.config.huggingface.generation import check_rows
+from playbook_trainer.config.huggingface.keys import WITHOUT_EFFECT
 from playbook_trainer.config.model import ModelConfig, YarnConfig
-from playbook_trainer.huggingface.config import fields_of, hf_config
-from playbook_trainer.huggingface.generation import check_rows
-from playbook_trainer.huggingface.keys import WITHOUT_EFFECT
 
 YARN = YarnConfig(factor=4.0, original_seq_len=64, mscale=1.0, mscale_all_dim=1.0)
 FAMILIES = {

@@ -11,13 +11,13 @@ from grids import rank_axes
 from safetensors.torch import load_file, save_file
 
 from playbook.errors import ConfigError
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import ParallelConfig
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.huggingface.names import slices
 from playbook_trainer.torch import weights
 from playbook_trainer.torch.build import stage_chunks
 from playbook_trainer.torch.model.decoder import Decoder, Options
-from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.sharding import local_boxes, part
 
 MAKE = {

@@ -9,8 +9,8 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook_trainer.config import checks
+from playbook_trainer.config import megatron_checks as megatron
 from playbook_trainer.config.tree import TrainerConfig, load
-from playbook_trainer.megatron import checks as megatron
 
 MOE, DENSE = "qwen3_moe_tiny", "qwen3_tiny"
 

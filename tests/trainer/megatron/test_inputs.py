@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from playbook.paths import data_root
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.megatron import inputs
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 
 ROWS, SEQ = 2, 32
 

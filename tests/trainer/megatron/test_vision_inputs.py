@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from playbook.paths import data_root
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import load
 from playbook_trainer.megatron import inputs
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 
 CONFIG = load(data_root("configs") / "qwen3_vl_moe_tiny.yaml", {"backend": "megatron"})
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [], [(1, 6, 4)]]

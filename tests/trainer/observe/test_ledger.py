@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from playbook.planner import flops, parameters, peaks
 from playbook.planner.models import MODELS
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import load
 from playbook_trainer.data.loader import build_loader
 from playbook_trainer.observe.flops import Ledger
 from playbook_trainer.observe.totals import StepTotals, counts
 from playbook_trainer.torch import build
-from playbook_trainer.torch.parallel.axes import Axes
 
 CONFIGS = Path("trainer/configs")
 

@@ -9,8 +9,8 @@ from playbook.paths import repo_root
 from playbook.records.case import GROUP_WORDS, RANGES, Activation, Case, Receipt, Rule, case_problems, load_case
 from playbook.records.evidence import CollectiveCount, Observed, Run
 from playbook_bench.judge import receipt
+from playbook_trainer.axes import groups
 from playbook_trainer.config.tree import ParallelConfig
-from playbook_trainer.torch.parallel.axes import groups
 
 NUMBERS = {"layers": 4.0, "microbatches": 2.0, "ranks": 3.0}
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.observe.receipt import Observer, observing
 from playbook_trainer.torch.model.balance import Balance
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.tensor import linear_cross_entropy
 
 

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from ranks import ROOT, run, steps, summary
 
+from playbook_trainer import axes as layout
 from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.exit_codes import REFUSED
 from playbook_trainer.torch import build
-from playbook_trainer.torch.parallel import axes as layout
 
 VISION = ROOT / "trainer" / "configs" / "qwen3_vl_moe_tiny.yaml"
 # Small images and short rows: two to four samples a row, whose answers differ in length, so ranks and micro-batches differ in labels.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.parameters import total
+from playbook_trainer.config import megatron_checks as megatron
 from playbook_trainer.config import switches
 from playbook_trainer.config.labels import FREEZABLE
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
-from playbook_trainer.megatron import checks as megatron
 
 
 def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:

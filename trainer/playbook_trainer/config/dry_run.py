@@ -12,16 +12,17 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner import activations, memory, parameters, pipeline
 from playbook.planner.activations import Kept
+from playbook.planner.choice.routing import Routing
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import automatic, checks
+from playbook_trainer.config import megatron_memory as arithmetic
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
-from playbook_trainer.megatron import memory as arithmetic
 
 MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
@@ -76,9 +77,10 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     )  # fmt: skip
 
 
-def predicted(config: TrainerConfig, world: int, on: Cluster) -> StepTime | None:
-    """What a step of `config` is predicted to take on so many GPUs of a cluster; None in float32, which no law of the planner is about."""
+def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing | None = None) -> StepTime | None:
+    """What a step of `config` is predicted to take on so many GPUs of a cluster, with this routing of its tokens; None in float32, which no law of the planner is about."""
     plan = plan_of(config, world)
+    plan = routing.on(plan) if routing else plan
     if config.train.dtype != "bf16":
         return None
     own, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]

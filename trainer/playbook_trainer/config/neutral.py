@@ -37,6 +37,11 @@ def declared(section: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iter
             yield from declared(inner, f"{prefix}{name}.")
 
 
+def trainer_keys() -> set[str]:
+    """Every dotted key of the trainer's tree, sections included."""
+    return {"model.preset", *dict(declared())}
+
+
 def rendered() -> str:
     """The content of the table for the tree of today: known values as they are, the default of each new key; keys that are gone have no line."""
     defaults = {key: field.get_default(call_default_factory=True) for key, field in declared() if not field.is_required()}

@@ -14,7 +14,7 @@ from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.image_decoder import ImageDecoder
 from playbook_trainer.data.images import ImageRef, patches_into
-from playbook_trainer.torch.model.positions import mrope_positions, vision_index
+from playbook_trainer.data.positions import mrope_positions, vision_index
 
 
 def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataConfig, decoder: ImageDecoder | None = None) -> Batch:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from playbook.errors import ConfigError, DataError
+from playbook_trainer.config.huggingface.parts import read_json
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
-from playbook_trainer.huggingface.parts import read_json
 
 _NUM_BYTES = 256
 _BYTE_VOCABULARY = 1024

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from playbook_trainer.config import megatron_fields as fields
 from playbook_trainer.config.environment import GROUPED_GEMM
+from playbook_trainer.config.megatron_fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.megatron_run import (
     DTYPES,
@@ -21,8 +23,6 @@ from playbook_trainer.export.megatron_run import (
     optimizer,
 )
 from playbook_trainer.export.sheet import READING, Sheet, Target
-from playbook_trainer.megatron import fields
-from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
 _READER = "the target has readers of its own"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from playbook_trainer.config.huggingface.parts import for_transformers_4, read_json
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.huggingface.parts import for_transformers_4, read_json
 
 CONFIG = "config.json"
 _TOKENIZER = (

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from playbook.errors import ConfigError
+from playbook_trainer.config.huggingface.parts import read_json
 from playbook_trainer.config.model import VisionConfig
-from playbook_trainer.huggingface.parts import read_json
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 """Where transformers looks: first in that of all processors, as transformers 5 saves it, then in that of images alone."""

@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from playbook.errors import ConfigError, DataError
+from playbook_trainer.config.huggingface.config import check_config, hf_config
+from playbook_trainer.config.huggingface.parts import read_json
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
-from playbook_trainer.huggingface.config import check_config, hf_config
 from playbook_trainer.huggingface.kept import CONFIG, Kept
 from playbook_trainer.huggingface.names import HEAD, InMemory, Rule, Shape, Source, rules, whole
-from playbook_trainer.huggingface.parts import read_json
 
 __all__ = [
     "Files",

@@ -22,11 +22,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from playbook.errors import ConfigError
+from playbook_trainer.axes import Axes
+from playbook_trainer.config import megatron_fields as fields
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
 from playbook_trainer.huggingface import weights as hf
-from playbook_trainer.megatron import fields, graphs, groups, inputs, settings, wrap
+from playbook_trainer.megatron import graphs, groups, inputs, settings, wrap
 from playbook_trainer.megatron.hooks import announced
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.model import gpt as model
@@ -36,7 +38,6 @@ from playbook_trainer.megatron.state import weights
 from playbook_trainer.megatron.state.checkpoints import MegatronSaver, gather_parameters
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.torch.build import part_of
-from playbook_trainer.torch.parallel.axes import Axes
 
 _HOPPER = 9
 """The major number of its compute capability."""

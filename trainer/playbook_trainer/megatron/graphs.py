@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from playbook_trainer.config import megatron_fields as fields
+from playbook_trainer.config.megatron_checks import GRAPH_WARMUP
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron import fields
-from playbook_trainer.megatron.checks import GRAPH_WARMUP
 
 
 def forget(config: TrainerConfig) -> None:

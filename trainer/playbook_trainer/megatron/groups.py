@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 
 _AXES = ("tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "edp")
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of, to_device
 from playbook_trainer.torch.parallel import sequence
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 
 
 @dataclass

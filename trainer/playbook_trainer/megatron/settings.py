@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from playbook.errors import ConfigError
+from playbook_trainer.config import megatron_fields as fields
+from playbook_trainer.config.megatron_checks import GRAPH_WARMUP, installed
+from playbook_trainer.config.megatron_fields import ATTENTION, FP8_FORMAT, graph_impl, recompute_layers
+from playbook_trainer.config.row_lengths import unlike_lengths, variable_lengths
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron import fields
-from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed
-from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, graph_impl, recompute_layers
-from playbook_trainer.megatron.row_lengths import unlike_lengths, variable_lengths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from playbook import files
 from playbook.errors import DataError
+from playbook_trainer.axes import Axes
 from playbook_trainer.config import automatic
 from playbook_trainer.config.hashing import config_sha
 from playbook_trainer.config.tree import TrainerConfig, dump
@@ -35,8 +36,6 @@ from playbook_trainer.observe.flops import FORMULA, Ledger, peak
 from playbook_trainer.observe.totals import StepTotals
 from playbook_trainer.observe.trackers import Tracker, figures
 from playbook_trainer.revision import PERFORMANCE_REVISION
-from playbook_trainer.torch.model.balance import spread
-from playbook_trainer.torch.parallel.axes import Axes
 
 SHOWN_DATA = 0.05
 """The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
@@ -472,3 +471,20 @@ def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
     slowest = Counter(str(times["slowest"]) for times in ranks.values())
     worst = max(times["max"] / times["median"] if times["median"] else 1.0 for times in ranks.values())
     return {"samples": len(ranks), "slowest": dict(slowest.most_common()), "max_over_median": worst}
+
+
+def spread(load_LE: Tensor) -> dict[str, float]:
+    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load, experts without a token.
+
+    `ep2`, `ep4` and so on are the fullest rank's load over the mean on so many ranks, the mean of all layers: at each layer all wait for the fullest.
+    """
+    share_LE = load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)
+    experts, used = load_LE.shape[1], (load_LE.sum(1) > 0).sum().clamp(min=1)
+    entropy_L = torch.special.entr(share_LE).sum(1) / torch.tensor(float(experts)).log()
+    degrees = [n for n in range(2, experts + 1) if experts % n == 0]
+    return {
+        "max_over_mean": float(share_LE.max()) * experts,
+        "entropy": float(entropy_L.min()),
+        "idle": float((load_LE == 0).sum()),
+        **{f"ep{n}": float(share_LE.unflatten(1, (n, -1)).sum(2).amax(1).sum() / used) * n for n in degrees},
+    }

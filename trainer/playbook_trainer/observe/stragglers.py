@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import ParallelConfig
 from playbook_trainer.observe.ranges import BACKWARD
-from playbook_trainer.torch.parallel.axes import Axes
 
 
 def own_ranges(parallel: ParallelConfig) -> frozenset[str]:

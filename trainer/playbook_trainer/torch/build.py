@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.functional import linear
 
 from playbook.errors import ConfigError
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config import automatic
 from playbook_trainer.config.tree import CompileConfig, TrainConfig, TrainerConfig
 from playbook_trainer.torch import weights
@@ -23,7 +24,6 @@ from playbook_trainer.torch.model import fp8, graphs
 from playbook_trainer.torch.model.attention import has_packed_cudnn
 from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.model.ops import Ops, compiled
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.sharding import Put, fill, initial_value, set_values
 from playbook_trainer.torch.parallel.tensor import LossRows, plain_rows
 

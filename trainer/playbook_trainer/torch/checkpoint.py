@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from playbook.errors import ConfigError, DataError
+from playbook_trainer.axes import Axes
 from playbook_trainer.checkpoint_files import (
     Best,
     Header,
@@ -37,7 +38,6 @@ from playbook_trainer.checkpoint_files import (
 from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.torch.checkpoint_shards import Pieces, Place, place
 from playbook_trainer.torch.optimizer import Frozen, Shard, ensure_state, masters, put_into
-from playbook_trainer.torch.parallel.axes import Axes
 
 State = dict[str, Pieces]
 

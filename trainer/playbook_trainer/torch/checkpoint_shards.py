@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from playbook_trainer.torch.parallel.axes import Axes
+from playbook_trainer.axes import Axes
 from playbook_trainer.torch.parallel.sharding import full_shape, local_boxes
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from playbook_trainer import axes as layout
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
@@ -16,7 +17,6 @@ from playbook_trainer.observe.receipt import state_bytes
 from playbook_trainer.torch import build, optimizer, weights
 from playbook_trainer.torch.checkpoint import Checkpointer
 from playbook_trainer.torch.model import balance
-from playbook_trainer.torch.parallel import axes as layout
 from playbook_trainer.torch.parallel import context, sequence, tied
 from playbook_trainer.torch.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.torch.parallel.sharding import count_parameters

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import OptimizerConfig
 from playbook_trainer.observe.ranges import tally
 from playbook_trainer.torch.adamw import AdamW
-from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.sharding import Put, counts_in_norm, is_partial_over_tp, is_second_copy, set_values
 
 

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from playbook.errors import ConfigError
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.huggingface import weights
 from playbook_trainer.huggingface.kept import kept
 from playbook_trainer.huggingface.names import HEAD, Rule, slices
 from playbook_trainer.torch.model.decoder import Decoder
-from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.sharding import Box, Put, local_boxes, set_values
 
 

@@ -17,16 +17,17 @@ from torch import Tensor
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
+from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.document import Document as DataDocument
-from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, spread, update_biases, updated_bias
+from playbook_trainer.observe.metrics import spread
+from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, update_biases, updated_bias
 from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.model.ops import route
-from playbook_trainer.torch.parallel.axes import Axes
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 TOKENS, EXPERTS, TOP_K = 60, 8, 2
@@ -99,8 +100,10 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 
 def test_figures_of_a_load() -> None:
     even, bad = [4.0, 4.0, 4.0, 4.0], [16.0, 0.0, 0.0, 0.0]
-    assert spread(torch.tensor([even])) == {"max_over_mean": 1.0, "entropy": pytest.approx(1), "idle": 0}
-    assert spread(torch.tensor([even, bad])) == {"max_over_mean": 4.0, "entropy": pytest.approx(0), "idle": 3}
+    ranks = {"ep2": 1.0, "ep4": 1.0}
+    assert spread(torch.tensor([even])) == {"max_over_mean": 1.0, "entropy": pytest.approx(1), "idle": 0, **ranks}
+    assert spread(torch.tensor([even, bad])) == {"max_over_mean": 4.0, "entropy": pytest.approx(0), "idle": 3, "ep2": 1.5, "ep4": 2.5}
+    assert spread(torch.tensor([[0] * 4, bad]))["ep2"] == 2.0, "layers without experts do not count"
 
 
 def config(**words: Any) -> TrainerConfig:

@@ -8,13 +8,13 @@ import torch
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
+from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
 from playbook_trainer.config.labels import FREEZABLE
 from playbook_trainer.config.tree import load
 from playbook_trainer.observe.receipt import Observer, observing
 from playbook_trainer.torch.build import freeze, part_of
 from playbook_trainer.torch.model.decoder import Decoder
-from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.pipeline import forward_backward
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config import checks
 from playbook_trainer.config.tree import CompileConfig, OptimizerConfig, load
 from playbook_trainer.data.batch import Batch
@@ -25,7 +26,6 @@ from playbook_trainer.torch.model.ops import compiled, swiglu
 from playbook_trainer.torch.model.recompute import recomputed
 from playbook_trainer.torch.optimizer import make, shards
 from playbook_trainer.torch.parallel import context
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.tensor import linear_cross_entropy, plain_rows
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from grids import rank_axes
 
+from playbook_trainer.axes import groups
 from playbook_trainer.config.tree import ParallelConfig
-from playbook_trainer.torch.parallel.axes import groups
 from playbook_trainer.torch.parallel.sharding import counts_in_norm, is_partial_over_tp
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.torch.parallel import dedup
-from playbook_trainer.torch.parallel.axes import Axis
 from playbook_trainer.torch.parallel.dedup import Dedup, count_sorted
 
 

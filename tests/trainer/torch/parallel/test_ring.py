@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.torch.parallel import ring
-from playbook_trainer.torch.parallel.axes import Axis
 from playbook_trainer.torch.parallel.context import local_index
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from playbook.errors import ConfigError
+from playbook_trainer.axes import Axis
 from playbook_trainer.config.checks import check
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig, VisionConfig
 from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.torch.parallel import context
-from playbook_trainer.torch.parallel.axes import Axis
 
 N = 24
 

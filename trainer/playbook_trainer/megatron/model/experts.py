@@ -16,9 +16,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.torch.model.decoder import grouped_product
-from playbook_trainer.torch.parallel.axes import Axes
 
 
 class Experts(SequentialMLP):

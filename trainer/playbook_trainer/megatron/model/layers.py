@@ -27,10 +27,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.megatron.model.attention import PackedAttention
 from playbook_trainer.megatron.model.experts import Experts
 from playbook_trainer.torch.model import ops
-from playbook_trainer.torch.parallel.axes import Axis
 from playbook_trainer.torch.parallel.comm import copy_to
 
 

@@ -28,6 +28,7 @@ from pydantic import Field
 from torch.distributed import checkpoint as dcp
 
 from playbook.errors import ConfigError, DataError
+from playbook_trainer.axes import Axes
 from playbook_trainer.checkpoint_files import (
     INDEX,
     Best,
@@ -48,7 +49,6 @@ from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.state import pickles
 from playbook_trainer.megatron.state.weights import unwrapped
-from playbook_trainer.torch.parallel.axes import Axes
 
 _FIXED = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Degrees that a checkpoint can only be resumed with."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.axes import Axis
 
 BLOCK = 4096
 """Logits of a row that one program holds at once."""

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softmax
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.observe.ranges import tally
-from playbook_trainer.torch.parallel.axes import Axes
 
 
 def balancing_loss(scores_NE: Tensor, load_E: Tensor, tokens: int | Tensor, top_k: int, real_N: Tensor | None = None) -> Tensor:
@@ -137,15 +137,3 @@ def update_biases(layers: Sequence[Balance], rate: float, axes: Axes) -> None:
         assert balance.bias_E is not None
         balance.bias_E.copy_(updated_bias(balance.bias_E, load_E, rate))
     reset(layers)
-
-
-def spread(load_LE: Tensor) -> dict[str, float]:
-    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load, experts without a token."""
-    share_LE = load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)
-    experts = load_LE.shape[1]
-    entropy_L = torch.special.entr(share_LE).sum(1) / torch.tensor(float(experts)).log()
-    return {
-        "max_over_mean": float(share_LE.max()) * experts,
-        "entropy": float(entropy_L.min()),
-        "idle": float((load_LE == 0).sum()),
-    }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 from torch.utils.checkpoint import checkpoint
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import ModelConfig, VisionConfig
 from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.observe.ranges import range_
@@ -29,7 +30,6 @@ from playbook_trainer.torch.model.ops import Ops
 from playbook_trainer.torch.model.recompute import recomputed
 from playbook_trainer.torch.model.vision import VisionTower
 from playbook_trainer.torch.parallel import context, dispatch, tensor
-from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.comm import copy_to
 from playbook_trainer.torch.parallel.folding import Fold
 from playbook_trainer.torch.parallel.sequence import routed

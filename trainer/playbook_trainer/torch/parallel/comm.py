@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.axes import Axis
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.data.batch import IGNORE, Batch, Slice, VisionBatch, share_of
 from playbook_trainer.torch.model.attention import attend
 from playbook_trainer.torch.parallel import ring
-from playbook_trainer.torch.parallel.axes import Axis
 from playbook_trainer.torch.parallel.comm import all_gather, all_to_all
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.axes import Axis
 from playbook_trainer.torch.parallel.comm import all_to_all, exchange_counts
 
 

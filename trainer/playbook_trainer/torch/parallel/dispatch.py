@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.axes import Axis
 from playbook_trainer.torch.parallel.comm import all_gather, all_to_all, exchange_counts, gather_plain, reduce_scatter
 from playbook_trainer.torch.parallel.dedup import Dedup, count_sorted
 

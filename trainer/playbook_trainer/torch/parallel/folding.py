@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from playbook_trainer.torch.parallel.axes import Axes
+from playbook_trainer.axes import Axes
 from playbook_trainer.torch.parallel.comm import all_gather, copy_to, gather_plain, join, reduce_from, reduce_scatter, split
 
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.torch.model.decoder import Decoder
-from playbook_trainer.torch.parallel.axes import Axes
 from playbook_trainer.torch.parallel.sequence import local_tokens
 
 

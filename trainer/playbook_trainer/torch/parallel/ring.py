@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from playbook_trainer.axes import Axis
 from playbook_trainer.data.batch import Block, Ring
 from playbook_trainer.torch.model import attention_blocks as blocks
 from playbook_trainer.torch.model.attention_blocks import Borders
-from playbook_trainer.torch.parallel.axes import Axis
 
 
 def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.data.batch import Batch, share_of
-from playbook_trainer.torch.parallel.axes import Axes
 
 
 def local_tokens(num_tokens: int, axes: Axes) -> int:

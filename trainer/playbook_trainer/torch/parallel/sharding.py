@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import ModelConfig
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 
 Interval = tuple[int, int]
 """First and last + 1."""

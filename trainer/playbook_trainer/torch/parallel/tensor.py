@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.observe.ranges import tally
 from playbook_trainer.torch.model.recompute import recomputed
-from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.comm import all_gather, copy_to, reduce_from, reduce_scatter
 
 CHUNK = 4096

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from playbook_trainer.axes import Axes
 from playbook_trainer.torch.model.decoder import Decoder
-from playbook_trainer.torch.parallel.axes import Axes
 
 
 @torch.no_grad()

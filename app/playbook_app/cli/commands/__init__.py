@@ -1,0 +1,1 @@
+"""The commands; `playbook_app.cli.app` imports the one that is called."""

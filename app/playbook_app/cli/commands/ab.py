@@ -1,0 +1,122 @@
+"""`playbook ab`: compare two commands without a case."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from playbook.errors import LaunchError, PlaybookError
+from playbook.paths import default_results
+from playbook.records.commands import Steps
+from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands
+from playbook_app.cli.options import seconds as to_seconds
+from playbook_app.cli.options import share as to_share
+from playbook_app.cli.output import complain, print_json, print_walls, say
+from playbook_bench.commands import ab as two_commands
+from playbook_bench.commands import traced
+from playbook_bench.machine import detect
+from playbook_bench.run import confirm as harness
+from playbook_bench.run import report
+from playbook_bench.run.options import Options
+
+app = commands()
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def ab(
+    words: Annotated[list[str], typer.Argument(metavar="-- CMD_A [--vs CMD_B]", help="The commands; no shell comes between.")],
+    metric: Annotated[
+        str, typer.Option(help="What to compare: step_time, tokens_per_s, memory, or a metric of the playbook.")
+    ] = "step_time",
+    margin: Annotated[str, typer.Option(metavar="PERCENT", help="Effects up to it count for nothing.")] = "2%",
+    log: Annotated[
+        str | None, typer.Option(help="Kind of the log, such as jsonl, hf, megatron or regex:PATTERN; found out, if not given.")
+    ] = None,
+    log_file: Annotated[
+        str | None, typer.Option("--log-file", help="File of the steps, if not printed; {run} is a new folder of the launch.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the candidate: another value of KEY or --KEY.")
+    ] = None,
+    variable: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Of the candidate: a variable.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Steps that each launch makes; as many as the first, if not given.")] = None,
+    warm_up: Annotated[
+        int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed; the first fifth, if not given.")
+    ] = None,
+    loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far mean losses may differ; any, if they may differ at all.")] = "1%",
+    timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="nsys|FILE", help="Trace one more launch of each, by nsys or into the command's own FILE: which wall each runs into."
+        ),
+    ] = None,
+    trace_with: Annotated[
+        list[str] | None, typer.Option("--trace-with", metavar="WORD", help="Added to the command in that launch, so that it writes FILE.")
+    ] = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two commands that log their steps: B is faster, slower, equivalent, or it is undecided.
+
+    Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
+    """
+    asked = two_commands.question(
+        words,
+        setting or [],
+        variable or [],
+        metric=metric,
+        margin=to_share(margin, "--margin"),
+        steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
+        loss=None if loss == "any" else to_share(loss, "--loss"),
+        timeout_s=to_seconds(timeout, "--timeout") or 0.0,
+    )
+    machine = detect.detect()
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.LaunchLines(out)
+    options = Options(
+        machine.name,
+        results or default_results(),
+        pairs,
+        to_seconds(budget),
+        seed,
+        settles=lambda derived: two_commands.answer(derived, asked.margin).verdict != "undecided",
+    )
+    try:
+        (outcome,) = harness.bench_run(
+            two_commands.case_of(asked, machine.name), options, progress, shlex.join(["playbook", *sys.argv[1:]])
+        )
+    except LaunchError as e:
+        complain(f"error: {e}")
+        if as_json:
+            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
+        raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
+    finally:
+        progress.close()
+    found = two_commands.answer(outcome.evidence.derived, asked.margin)
+    report.print_outcome(outcome, out, found.verdict)
+    report.print_summary([outcome], out)
+    walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
+    if as_json:
+        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
+        print_json(answered | ({"walls": walls} if walls else {}))
+    for variant, each in [] if as_json else walls.items():
+        say(f"\n{variant}")
+        print_walls(each)
+    raise typer.Exit(two_commands.EXIT_CODES[found.verdict])
+
+
+def _walls(asked: two_commands.Question, profile: str, how: traced.Asked) -> dict[str, dict[str, Any]]:
+    """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
+    try:
+        return {variant: asdict(each) for variant, each in traced.both(two_commands.case_of(asked, profile), profile, how).items()}
+    except PlaybookError as e:
+        complain(f"no trace: {e}")
+        return {}

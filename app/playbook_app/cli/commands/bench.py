@@ -1,0 +1,190 @@
+"""`playbook bench`: list, run and trace cases, measure their noise, replay their records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from playbook.cards.load import load_all
+from playbook.cards.model import by_claim
+from playbook.errors import PlaybookError
+from playbook.paths import default_results
+from playbook.records.case import list_cases, load_case
+from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
+from playbook_app.cli.options import seconds as to_seconds
+from playbook_app.cli.output import complain, print_json, print_table, print_trace, print_walls, say
+from playbook_bench.judge.receipt import in_words
+from playbook_bench.run import store
+from playbook_bench.run.targets import tasks_of_card
+
+if TYPE_CHECKING:
+    from playbook_bench.run import prove
+
+app = commands()
+_bench_app = commands()
+app.add_typer(_bench_app, name="bench")
+
+
+@_bench_app.command("run")
+def bench_run(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id, or the path of a case file.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    journal: JournalFolder = None,
+    fork: Fork = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
+    from playbook_app.cli import outcomes
+    from playbook_bench.run import confirm, options
+
+    runs_by, kept = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
+    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, kept)
+    outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
+
+
+@_bench_app.command("list")
+def bench_list(as_json: AsJson = False) -> None:
+    """List the cases, with the claims that name them."""
+    named: dict[str | None, list[str]] = {}
+    for card in load_all().values():
+        for task in tasks_of_card(card):
+            named.setdefault(task.case, []).append(task.claim.id if task.claim else "")
+    rows = [
+        {"id": c.id, "kind": c.kind, "claims": named.get(c.id, []), "profiles": list(c.profiles), "metric": c.metric, "summary": c.summary}
+        for c in map(load_case, list_cases())
+    ]
+    print_json(rows) if as_json else print_table(rows, ("id", "kind", "claims", "profiles", "summary"))
+
+
+@_bench_app.command("check")
+def bench_check(
+    cases: Annotated[list[str], typer.Argument(metavar="CASE", help="Ids of cases.")],
+    profile: Profile = None,
+    full_length: Annotated[bool, typer.Option("--full-length", help="Keep the case's own number of steps.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    from playbook_bench.run import prove
+
+    def show(proof: prove.Proof) -> None:
+        ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
+        (complain if as_json else say)(f"{proof.case}  {proof.variant}  {ended}")
+        for check in proof.checks:
+            (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {in_words(check)}")
+
+    proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
+    if as_json:
+        print_json([{**asdict(p), "checks": [c.model_dump(mode="json") for c in p.checks], "observed": None, "ok": p.ok} for p in proofs])
+    raise typer.Exit(0 if all(p.ok for p in proofs) else 5)
+
+
+@_bench_app.command("replay")
+def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
+    """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
+    from playbook_bench.run import replay
+
+    rows, claims = [], by_claim(load_all())
+    for file in files:
+        same, differences = replay.replay(file)
+        changed = replay.of_another_claim(store.load(file), claims)
+        rows.append({"file": str(file), "same": same, "differences": differences, "another_claim": changed})
+        if not as_json:
+            say(f"{file}: {'same verdict' if same else 'differs'}{f', on another claim: {changed}' if changed else ''}")
+        for line in differences:
+            complain(f"  {line}")
+    if as_json:
+        print_json(rows)
+    raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
+
+
+@_bench_app.command("rejudge")
+def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
+    """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
+    from playbook_bench.run import replay
+
+    made = replay.rejudge(file, results or default_results())
+    say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
+
+
+@_bench_app.command("aa")
+def bench_aa(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
+    from playbook_bench.run import aa, options, report
+
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+    try:
+        noise = aa.run(case, options.Options(profile, results or default_results(), pairs), progress)
+    finally:
+        progress.close()
+    report.print_noise(noise, out)
+    if as_json:
+        figures = {"metric": noise.metric, "mean": noise.mean, "deviation": noise.deviation, "contaminated": noise.contaminated}
+        print_json(
+            {"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path) if noise.path else None}
+        )
+    raise typer.Exit(3 if noise.contaminated else 0)
+
+
+@_bench_app.command("trace")
+def bench_trace(
+    case: Annotated[str | None, typer.Argument(metavar="CASE", help="A case's id: both its variants are launched and traced.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace (.json, .json.gz)."
+        ),
+    ] = None,
+    profile: Profile = None,
+    results: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
+    from playbook_bench.trace import collect, table, walls
+
+    if (case is None) == (file is None):
+        raise PlaybookError(
+            "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
+        )
+    if file is not None:
+        timeline = collect.timeline_from_file(file)
+        framed = timeline.ops and any(s.name == table.STEP for s in timeline.spans)
+        _show_file(asdict(walls.walls(timeline)), table.build(timeline).model_dump(mode="json") if framed else None, as_json)
+        return
+    assert case is not None
+    result = collect.run(case, profile=profile, results=results, progress=complain if as_json else say)
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        say(f"{result.case} on {result.machine.description}, by {result.collector} {result.collector_version}")
+        for variant, traced in result.variants.items():
+            if traced.table is not None:
+                say(f"\n{variant}")
+                print_trace(traced.table.model_dump(mode="json"))
+    raise typer.Exit(0 if result.ok else 5)
+
+
+def _show_file(found: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
+    """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
+    if as_json:
+        print_json({**found, "ranges": ranges})
+        return
+    print_walls(found)
+    if ranges is not None:
+        say("\nby range")
+        print_trace(ranges)

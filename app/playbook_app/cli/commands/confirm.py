@@ -1,0 +1,118 @@
+"""`playbook confirm`: test claims by matched runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from playbook.cards.load import load_all
+from playbook.errors import PlaybookError
+from playbook.paths import default_results
+from playbook.records.evidence import Evidence
+from playbook.records.untested import untested_claims, untraced_verdicts
+from playbook.text import count
+from playbook_app.cli import jobs
+from playbook_app.cli.options import (
+    AsJson,
+    Budget,
+    ClusterFile,
+    Fork,
+    JobId,
+    JournalFolder,
+    LauncherName,
+    Nodes,
+    NoWait,
+    Pairs,
+    Print,
+    Profile,
+    Results,
+    Seed,
+    commands,
+)
+from playbook_app.cli.options import seconds as to_seconds
+from playbook_app.cli.outcomes import journal as journal_of
+from playbook_app.cli.outcomes import local_launcher, show_outcomes
+from playbook_app.cli.output import complain
+from playbook_app.services.standing import here, records_here, today
+from playbook_bench.run import confirm as harness
+from playbook_bench.run.options import Options
+from playbook_bench.run.targets import tasks_of
+
+app = commands()
+
+
+@app.command()
+def confirm(
+    targets: Annotated[list[str] | None, typer.Argument(metavar="CARD[/CLAIM]", help="Such as moe-dispatcher-choice/W9.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every claim of every card.")] = False,
+    untested: Annotated[
+        bool,
+        typer.Option(
+            "--untested",
+            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest on first, or as named; --budget ends it, the next call goes on, and first traces what was left without.",
+        ),
+    ] = False,
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    launcher: LauncherName = "local",
+    nodes: Nodes = None,
+    cluster: ClusterFile = None,
+    show: Print = False,
+    no_wait: NoWait = False,
+    job: JobId = None,
+    journal: JournalFolder = None,
+    fork: Fork = False,
+    trace: Annotated[
+        bool, typer.Option("--trace/--no-trace", help="Trace the variants of a timed verdict from GPUs: where the difference lies.")
+    ] = True,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --all, list what does not apply here instead of counting it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Test claims by matched runs of the trainer, on this machine or in a Slurm job. Each claim gets a verdict with its evidence."""
+    if every == bool(targets) and not job:
+        raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
+    if untested and (profile is None or launcher == "slurm"):
+        raise PlaybookError("--untested goes with --profile PROFILE, such as h200x1, on the machine itself")
+    chosen: Sequence[str] = list(load_all()) if every else targets or []
+    untraced: Mapping[str, Evidence] = {}
+    if untested:
+        chosen, untraced = _waiting(profile or "", results, targets or [])
+    seconds = to_seconds(budget)
+    request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
+    jobs.check_request(launcher, request)
+    allocation = jobs.inside(launcher, cluster)
+    if fork and launcher != "local":
+        raise PlaybookError(f"--fork has no meaning with --launcher {launcher}; leave one of them out")
+    if launcher == "slurm":
+        for target in chosen:
+            tasks_of(target)  # a mistake is told now, not by a job that waited its turn
+        words = jobs.confirm_words(chosen, profile, pairs, budget, seed)
+        raise typer.Exit(jobs.confirm(words, results, request, journal))
+    runs_by = allocation or local_launcher(fork)
+    kept = journal_of(journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork)
+    left = untraced if trace else {}
+    options = Options(
+        profile, results or default_results(), pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace, untraced=left
+    )
+    show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
+
+
+def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[list[str], Mapping[str, Evidence]]:
+    """The claims of a campaign, the most valuable first, or in the order in which they are `named`, and verdicts to trace; said before the first is tested."""
+    cards = load_all()
+    known = cards, records_here(cards, here(), results), profile, today()
+    found, untraced = untested_claims(*known), untraced_verdicts(*known)
+    asked = dict.fromkeys(f"{task.claim.card}/{task.claim.id}" for target in named for task in tasks_of(target) if task.claim)
+    if named:
+        found = [target for target in asked if target in found]
+        untraced = {case: each for case, each in untraced.items() if each[0] in asked}
+    complain(f"{count(len(found), 'claim')} without a fresh verdict from {profile}: {', '.join(found) or 'nothing to do'}")
+    if untraced:
+        complain(f"{count(len(untraced), 'verdict')} without a trace: {', '.join(target for target, _ in untraced.values())}")
+    return found, {case: record for case, (_, record) in untraced.items()}

@@ -1,0 +1,376 @@
+"""`playbook diagnose`: where a run's speed stands, which wall is likely and how to tell, and what to try first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any
+
+import typer
+
+from playbook.diagnosis.answer import Seen, diagnose
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.seen import KINDS, parsed
+from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, setting
+from playbook.errors import ConfigError, LogError
+from playbook.files import read_bytes
+from playbook.planner.choice.plain_data import words
+from playbook.planner.choice.routing import Routing, of_run
+from playbook.planner.choice.routing import measured as measured_routing
+from playbook.planner.hardware.named import machine
+from playbook.planner.models import find, named
+from playbook.planner.plan import idle
+from playbook.planner.time.cluster import Cluster
+from playbook.text import count
+from playbook_app.cli.options import AsJson, Imbalance, Network, commands
+from playbook_app.cli.output import print_json, print_table, say
+from playbook_app.cli.quantities import figure, machines, percent
+from playbook_app.cli.quantities import tokens as to_tokens
+from playbook_app.services.changes import changed
+from playbook_app.services.standing import stock_here
+from playbook_bench.logs import NoAdapter, read
+from playbook_trainer.config.dry_run import plan_of
+from playbook_trainer.config.tree import load
+
+app = commands()
+
+_WARM_UP = 5
+"""One of so many steps, the first ones, is not counted, as in `playbook ab`."""
+_FEW = 20
+"""Steps from which on their spread says something."""
+_GROWTH = 0.02
+"""Share by which memory must grow for it to be said."""
+_SHOWN = 3
+_SEQ = 4096
+"""Tokens of a sequence where nobody says."""
+_MAX_SUMMARY = 10_000_000
+_METRICS = "metrics.jsonl"
+_AB = "playbook ab -- COMMAND --vs"
+"""The beginning of a matched pair of the run's own command; what it changes is printed above it."""
+
+
+@dataclass(frozen=True)
+class _Log:
+    """What a log says of the speed. Units: seconds; tokens per second and GPU, or tokens of a step of the whole job."""
+
+    seconds: float
+    tokens: float | None
+    rate: float | None
+    samples: int | None
+    uneven: float | None
+    grown: tuple[float, float] | None
+    """Peak bytes of its first and of its last quarter, where memory grew."""
+    notes: tuple[str, ...]
+
+
+@app.command("diagnose")
+def diagnose_run(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run's folder, or its log: its speed, and of a run of ours the layout too.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="N", help="GPUs of the whole job; 64xH100 names the kind too.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence; 4096, if not given.")
+    ] = None,
+    gbs: Annotated[
+        int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; the log's, else four million tokens, if not given.")
+    ] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option("--mfu", parser=percent, metavar="PERCENT", help="Percent of the GPU's dense peak, such as 22, without recompute."),
+    ] = None,
+    step_time: Annotated[str | None, typer.Option("--step-time", help="Seconds of a step, such as 1.9s or 850ms.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens-per-s", parser=figure, metavar="TOKENS", help="Tokens per second and GPU.")
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
+    ] = None,
+    network: Network = "",
+    imbalance: Imbalance = "",
+    saw: Annotated[
+        list[str] | None, typer.Option("--saw", help=f"Shares of a step, such as all-to-all=40%,idle=25%; of {', '.join(KINDS)}.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="A trace of some steps: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace."),
+    ] = None,
+    framework: Annotated[
+        str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
+    number, kind = machines(gpus, hardware)
+    asked = _Asked(
+        model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network, imbalance
+    )
+    log = _log(run) if run else None
+    where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
+    figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
+    if log is not None and figures == Figures():
+        rate = log.rate or (log.tokens / log.seconds / where.question.gpus if log.tokens else None)
+        figures = Figures(step_s=None if rate else log.seconds, tokens_per_s_per_gpu=rate, said=str(run))
+    speed = measured(where, figures)
+    seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None, log.grown if log else None)
+    stock = stock_here()
+    found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
+    print_json(found) if as_json else _show(found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line says of the setting."""
+
+    model: str | None
+    gpus: int | None
+    hardware: str | None
+    seq: int | None
+    gbs: int | None
+    known: tuple[str, ...]
+    framework: str | None
+    network: str = ""
+    imbalance: str = ""
+
+
+def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
+    """What is asked, with the batch that a log tells: what the run itself wrote goes before what would be assumed.
+
+    Raises:
+        ConfigError: the command line names another.
+    """
+    if log is None:
+        return asked
+    named = next((int(w[4:]) for w in asked.known if re.fullmatch(r"gbs=[0-9]{1,10}", w)), asked.gbs)
+    if log.samples and named and named != log.samples:
+        raise ConfigError(f"the log has a global batch of {log.samples} samples, and --gbs is {named}; leave --gbs out")
+    each = asked.seq or _SEQ
+    told = log.samples or (round(log.tokens / each) if log.tokens and log.tokens % each == 0 else None)
+    return replace(asked, gbs=told) if told and named is None and asked.model else asked
+
+
+def _where(asked: _Asked, run: Path | None) -> Setting:
+    """The setting of the command line, or of a run's folder with what the command line says instead."""
+    ours = _ours(run) if run and asked.model is None and (run / "config.yaml").is_file() else None
+    if asked.model is None and ours is None:
+        raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
+    gpus = asked.gpus or (ours.gpus if ours else None)
+    hardware = asked.hardware or (ours.device if ours else None)
+    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in asked.known))):
+        raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
+    if ours is not None and gpus is not None:
+        own = _of_config(ours.config, gpus, machine(hardware, asked.network), asked.framework or "playbook", _routing(asked, run))
+        return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
+    model = asked.model or ""
+    path = Path(model)
+    name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
+    shape, framework = find(model), asked.framework or FRAMEWORKS[0]
+    depth = next((w for w in asked.known if re.fullmatch(r"layers=[1-9][0-9]{0,2}", w)), "")
+    if depth:  # a model that was cut is another one: no published run is of it
+        shape, name = shape.of_depth(int(depth.partition("=")[2])), f"{name} of {depth.partition('=')[2]} layers"
+    known = tuple(w for w in asked.known if w != depth)
+    return setting(
+        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network,
+        routing=_routing(asked, run),
+    )  # fmt: skip
+
+
+def _routing(asked: _Asked, run: Path | None) -> Routing | None:
+    """The routing that is named, else what a run of ours wrote down."""
+    if asked.imbalance:
+        return measured_routing(asked.imbalance)
+    return of_run(run) if run and (run / _METRICS).is_file() else None
+
+
+def _split(text: str) -> list[str]:
+    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the default."""
+    found: list[str] = []
+    for part in (p for p in re.split(r"[,\s]+", text) if p and p != "bf16"):
+        if "=" in part or not found:
+            found.append(part)
+        else:
+            found[-1] += f",{part}"
+    return found
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(ms|s|)", text)
+    if match is None:
+        raise ConfigError(f"--step-time is '{text[:40]}'; expected seconds such as 1.9s, or 850ms")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def _log(path: Path) -> _Log:
+    """The steady part of a log."""
+    if not path.exists():
+        raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
+    try:
+        found = read(path, running=True)
+    except NoAdapter as e:
+        raise LogError(
+            f"{path}: no line tells of a step; expected the log of one of {e.known}, or JSON lines with step and seconds"
+        ) from None
+    steps = found.steps[len(found.steps) // _WARM_UP :]
+    seconds = [s.seconds for s in steps]
+    whole = [s.tokens for s in steps if s.tokens is not None]
+    rates = [s.tokens_per_s for s in steps if s.tokens_per_s is not None]
+    samples = [s.samples for s in steps if s.samples]
+    middle = median(seconds)
+    uneven = quantiles(seconds, n=20)[-1] / middle if len(seconds) >= _FEW and found.every == 1 else None
+    notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
+    held = [s.memory_bytes for s in steps if s.memory_bytes]
+    first, last = (max(part, default=0.0) for part in (held[: len(held) // 4], held[-(len(held) // 4) :] if len(held) >= _FEW else []))
+    grown = (first, last) if first and last > (1 + _GROWTH) * first else None
+    batch = round(median(samples)) if samples else None
+    notes = (*notes, f"{path}: a global batch of {batch} samples") if batch else notes
+    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, batch, uneven, grown, notes)
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """A run of this trainer: its configuration, and its GPUs where its summary is there."""
+
+    config: Any
+    gpus: int | None
+    device: str | None
+
+
+def _ours(folder: Path) -> _Ours:
+    config, path = load(folder / "config.yaml"), folder / "summary.json"
+    if not path.is_file():
+        return _Ours(config, None, None)
+    try:
+        summary = json.loads(read_bytes(path, _MAX_SUMMARY))
+        gpus, device = int(summary["world_size"]), str(summary["env"]["strict"]["device_name"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        raise ConfigError(f"{path}: no summary of a run ({type(e).__name__}: {str(e)[:80]}); remove it, or name --model") from e
+    if device == "cpu":
+        raise ConfigError(f"{folder}: a run on a CPU; expected one on GPUs: there is no prediction to compare it with")
+    return _Ours(config, gpus, device)
+
+
+def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routing: Routing | None) -> Setting:
+    """The setting of a run of this trainer."""
+    plan = plan_of(config, gpus)
+    torch = config.backend == "torch"
+    options = plan.options
+    if torch:
+        options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
+    said = replace(plan, options=options)
+    other = ("gpus", "seq_len", "gbs", "backend", "loss")
+    given = [w for w in words(said) if (key := w.partition("=")[0]) not in other and not idle(said, [key])]
+    names = {w.partition("=")[0] for w in given}
+    given += [
+        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if w.partition("=")[0] not in names
+    ]  # a configuration leaves none open
+    return setting(
+        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
+        backend=config.backend, routing=routing,
+    )  # fmt: skip
+
+
+def _again(own: Setting, asked: _Asked) -> Setting:
+    """The setting of a run's configuration, with what the command line says instead."""
+    q = own.question
+    names = {word.partition("=")[0] for word in asked.known}
+    kept = [word for word in own.known if word.partition("=")[0] not in names]
+    return setting(
+        q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
+        framework=own.framework, backend=q.backend, routing=q.routing,
+    )  # fmt: skip
+
+
+def _walls(file: Path) -> dict[str, Any]:
+    """The walls of a trace, as `playbook bench trace --file` finds them."""
+    from playbook_bench.trace import collect, walls
+
+    return asdict(walls.walls(collect.timeline_from_file(file)))
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    at, speed, best, mine = found["setting"], found["measured"], found["predicted"]["best"], found["predicted"]["yours"]
+    say(f"{at['model']} on {at['gpus']} {at['hardware']}, {at['precision']}, {at['seq_len']} tokens, global batch {at['gbs']}")
+    if speed:
+        say(
+            f"you        {speed['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {speed['mfu']:.0%} MFU, {speed['step_s']:.2f} s a step ({speed['said']})"
+        )
+    for name, each in (("predicted", mine), ("fastest", best)):
+        if each:
+            tokens = each["tokens_per_s_per_gpu"]
+            say(
+                f"{name:9}  {tokens['value']:,.0f} tokens/s/GPU [{tokens['low']:,.0f}, {tokens['high']:,.0f}], {each['mfu']:.0%} MFU,"
+                f" {each['memory_gib']:.0f} GiB: {' '.join(each['settings'])}"
+            )
+    _show_obstacle(found["predicted"]["nothing_fits"])
+    runs = found["published"]
+    for row in runs["rows"][:_SHOWN] if runs else ():
+        say(
+            f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']} {row['hardware']},"
+            f" {row['precision']} {row['layout']} ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
+        )
+    say(f"so         {found['position']['sentence']}")
+    walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
+    if walls:
+        say(f"\nwall, from {found['walls_from']}")
+        print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
+    else:
+        say("\nwall       not known: name what you run with --layout, or what you saw with --saw or --trace")
+    if found["how_to_tell"]:
+        say(f"to tell    {found['how_to_tell']}")
+    for place, action in enumerate(found["actions"], 1):
+        _show_action(place, action)
+    say("")
+    for words_ in found["confidence"]["warnings"]:
+        say(f"beware     {words_}")
+    if found["confidence"]["unknown"]:
+        say(f"confidence {found['confidence']['level']}; not known: {', '.join(found['confidence']['unknown'])}")
+    for words_ in found["assumptions"]:
+        say(f"assumes    {words_}")
+
+
+def _planned(tokens: float | None) -> str:
+    return f"; the planner says {tokens:,.0f}" if tokens else ""
+
+
+def _show_obstacle(near: Mapping[str, Any] | None) -> None:
+    if near:
+        say(f"fastest    no layout fits; the nearest needs {near['memory_gib']:.0f} GiB: {' '.join(near['settings'])}")
+        say(f"fits       with {', or '.join(near['ways']) or 'nothing that is known here'}")
+
+
+def _show_action(place: int, action: Mapping[str, Any]) -> None:
+    planner, record = action["planner"], action["record"]
+    gains = [
+        *([f"{planner['value']:+.0%} [{planner['low']:+.0%}, {planner['high']:+.0%}] by the planner"] if planner else []),
+        *([f"{record['value']:+.0%} measured on {record['machine']} ({record['claim']})"] if record else []),
+    ]
+    most = "at most" if action["at_most"] else "expect"
+    gained = action["expected"]
+    expected = "" if gained is None else f"{most} {gained:+.0%}{', so leave it' if gained < 0 else ''}; "
+    unless = ", if your run leaves it out" if action["in_plan"] else ""
+    say(f"\n{place}  {action['title']}: {expected}{'; '.join(gains) or 'gain not known'}{unless}")
+    for claim in action["claims"]:
+        limits = f" ({'; '.join(claim['limits'])})" if claim["limits"] else ""
+        effect = claim["sentence"].partition("; claimed")[0]
+        say(f"   {claim['id']:6} {claim['standing']}{f': {effect}' if effect else ''}  {claim['card']}{limits}")
+    for name, key in (("set", "flags"), ("unset", "without"), ("env", "environment"), ("lacks", "missing")):
+        if action[key]:
+            say(f"   {name:6} {' '.join(action[key])}")
+    short = [f"{_AB} COMMAND so changed" if line.startswith(_AB) else line for line in action["test"]]
+    if short:
+        say(f"   test   {'; '.join(short)}")
+    if action["note"]:
+        say(f"   note   {action['note']}")
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.0%}"

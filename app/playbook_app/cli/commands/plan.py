@@ -1,0 +1,432 @@
+"""`playbook plan`: the fastest layouts of a model on a cluster, and how predictions compare with runs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from playbook import files
+from playbook.diagnosis.published import Published, Row, of_plan
+from playbook.errors import ConfigError
+from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice.anchored import anchored
+from playbook.planner.choice.explain import PARTS, Answer, lost, next_run
+from playbook.planner.choice.plain_data import pipeline_string, words
+from playbook.planner.choice.routing import measured
+from playbook.planner.choice.search import Choice
+from playbook.planner.choice.space import Question
+from playbook.planner.hardware.named import machine
+from playbook.planner.models import find, named
+from playbook.planner.plan import Plan
+from playbook.planner.runs import check as accuracy
+from playbook.planner.runs.predict import speed
+from playbook.planner.runs.published import one
+from playbook.planner.shapes import DEEPEST
+from playbook.planner.time.step import network_share
+from playbook.text import count
+from playbook_app.cli.options import AsJson, Imbalance, Network, commands
+from playbook_app.cli.output import USAGE, print_json, print_table, say
+from playbook_app.cli.quantities import machines, tokens
+
+_GIB = 1 << 30
+_TOP_PARTS = 5
+_MEMORY = 0.92
+_GPUS, _KIND = 8, "h100"
+"""What is planned for where nothing is said."""
+_SILENT = ("cp", "vpp", "ep", "etp")
+"""Degrees that are not shown where all plans have one."""
+
+_DEFAULT = "layouts"
+_LISTED = 20
+"""The most runs of which each has a line."""
+
+
+class _Plans(TyperGroup):  # type: ignore[misc]
+    """`playbook plan MODEL` is short for `playbook plan layouts MODEL`, and its help has the options of that."""
+
+    default = _DEFAULT
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What stands behind the command's name in its usage."""
+        return ["MODEL [OPTIONS], or", *super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of the default, then the commands."""
+        default = self.commands[self.default]
+        default.format_options(typer.Context(default, parent=ctx, info_name=self.default), formatter)
+        self.format_commands(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments, with the command that is left out where they begin with none."""
+        named = args and (args[0] in self.commands or args[0] == "--help")
+        found: list[str] = super().parse_args(ctx, args if named or not args else [self.default, *args])
+        return found
+
+
+app = commands()
+_plan_app = commands()
+app.add_typer(_plan_app, name="plan", cls=_Plans)
+
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
+_Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
+_Hardware = Annotated[
+    str, typer.Option("--hardware", "--gpu", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
+]
+_Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
+_Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
+_Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
+_Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
+_Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
+_Backend = Annotated[str, typer.Option("--backend", help="megatron, or torch (FSDP2).")]
+_Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
+_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")]
+_Published = Annotated[
+    bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
+]
+_Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
+_Layers = Annotated[
+    int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")
+]
+_Export = Annotated[
+    str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
+]
+_Slurm = Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")]
+_EmitCase = Annotated[
+    Path | None,
+    typer.Option("--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."),
+]
+_CaseGpus = Annotated[int, typer.Option("--case-gpus", min=1, max=1 << 20, help="GPUs at hand, to which --emit-case cuts the plans.")]
+_Against = Annotated[
+    list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
+]
+_Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
+_OfRuns = Annotated[
+    str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
+]
+_Scale = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
+_LeaveOut = Annotated[
+    bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
+]
+_LeaveSource = Annotated[bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")]
+
+
+@_plan_app.callback()
+def plan() -> None:
+    """The fastest layouts of a model (`playbook plan MODEL`), and how predictions compare with runs."""
+
+
+@_plan_app.command(_DEFAULT)
+def plan_for(
+    model: _Model,
+    gpus: _Gpus = "",
+    hardware: _Hardware = "",
+    network: Network = "",
+    imbalance: Imbalance = "",
+    seq: _Seq = 4096,
+    gbs: _Gbs = 0,
+    goal: _Goal = "tokens/s",
+    memory: _Memory = _MEMORY,
+    fix: _Fix = None,
+    backend: _Backend = "megatron",
+    allow: _Allow = "",
+    anchor: _Anchor = None,
+    published: _Published = True,
+    top: _Top = 5,
+    layers: _Layers = None,
+    export: _Export = None,
+    slurm: _Slurm = False,
+    emit_case: _EmitCase = None,
+    case_gpus: _CaseGpus = 1,
+    against: _Against = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search every layout for the fastest that fits: speed with its 80 % interval, memory by stage, and why the next one lost.
+
+    Numerics stay BF16 with float32 master weights, gradients and moments unless --allow widens them. Exit code 2 where nothing fits.
+    """
+    shape = find(model) if layers is None else find(model).of_depth(layers)
+    name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
+    fixed = tuple(_words(fix or []))
+    if export is not None:
+        from playbook_trainer.export import plans
+
+        fixed = _with(fixed, plans.SETTINGS.get(export, ()))
+    allowed = frozenset(a for a in allow.split(",") if a)
+    number, kind = machines(gpus or None, hardware or None)
+    routing = measured(imbalance) if imbalance else None
+    question = Question(
+        shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed, routing
+    )
+    if emit_case is None and (against or case_gpus != 1):
+        raise ConfigError(
+            "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
+        )
+    if slurm and export is None:
+        raise ConfigError("--slurm speaks of the script that --export prints; add --export, or leave it out")
+    found = explain.answer(question, top)
+    if anchor is not None and emit_case is not None:
+        raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
+    if emit_case is None and (anchor is not None or published):
+        found = anchored(found, anchor, with_published=published)
+    if emit_case is not None and found.choices:
+        _emit(found, emit_case, case_gpus, _words(against or []))
+    elif export is not None and found.choices:
+        say(plans.launchable(found.choices[0].plan, export, question.cluster.name).text(slurm=slurm).rstrip())
+    elif as_json or found.choices:
+        runs = of_plan(found) if published else None
+        print_json(plain_data.document(found, runs.document(question) if runs else None)) if as_json else _show(
+            found, runs, published=published
+        )
+    else:
+        _explain(found)
+    if not found.choices:
+        raise typer.Exit(USAGE)
+
+
+def _with(words: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
+    """What the reader fixed, and of `more` what that leaves open."""
+    named = {word.partition("=")[0] for word in words}
+    return words + tuple(word for word in more if word.partition("=")[0] not in named)
+
+
+def _words(given: list[str]) -> list[str]:
+    """`tp=1,ep=8` as two words; a comma inside a value, such as `recompute=moe_act,layernorm`, stays."""
+    words: list[str] = []
+    for part in (p for text in given for p in text.split(",") if p):
+        if "=" in part or not words:
+            words.append(part)
+        else:
+            words[-1] += f",{part}"
+    return words
+
+
+def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
+    from playbook_app.services.predicted_case import case_of, text_of
+
+    q = found.question
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*\.yaml", path.name):
+        raise ConfigError(
+            f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
+        )
+    case = case_of(found, path.stem, gpus, against)
+    said = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
+    said |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
+    said |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
+    said |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
+    words = " ".join(f"{k} {v}" for k, v in said.items() if v)
+    text = text_of(case, f"playbook plan {q.model} {words} --emit-case {path.name} --case-gpus {gpus}")
+    try:
+        files.replace(path, text)
+    except OSError as e:
+        raise ConfigError(f"--emit-case {path}: {e.strerror or e}") from e
+    for run in case["values"]:
+        p = run["predicted"]
+        say(f"{run['at']}: {p['value']:,.0f} tokens/s/GPU predicted, 80 % between {p['low']:,.0f} and {p['high']:,.0f}")
+    say(f"wrote {path}; settle it with: playbook bench run {path}")
+
+
+def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
+    q, best = found.question, found.choices[0]
+    say(
+        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {found.counts.enumerated:,} combinations,"
+        f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / _GIB:.1f} GiB, {found.counts.timed:,} plans timed"
+    )
+    rows = [_line(i, c, tied=len(found.ties) > 1 and i in found.ties) for i, c in enumerate(found.choices)]
+    ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
+    rows = [*([_measured(ahead)] if ahead else []), *rows]
+    print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
+    if ahead:
+        say(f"\npublished is faster than plan 1 is predicted to be: {_foretold(ahead)}; start from what its page says")
+    parts = sorted(best.time.parts.items(), key=lambda p: -p[1])
+    step = best.time.seconds.value
+    say(
+        f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
+        f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
+    )
+    sent = network_share(best.plan, q.cluster)
+    if sent is not None:
+        say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one")
+    if q.routing:
+        say(f"experts  {q.routing.about(best.plan, q.cluster)}")
+    layout = pipeline_string(best.plan)
+    if layout:
+        say(f"pipeline {layout}")
+    peaks = [s.peak / _GIB for s in best.stages]
+    shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
+    say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
+    if len(found.choices) > 1 and q.goal == "tokens/s":
+        say(f"second   {lost(best, found.choices[1])}")
+    measure = next_run(found)
+    if measure:
+        say(
+            f"ties     {count(len(found.ties), 'plan')} marked * cannot be told apart; next, run 1 and"
+            f" {found.choices.index(measure[1]) + 1} for 20 steps each: they differ most in {PARTS[measure[2]]}"
+        )
+    if found.anchored:
+        say(f"anchored {found.anchored}")
+    if published and not runs:
+        say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
+    for row in runs.rows if runs else ():
+        other = row.other(q)
+        say(
+            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'} {row.hardware}{f' ({other})' if other else ''}:"
+            f" {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
+        )
+    for assumption in best.time.assumptions:
+        say(f"assumes  {assumption}")
+    say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
+
+
+def _settings(plan: Plan) -> str:
+    return " ".join(words(plan))
+
+
+def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
+    plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
+    o = plan.options
+    extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
+    extra += ["optimizer on host" if o.optimizer_offload else "", f"recompute {'+'.join(o.recompute)}" if o.recompute else ""]
+    degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "vpp": plan.vpp, "ep": plan.ep, "etp": plan.etp, "dp": plan.dp, "mbs": plan.mbs}
+    return {
+        "": f"{place + 1}{'*' if tied else ''}",
+        **{k: str(v) for k, v in degrees.items()},
+        "tokens/s/GPU": f"{speed.value:,.0f}",
+        "80 %": f"{speed.low:,.0f} to {speed.high:,.0f}",
+        "MFU": f"{choice.time.mfu:.0%}",
+        "GiB": f"{choice.peak / _GIB:.0f}",
+        "with": ", ".join(filter(None, extra)),
+    }
+
+
+def _measured(row: Row) -> dict[str, str]:
+    """A published run as the first line of the table: degrees that it does not state have a dash."""
+    degrees = {k: row.run.word(k) or "-" for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "mbs")}
+    silent = {k: "1" if k in _SILENT and v == "-" else v for k, v in degrees.items()}
+    return {
+        "": "published", **silent, "tokens/s/GPU": f"{row.tokens_per_s_per_gpu:,.0f}", "80 %": "measured", "MFU": f"{row.mfu:.0%}", "GiB": "-",
+        "with": ", ".join(word.partition("=")[2] if word.startswith("dispatcher") else word.replace("=", " ") for word in row.options),
+    }  # fmt: skip
+
+
+def _foretold(row: Row) -> str:
+    """How far the prediction of a published run lies from it."""
+    if row.predicted is None:
+        return f"{row.id} states no batch, so it has no prediction"
+    far = row.predicted / row.tokens_per_s_per_gpu - 1
+    return f"of {row.id} the planner says {row.predicted:,.0f}, {abs(far):.0%} too {'slow' if far < 0 else 'fast'}, that run left out"
+
+
+def _explain(found: Answer) -> None:
+    """Nothing fits: the nearest, and what is in the way."""
+    q, near = found.question, found.obstacle
+    if near is None:
+        rules = "".join(f"\n  - {sentence}" for sentence in found.broken)
+        raise ConfigError(
+            f"no layout of {q.model} is legal on {q.gpus} GPUs with a global batch of {q.global_batch}; change --gpus, --gbs or --fix."
+            f" What most layouts break:{rules}"
+        )
+    say(
+        f"nothing fits: {found.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / _GIB:.1f} GiB"
+    )
+    say(f"nearest  {_settings(near.plan)}")
+    stage, gib = near.stage, {k: v / _GIB for k, v in near.stage.row().items() if isinstance(v, float)}
+    say(
+        f"needs    {stage.peak / _GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / _GIB:.1f} too many: parameters"
+        f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations {gib['activations']:.1f},"
+        f" loss or replay {gib['transient']:.1f}"
+    )
+    say(
+        f"fits     with {', or '.join(near.ways)}" if near.ways else "fits     with nothing that is known here: a smaller model or sequence"
+    )
+
+
+@_plan_app.command("check")
+def plan_check(
+    runs: _Runs,
+    hardware: _OfRuns = "",
+    network: Network = "",
+    anchor: _Scale = None,
+    leave_one_out: _LeaveOut = False,
+    leave_source_out: _LeaveSource = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
+
+    Errors count the newest release of each configuration. No prediction reads what its row measured.
+    """
+    if network and not hardware:
+        raise ConfigError("--network speaks of the machines that --hardware names; add --hardware KIND or FILE")
+    on = machine(hardware, network) if hardware else None
+    rows = accuracy.check(runs, on=on, anchor=anchor, leave_out="source" if leave_source_out else "configuration" if leave_one_out else "")
+    if as_json:
+        print_json(accuracy.document(rows))
+    else:
+        _show_runs(rows)
+
+
+@_plan_app.command("run")
+def plan_run(
+    name: Annotated[str, typer.Argument(metavar="ID", help="A published run, as plans and diagnoses name it, such as r294.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one published run: what was set and measured, its page, and what is predicted for it."""
+    found = one(name)
+    if as_json:
+        print_json(found)
+        return
+    wide = max(map(len, found))
+    for key, value in found.items():
+        for part in value if isinstance(value, list) else [value]:
+            if part and key != "schema":
+                say(f"{key:{wide}}  {f'{part:,.0f} tokens/s/GPU' if isinstance(part, float) else part}")
+
+
+def _show_runs(rows: list[accuracy.Row]) -> None:
+    told = [r for r in rows if r.prediction]
+    say(
+        f"{count(len(rows), 'run')}: {len(told)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
+    )
+    if told and len(rows) <= _LISTED:
+        print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
+        say("")
+    for note in dict.fromkeys(w for r in told if r.prediction for w in r.prediction.cluster.notes):
+        say(note)
+    whole = accuracy.total(rows)
+    if whole:
+        figures = [*accuracy.groups(rows), whole]
+        print_table([_group_line(g) for g in figures], tuple(_group_line(whole)))
+    order = accuracy.ranking(rows)
+    if order:
+        say(
+            f"order of layouts in {count(order['groups'], 'group')} of 3 or more: the choice is within 5 % of the best in"
+            f" {order['winner_within_5_percent']:.0%}, {order['mean_regret']:.1%} slower on average; correlation of ranks {order['order']:.2f} within"
+            f" groups, {order['spearman']:.2f} over all rows"
+        )
+    over = accuracy.impossible(rows)
+    if over:
+        say(f"ran, but do not fit by the planner: {', '.join(r.run.id for r in over)}")
+    for why, number in Counter(r.why for r in rows if r.why).most_common():
+        say(f"{number} not predicted: {why}")
+
+
+def _run_line(row: accuracy.Row) -> dict[str, str]:
+    interval, measured = row.interval, speed(row.prediction, row.measured) if row.prediction else None
+    found = {"run": row.run.id, "predicted tokens/s/GPU": f"{interval.value:,.0f}", "80 %": f"{interval.low:,.0f} to {interval.high:,.0f}"}
+    if measured is None:
+        return {**found, "measured": "-", "difference": "-", "inside": "-"}
+    return {**found, "measured": f"{measured:,.0f}", "difference": f"{row.difference:+.1%}", "inside": "yes" if row.covered else "no"}
+
+
+def _group_line(group: dict[str, Any]) -> dict[str, str]:
+    constant = group["constant_mfu"]
+    return {
+        "group": group["group"], "runs": str(group["runs"]), "median error": f"{group['median_error']:.1%}", "p90": f"{group['p90_error']:.1%}",
+        "bias": f"{group['bias']:+.1%}", "in 80 % interval": f"{group['covered']:.0%}", "high / low": f"{group['width']:.2f}",
+        "constant MFU": f"{constant['median_error']:.1%}", "its p90": f"{constant['p90_error']:.1%}",
+    }  # fmt: skip

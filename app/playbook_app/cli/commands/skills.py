@@ -1,0 +1,121 @@
+"""`playbook skills`: list, check, index, export and report Agent Skills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from playbook.cards.load import load_all
+from playbook.paths import data_root
+from playbook.records.case import list_cases
+from playbook.skills import foreign
+from playbook.skills.check import Accepted, Known, check
+from playbook.skills.export import export
+from playbook.skills.model import INDEX, choose, index, index_findings, load_skills, read_skills
+from playbook.text import count
+from playbook_app.cli import app as root
+from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.output import complain, print_findings, print_json, print_table, say
+from playbook_app.services.standing import stock_here
+from playbook_trainer.config.neutral import trainer_keys
+
+app = commands()
+_skills_app = commands()
+app.add_typer(_skills_app, name="skills")
+
+
+@_skills_app.command("list")
+def skills_list(as_json: AsJson = False) -> None:
+    """List the skills that come with Playbook, with what each is for."""
+    skills = load_skills(data_root("skills")).values()
+    rows = [{"name": s.name, "description": s.front.description, "cards": list(s.cards), "path": str(s.path)} for s in skills]
+    print_json(rows) if as_json else print_table(rows, ("name", "cards", "description"))
+
+
+@_skills_app.command("check")
+def skills_check(
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="A folder of skills; those that ship, if not given.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check skills: front matter, lengths, links, commands, ids, restated figures, and the index; exit code 2 on a finding."""
+    home = data_root("skills")
+    place = folder or home
+    skills, findings = read_skills(place)
+    known = known_here([s.name for s in skills])
+    findings += [f for s in skills for f in check(s, known)]
+    if not findings:
+        findings = index_findings(place, skills, required=place.resolve() == home.resolve())
+    if as_json:
+        rows = [{"file": f.file, "line": f.line, "column": f.column, "message": f.message} for f in findings]
+        print_json({"skills": [s.name for s in skills], "findings": rows})
+    for finding in findings:
+        complain(f"{finding}")
+    if findings:
+        raise typer.Exit(2)
+    if not as_json:
+        say(f"{count(len(skills), 'skill')}: no findings")
+
+
+@_skills_app.command("index")
+def skills_index() -> None:
+    """Write skills/README.md, the index of the skills."""
+    folder = data_root("skills")
+    (folder / INDEX).write_text(index(load_skills(folder).values()), encoding="utf-8")
+    say(str(folder / INDEX))
+
+
+@_skills_app.command("export")
+def skills_export(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folders go; none of them may exist.")],
+    skill: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this skill; may be given several times.")] = None,
+) -> None:
+    """Write self-contained folders: SKILL.md, card.yaml with the newest verdicts, and copies of what the skill links to."""
+    chosen = choose(load_skills(data_root("skills")), skill or [])
+    for path in export(chosen, out, stock_here()):
+        say(str(path))
+
+
+@_skills_app.command("report")
+def skills_report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A skill folder (SKILL.md, card.yaml), or a folder of such folders.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read skill folders and report what they hold and what is wrong with it; copies no prose, writes nothing."""
+    skills, findings = foreign.read_folder(folder)
+    rows = [foreign.summary(s) for s in skills]
+    if rows and not as_json:
+        print_table(rows, ("skill", "card_keys", "rows", "layouts", "labels", "links"))
+    print_findings(findings, {"skills": rows}, count(len(skills), "skill"), strict=True, as_json=as_json)
+
+
+def known_here(skills: Sequence[str]) -> Known:
+    """All ids, keys and commands that a skill may refer to; `skills` are the names of skills it may mention."""
+    return Known(load_all(), set(list_cases()), set(skills), trainer_keys(), parse)
+
+
+def parse(words: Sequence[str]) -> Accepted | str:
+    """Parse a command line without running it; the result, or the error message of the parser."""
+    node: Any = typer.main.get_command(root.app)
+    path: list[str] = []
+    rest = list(words)
+    while rest and not rest[0].startswith("-") and hasattr(node, "get_command"):
+        found = node.get_command(None, rest[0])
+        if found is None and hasattr(node, "default"):  # a group whose first word need not be a command
+            found, rest = node.get_command(None, node.default), [node.default, *rest]
+        if found is None:
+            return f"the command line has no command '{' '.join([*path, rest[0]])}'"
+        node = found
+        path.append(rest.pop(0))
+    # The bare name of a command, in a sentence, names it and does not call it.
+    if not rest or rest == ["--help"]:
+        return Accepted("", {})
+    # Newer releases of typer carry their own copy of click; this class is UsageError in either.
+    usage_error: Any = typer.BadParameter.__mro__[1]
+    try:
+        context = node.make_context(" ".join(path), rest)
+    except usage_error as e:
+        return str(e.format_message())
+    return Accepted(" ".join(path), context.params)

@@ -1,0 +1,277 @@
+"""`--launcher slurm` submits the same command as a job of Slurm, which runs it with `--launcher srun` in its allocation."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from playbook.errors import ConfigError, PlaybookError
+from playbook.paths import default_results
+from playbook_app.cli import app as root
+from playbook_app.cli import exit_codes
+from playbook_app.cli.output import complain, print_json, say
+from playbook_app.services import slurm
+from playbook_bench.launch import batch_job, local
+from playbook_bench.launch.batch_job import Cluster, environment
+from playbook_bench.launch.local import Spec
+from playbook_bench.launch.slurm import SrunLauncher, require_tools
+from playbook_bench.machine import detect
+from playbook_bench.run import store
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import TrainerConfig, dump, load, parse_overrides
+
+_LAUNCHERS = ("local", "slurm", "srun")
+_RESULT = "result.json"
+_POLL_S = 2.0
+_LAST_LOOKS = 5
+_STOPPED = (-1, 130, 143, 255)
+"""Exit codes of an interrupted command, for which no result is written."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of a command that concern its job."""
+
+    nodes: int | None
+    cluster: Path | None
+    show: bool
+    wait: bool
+    job: str | None
+    as_json: bool
+
+
+def _check_launcher(name: str) -> None:
+    """Check the name of a launcher.
+
+    Raises:
+        PlaybookError: it is none.
+    """
+    if name not in _LAUNCHERS:
+        raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(_LAUNCHERS)}")
+
+
+def check_request(launcher: str, request: Request, ranks_per_node: int | None = None) -> None:
+    """Refuse options of jobs without `--launcher slurm`: ignored, `--job 7` would end with 0 and `--nodes 2` would run on one node.
+
+    Raises:
+        PlaybookError: there is no such launcher, or an option does not go with it.
+    """
+    _check_launcher(launcher)
+    of_job: dict[str, object] = {"--nodes": request.nodes, "--print": request.show, "--no-wait": not request.wait, "--job": request.job}
+    of_both: dict[str, object] = {"--cluster": request.cluster, "--ranks-per-node": ranks_per_node}
+    unread = {"slurm": dict[str, object](), "srun": of_job, "local": {**of_job, **of_both}}[launcher]
+    given = [option for option, value in unread.items() if value]
+    if given:
+        raise PlaybookError(f"{', '.join(given)} has no meaning with --launcher {launcher}; say --launcher slurm, or leave it out")
+
+
+def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
+    """The launcher for the allocation that this process runs in; None for local runs.
+
+    Raises:
+        PlaybookError: there is no such launcher, no allocation, or the cluster's file is invalid.
+    """
+    _check_launcher(name)
+    return slurm.allocation(cluster) if name == "srun" else None
+
+
+def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:
+    """The targets and options of `confirm` as words of a command line."""
+    given = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
+    return [*targets, *(word for flag, value in given.items() if value is not None for word in (flag, str(value)))]
+
+
+def confirm(words: Sequence[str], results: Path | None, request: Request, journal: Path | None = None) -> int:
+    """Submit `playbook confirm` with these words as one job: all runs of all its series share the allocation. Returns the exit code.
+
+    Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
+    """
+    cluster = slurm.load_cluster(request.cluster)
+    if cluster.container is not None:
+        raise ConfigError(
+            "a container holds ranks of `playbook train` alone: a verdict's record lists the versions of the environment that the harness "
+            "itself runs in; name a venv that all nodes see instead"
+        )
+    folder = (results or default_results()).resolve()
+    if request.job is not None:
+        return _follow(request.job, slurm.folder_of(request.job, folder, "name that folder with --results"), request)
+    whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
+    given = ["--journal", str(journal.resolve())] if journal else []
+    return _submit("confirm", [*whole, *given], folder, cluster, environment(cluster), request, [] if given else ["--journal"])
+
+
+def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: Request) -> int:
+    """Submit a training run as one job, or run it as a step of this job's allocation. Returns the exit code."""
+    cluster = slurm.load_cluster(request.cluster)
+    if ranks_per_node is not None:
+        cluster = cluster.model_copy(update={"ranks_per_node": ranks_per_node})
+    if request.job is not None:
+        return _follow(
+            request.job,
+            slurm.folder_of(request.job, default_results().resolve(), "wait for it in the folder that it was submitted from"),
+            request,
+        )
+    resolved = load(config, parse_overrides(overrides))
+    if name == "srun":
+        return _train_here(resolved, cluster)
+    per_node = cluster.per_node
+    if per_node is None:
+        raise ConfigError("how many ranks a node takes is not known; say --ranks-per-node, or gpus_per_node in the cluster's file")
+    checks.check(resolved, per_node * (request.nodes or cluster.nodes), here=False)
+    if resolved.checkpoint.dir is None:
+        complain("note: checkpoint.dir is not set, so a job that is preempted or reaches its time limit starts over")
+    frozen = json.dumps(dump(resolved), indent=1) + "\n"
+    folder = default_results().resolve()
+    return _submit(
+        "train", ["train", "--launcher", "srun"], folder, cluster, environment(cluster, resolved), request, ["config.yaml"], frozen
+    )
+
+
+def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
+    """Run all ranks of the allocation as one step of srun; every start has its own folder of logs."""
+    step = replace(batch_job.launcher(cluster, detect.detect().gpus), end_together=False, drain_s=slurm.SAVING_S)
+    per_node = step.per_node(len(step.allocation.hosts))
+    ranks = per_node * len(step.allocation.hosts)
+    output = Path(config.output).resolve()
+    folder = local.new_folder(output / "launches", step.allocation.job)
+    threads = max(1, detect.cores() // per_node)
+    forever = float("inf")
+    say(f"{ranks} ranks on {', '.join(step.allocation.hosts)}; logs in {folder}")
+    found = step.run(Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
+    if found.outcome == "ok":
+        return 0
+    complain(f"{found.outcome}: {found.message}")
+    return max(found.returncode or 1, 1)  # the rank's own code, as docs/trainer-files.md lists them
+
+
+# --- the job ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """The job as submitit runs it on the first node: a command line whose JSON output is kept beside the log."""
+
+    words: list[str]
+    folder: str
+
+    def __call__(self) -> int:
+        """Run the command and write its result; an interrupted command writes none."""
+
+        def app(words: list[str], **how: Any) -> Any:
+            try:
+                return root.app(words, **how)
+            except slurm.library().core.utils.UncompletedJobError as e:  # raised by its handler of the signal before the time limit
+                goes_on = (
+                    f"with --journal {words[words.index('--journal') + 1]}"
+                    if "--journal" in words
+                    else "from checkpoint.dir, if that is set"
+                )
+                raise SystemExit(f"error: the job is given up ({e}); the same command goes on {goes_on}") from e
+
+        answer = io.StringIO()
+        with contextlib.redirect_stdout(answer):
+            code = exit_codes.run(app, self.words)
+        if code in _STOPPED:
+            raise SystemExit(code)
+        lines = [line for line in answer.getvalue().splitlines() if line.startswith("{")]
+        document = json.loads(lines[-1]) if lines else {}
+        result = {"schema": "job/1", "job": os.environ["SLURM_JOB_ID"], "folder": self.folder, "exit_code": code, **document}
+        store.replace(Path(self.folder) / _RESULT, json.dumps(result) + "\n")
+        return code
+
+    def checkpoint(self) -> Any:
+        """Called before the time limit: let training save a checkpoint, then queue the same command again. `confirm` continues from its journal."""
+        if self.words[0] == "train":
+            slurm.let_the_steps_save(os.environ["SLURM_JOB_ID"])
+        return slurm.library().helpers.DelayedSubmission(self)
+
+
+def _submit(
+    name: str,
+    words: Sequence[str],
+    results: Path,
+    cluster: Cluster,
+    variables: Mapping[str, str],
+    request: Request,
+    own: Sequence[str],
+    config: str | None = None,
+) -> int:
+    """Write the folder of the job, submit it with sbatch, and wait."""
+    slurm.library()  # a missing package is told before anything is written
+    slurm.check_folder(results)
+    nodes, folder = request.nodes or cluster.nodes, results / "jobs" / "NAME"
+    job, parameters = _job(name, words, folder, cluster, nodes, variables, own)
+    if request.show:
+        say(slurm.script(cluster, folder, parameters))
+        return 0
+    folder = slurm.new_folder(results, name)
+    job, parameters = _job(name, words, folder, cluster, nodes, variables, own)
+    number = slurm.submit(job, folder, cluster, parameters, config)
+    complain(f"job {number} submitted; its script, log and result are in {folder}")
+    if not request.wait:
+        if request.as_json:
+            print_json({"schema": "job/1", "job": number, "folder": str(folder)})
+        return 0
+    return _follow(number, folder, request)
+
+
+def _job(
+    name: str, words: Sequence[str], folder: Path, cluster: Cluster, nodes: int, variables: Mapping[str, str], own: Sequence[str]
+) -> tuple[Job, dict[str, Any]]:
+    """The job, with the paths of its folder filled in, and its parameters for submitit."""
+    paths = {"--journal": ["--journal", str(folder / "journal")], "config.yaml": [str(folder / "config.yaml")]}
+    whole = [*words, "--cluster", str(folder / "cluster.yaml"), *(word for o in own for word in paths[o])]
+    shown = shlex.join(["playbook", *whole])
+    return Job(whole, str(folder)), batch_job.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
+
+
+def _follow(job: str, folder: Path, request: Request) -> int:
+    """Print the log of the job until it has a result. Ctrl-C stops printing, not the job."""
+    log, result = folder / f"{job}_0_log.out", folder / _RESULT
+    out = sys.stderr if request.as_json else sys.stdout
+    shown, state, gone = 0, "", 0
+    if not result.exists():
+        require_tools("squeue")
+    try:
+        while not result.exists():
+            shown = _echo(log, shown, out)
+            now = slurm.state_of(job)
+            gone = gone + 1 if now == "" else 0
+            if gone > _LAST_LOOKS:
+                complain(f"job {job} ended without a result{slurm.end_of(job)}; its log is {log}")
+                return 5
+            if now and now != state:
+                complain(f"job {job} is {now}")
+            state = now or state
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        complain(f"job {job} goes on; wait for it again with --job {job}, or end it with scancel {job}")
+        return 130
+    _echo(log, shown, out)
+    answer = json.loads(result.read_text(encoding="utf-8"))
+    if request.as_json:
+        print_json(answer)
+    return int(answer["exit_code"])
+
+
+def _echo(log: Path, shown: int, out: TextIO) -> int:
+    """Print the new part of the log; returns how many bytes of it have been shown."""
+    try:
+        with log.open("rb") as f:
+            f.seek(shown)
+            new = f.read()
+    except OSError:
+        return shown
+    whole = new[: new.rfind(b"\n") + 1]
+    out.write(whole.decode("utf-8", "replace"))
+    out.flush()
+    return shown + len(whole)

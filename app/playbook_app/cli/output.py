@@ -1,0 +1,101 @@
+"""Output of the commands: lines, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from playbook.errors import Finding
+from playbook.text import count, plain
+
+USAGE = 2
+_GAP = 2
+_FOLDED = 20
+"""The narrowest that a folded column may be."""
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    sys.stdout.write(plain(text) + "\n")
+
+
+def complain(text: str) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(plain(text) + "\n")
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON document on one line."""
+    sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """A table without lines. Each row is one line; on a terminal the last column is folded where there is room for it."""
+    lines = [tuple(columns)]
+    lines += [tuple(plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for c in columns) for row in rows]
+    widths = [max(map(len, column)) + _GAP for column in zip(*lines, strict=True)][:-1]
+    room = shutil.get_terminal_size().columns - sum(widths)
+    folded = sys.stdout.isatty() and room >= _FOLDED
+    for *cells, last in lines:
+        begin = "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        first, *more = (textwrap.wrap(last, room) if folded else []) or [last]
+        sys.stdout.write("".join(line.rstrip() + "\n" for line in (begin + first, *(" " * len(begin) + part for part in more))))
+
+
+def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: str, *, strict: bool, as_json: bool) -> None:
+    """Print findings, and leave with exit code 2 where there are any; warnings count only if `strict`."""
+    keys = ("file", "line", "column", "rule", "warning", "message")
+    if as_json:
+        print_json({**head, "findings": [{k: getattr(f, k) for k in keys} for f in findings]})
+    for finding in findings:
+        complain(f"{finding}")
+    if any(strict or not f.warning for f in findings):
+        raise typer.Exit(USAGE)
+    if not as_json:
+        say(f"{read}: {count(len(findings), 'warning') if findings else 'no findings'}")
+
+
+def print_trace(trace: Mapping[str, Any]) -> None:
+    """Time per range of one variant, in milliseconds per step, with what the figures cover."""
+    figures = ("host_ms", "busy_ms", "self_ms", "exposed_comm_ms")
+    rows = [{**row, "count": f"{row['count']:g}", **{k: f"{row[k]:.2f}" for k in figures}} for row in trace["rows"]]
+    print_table(rows, ("path", "phase", "count", *figures))
+    shares = ", ".join(f"{k} {v:.0%}" for k, v in trace["coverage"].items() if v is not None)
+    say(
+        f"{trace['span_ms']:.1f} ms a step over {count(trace['num_steps'], 'step')}; busy is {trace['measures']} time; in named parts: {shares}"
+    )
+    for note in trace["notes"]:
+        say(f"note: {note}")
+
+
+def print_walls(found: Mapping[str, Any]) -> None:
+    """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on."""
+    say(found["sentence"])
+    idle = {
+        name: found[key]
+        for name, key in (
+            ("idle", "idle"),
+            ("  for the host", "host_idle"),
+            ("  for data", "data_wait"),
+            ("exposed communication", "exposed"),
+        )
+    }
+    rows = [
+        {"time of a step": c["name"], "ms": f"{c['ms']:.2f}", "share": f"{c['share']:.1%}", "count": f"{c['count']:g}"}
+        for c in found["classes"]
+    ]
+    rows += [
+        {"time of a step": name, "ms": f"{share * found['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
+        for name, share in idle.items()
+        if share is not None
+    ]
+    print_table(rows, ("time of a step", "ms", "share", "count"))
+    say(f"{found['span_ms']:.1f} ms a step over {count(found['num_steps'], 'step')}, by {found['collector']}")
+    for note in found["notes"]:
+        say(f"note: {note}")

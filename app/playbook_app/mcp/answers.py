@@ -1,0 +1,231 @@
+"""The answers of the MCP server as typed models; each becomes an output schema that clients can check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class Standing(BaseModel):
+    """The newest verdict of one machine on one claim."""
+
+    machine: str
+    status: str
+    stands: str
+    """The verdict with what it rests on: machine, and backend or that it is arithmetic."""
+    sentence: str
+    created: str
+    stale: str | None
+    """Why the verdict is stale; null if it is not."""
+    evidence: str
+    repeat: str
+    """The command that repeats the measurement."""
+
+
+class SearchHit(BaseModel):
+    """One card that answers a question."""
+
+    id: str
+    title: str
+    claims: list[str]
+    """Ids of its claims, nearest to the question first."""
+    standing: dict[str, list[str]]
+    """Verdicts by claim id, as in the list of cards; an empty list for a claim that was never tested."""
+    why: str
+    """The passage that matched best."""
+    applies: bool
+    """Whether any claim of the card applies to the stated machine; true if no machine was stated."""
+    sizes: list[str] = Field(default_factory=list)
+    """Which sizes to take for the stated run: by the card, or by the planner, and why."""
+    limits: list[str]
+    """The claims that do not apply to the stated machine, each with what was found and what its scope expects."""
+
+
+class PageHit(BaseModel):
+    """A section of a guide or skill."""
+
+    source: str
+    title: str
+
+
+class SearchAnswer(BaseModel):
+    """The cards that answer a question, best first; where none does, why, and the ids of the nearest, which may be of no use."""
+
+    hits: list[SearchHit]
+    none: str = ""
+    nearest: list[str] = Field(default_factory=list)
+    pages: list[PageHit] = Field(default_factory=list)
+    diagnosis: str = ""
+    """The command, or the tool's arguments, of the diagnosis that a question about speed asks for."""
+
+
+class CardRow(BaseModel):
+    """One card in a list."""
+
+    id: str
+    title: str
+    summary: str
+    phase: str
+    wall: str
+    claims: dict[str, list[str]]
+    """Verdicts by claim id, each with what it rests on, as `confirmed, one H200, megatron`; an empty list for a claim that was never tested."""
+
+
+class CardList(BaseModel):
+    """All cards."""
+
+    cards: list[CardRow]
+    left_out: int = 0
+
+
+class CardAnswer(BaseModel):
+    """A section of a card, as in its file, with the verdicts on its claims."""
+
+    card: dict[str, Any]
+    rests_on: list[str]
+    """For each decision rule, in their order: `measured`, `refuted` or `hypothesis`."""
+    verdicts: dict[str, list[Standing]]
+    more: list[str]
+    """The card's other sections."""
+
+
+class ClaimAnswer(BaseModel):
+    """One claim as in the card's file, or the claim that a mechanism check belongs to."""
+
+    card_id: str
+    claim: dict[str, Any]
+    verdicts: dict[str, list[Standing]]
+    """Verdicts by id: of the claim, and of its mechanism check."""
+
+
+class EvidenceRow(Standing):
+    """One evidence record."""
+
+    expires: str
+    case: str | None
+
+
+class EvidenceList(BaseModel):
+    """The records on one claim, newest first; altered ones are listed as `altered`."""
+
+    claim_id: str
+    records: list[EvidenceRow]
+    left_out: int = 0
+
+
+class NearLayout(BaseModel):
+    """A legal layout, by what it changes."""
+
+    changes: dict[str, Any]
+
+
+class LayoutAnswer(BaseModel):
+    """Whether a layout is legal, and the degrees that follow from it."""
+
+    legal: bool
+    broken: list[str]
+    """Each broken rule: what was found, what was expected, what to set."""
+    dp: int | None
+    """Data-parallel degree; null where the GPUs do not divide."""
+    edp: int | None
+    """Data-parallel degree of the experts."""
+    min_gpus: int
+    """The smallest number of GPUs that holds one copy of the model."""
+    uneven: list[list[int]] | None
+    """Decoder layers of each stage, chunk by chunk, where they are not alike; null where they are."""
+    nearest: list[NearLayout]
+    """The nearest legal layouts of one that is not."""
+
+
+class StageMemory(BaseModel):
+    """What the ranks of one pipeline stage hold. Units: bytes."""
+
+    stage: int
+    layers: int
+    in_flight: list[int]
+    """Microbatches whose activations are held at once, per chunk."""
+    held: int
+    """Parameters of the stage before data parallelism shards them."""
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    fp8_weights: float
+    gathered: float
+    vision: float
+    loss: float
+    replayed: float
+    workspace: float
+    host: float
+    states: float
+    transient: float
+    peak: float
+
+
+class MemoryAnswer(BaseModel):
+    """Peak allocated memory. Units: bytes per GPU; GiB where the name says so."""
+
+    verdict: str
+    """fits, tight or does not fit, where the GPU is named."""
+    gpu_gib: float | None
+    peak: float
+    stage: int
+    """The pipeline stage with the highest peak."""
+    stages: list[StageMemory]
+
+
+class PlannedLayout(BaseModel):
+    """One plan. Units: GiB, tokens per second and GPU with their 80 % interval."""
+
+    memory_gib: float
+    tokens_per_s_per_gpu: dict[str, float]
+    mfu: float
+    network_share: float | None
+    """What of its step the network between nodes costs."""
+    settings: list[str]
+    """What `playbook layout memory` takes."""
+
+
+class PlanAnswer(BaseModel):
+    """The fastest plans that fit, best first, and the GPUs that they take: the fewest, where those were asked for."""
+
+    gpus: int
+    plans: list[PlannedLayout]
+    published: dict[str, Any] | None
+    """The nearest published runs of the model on the GPU: what was measured, and the prediction for each, its own configuration left out."""
+    ties: list[int]
+    """Places of plans that cannot be told from the first."""
+    runner_up: str | None
+    """Why the second lost."""
+    nearest: dict[str, Any] | None
+    """Where nothing fits: what comes nearest, and what would fit."""
+    assumptions: list[str]
+
+
+class ExportAnswer(BaseModel):
+    """A layout in the words of a trainer."""
+
+    target: str
+    verdict: str
+    """fits, tight or does not fit, on the GPU that is named."""
+    text: str
+    """A shell script: environment, files and the launcher's line."""
+
+
+class DiagnosisAnswer(BaseModel):
+    """Where a run stands, which wall is likely, and what to try, best first. Units: tokens per second and GPU, seconds, GiB; shares of 1."""
+
+    position: str
+    measured: dict[str, Any] | None
+    predicted: dict[str, Any]
+    """The run's own layout where it is known, and the fastest, each with settings; what comes nearest where nothing fits."""
+    published: dict[str, Any] | None
+    """The nearest published runs, and the range that all of their kind reach."""
+    walls: list[dict[str, Any]]
+    """Those above their thresholds, the largest first; the largest where none is."""
+    how_to_tell: str
+    actions: list[dict[str, Any]]
+    """Each with the gain to expect and where it comes from, claims with verdicts, flags, and the commands that test it."""
+    confidence: dict[str, Any]
+    assumptions: list[str]

@@ -1,0 +1,212 @@
+"""The tools that plan: which layouts are legal, what they hold, and which are fastest. Each is the function behind a command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from playbook.diagnosis.answer import diagnose
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.published import of_plan
+from playbook.diagnosis.seen import parsed
+from playbook.diagnosis.setting import Figures, measured, setting
+from playbook.errors import PlaybookError
+from playbook.planner import layout, memory
+from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice.anchored import anchored
+from playbook.planner.choice.space import Question
+from playbook.planner.hardware.named import counted, of_text
+from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
+from playbook.planner.nearest_layouts import nearest
+from playbook.planner.plan import Plan, parse
+from playbook.planner.shapes import Shape
+from playbook_app.mcp.answers import (
+    DiagnosisAnswer,
+    ExportAnswer,
+    LayoutAnswer,
+    MemoryAnswer,
+    NearLayout,
+    PlanAnswer,
+    PlannedLayout,
+    StageMemory,
+)
+from playbook_app.services.changes import changed
+from playbook_trainer.export.plans import launchable
+
+_MOST_TEXT = 100_000
+_MOST_HARDWARE = 200_000
+_MOST_ROWS = 3
+_ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
+"""Arguments of `plan_layout` whose option of `playbook plan` has another name."""
+Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
+Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hugging Face name, or a config.json's text.")]
+Gpu = Annotated[str, Field(max_length=_MOST_HARDWARE, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
+Network = Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")]
+Settings = Annotated[
+    list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Words such as tp=2 ep=8 mbs=1 recompute=full.")
+]
+
+
+def shape_of(model: str) -> Shape:
+    """The shape of a preset or a published name, or of the text of a `config.json`.
+
+    Raises:
+        PlaybookError: no such model.
+    """
+    if model.lstrip().startswith("{"):
+        try:
+            data: Any = json.loads(model)
+        except ValueError as e:
+            raise PlaybookError(f"the model's text is no JSON: {str(e)[:100]}; give a preset's name or a whole config.json") from e
+        return from_huggingface(data, "given") if "model_type" in data else from_preset(data, "given")
+    name = named(model)
+    if not name:
+        raise PlaybookError(f"{not_known(model)}; or give the text of a config.json")
+    return MODELS[name]
+
+
+def layout_answer(plan: Plan) -> LayoutAnswer:
+    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from its degrees, and the nearest legal layouts."""
+    broken = plan.broken()
+    degrees = {k: getattr(plan, k) for k in ("tp", "pp", "cp", "ep", "etp")}
+    attention, expert = plan.tp * plan.pp * plan.cp, plan.etp * plan.ep * plan.pp
+    whole = min(degrees.values()) > 0
+    return LayoutAnswer(
+        legal=not broken,
+        broken=broken,
+        dp=plan.gpus // attention if whole and plan.gpus % attention == 0 else None,
+        edp=plan.gpus // expert if whole and plan.gpus % expert == 0 else None,
+        min_gpus=layout.min_gpus(**degrees) if whole else 1,
+        uneven=None if broken else plain_data.split(plan),
+        nearest=[NearLayout(changes=n.changes) for n in nearest(plan)] if broken and whole else [],
+    )
+
+
+def memory_answer(plan: Plan, hardware: str | None) -> MemoryAnswer:
+    """What `playbook layout memory` says, with a verdict where the GPU is named.
+
+    Raises:
+        PlaybookError: the plan breaks a rule, or no such GPU is known.
+    """
+    stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
+    most = max(stages, key=lambda s: s.peak)
+    gib = of_text(hardware).memory_gib if hardware else None
+    said = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
+    return MemoryAnswer(verdict=said, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
+
+
+def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
+    """A plan from words as `plan_layout` answers them.
+
+    Raises:
+        PlaybookError: a word is no setting, or names another number of GPUs.
+    """
+    other = [w for w in settings if w.startswith("gpus=") and w != f"gpus={gpus}"]
+    if other:
+        raise PlaybookError(f"settings has {other[0][:40]}, and gpus is {gpus}; expected the same number")
+    return parse(named(model) or "given", settings, gpus=gpus, shape=shape_of(model))
+
+
+def export_answer(plan: Plan, target: str, hardware: str) -> ExportAnswer:
+    """What `playbook plan --export` prints of a legal layout, with its verdict on that GPU.
+
+    Raises:
+        PlaybookError: the plan breaks a rule, or the trainer has no words for it.
+    """
+    gpu = of_text(hardware)
+    verdict = memory.verdict(memory.peak(plan), gpu.memory_gib)
+    return ExportAnswer(target=target, verdict=verdict, text=launchable(plan, target, gpu.name).text())
+
+
+def _arguments(text: str) -> str:
+    """A text that names options of `playbook plan`, with the arguments of `plan_layout` in their place."""
+    return re.sub(r"--([a-z]+)", lambda m: _ARGUMENTS.get(m[1], m[1]), text)
+
+
+@lru_cache(maxsize=64)
+def plan_answer(
+    model: str,
+    gpus: int,
+    hardware: str,
+    network: str = "",
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    goal: str,
+    backend: str,
+    allow: frozenset[str],
+    fix: tuple[str, ...],
+    top: int,
+) -> PlanAnswer:
+    """What `playbook plan` says. A plan depends on nothing that changes, so the same question is answered from memory.
+
+    Raises:
+        PlaybookError: the question cannot be asked.
+    """
+    shape, name, gpu = shape_of(model), named(model) or "given", of_text(counted(hardware, gpus)[0], network)
+    try:
+        question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
+        chosen = anchored(explain.answer(question, top))
+        runs = of_plan(chosen)
+        found = plain_data.document(chosen, runs.document(question) if runs else None)
+    except PlaybookError as e:
+        raise PlaybookError(_arguments(str(e))) from e
+    kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "network_share", "settings")
+    near = found["nearest"]
+    return PlanAnswer(
+        gpus=found["question"]["gpus"],
+        plans=[PlannedLayout(**{k: p[k] for k in kept}) for p in found["plans"]],
+        published=found["published"],
+        ties=found["ties"],
+        runner_up=found["runner_up"],
+        nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": [_arguments(w) for w in near["ways"]]},
+        assumptions=found["assumptions"],
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a diagnosis, beside the speed."""
+
+    model: str
+    gpus: int
+    hardware: str
+    seq_len: int
+    global_batch_size: int
+    layout: tuple[str, ...]
+    framework: str
+    network: str
+    saw: tuple[str, ...]
+
+
+def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge) -> DiagnosisAnswer:
+    """What `playbook diagnose` says, in short.
+
+    Raises:
+        PlaybookError: the question cannot be asked, or the figures contradict it.
+    """
+    where = setting(
+        shape_of(asked.model), named(asked.model) or "given", of_text(counted(asked.hardware, asked.gpus)[0], asked.network), asked.gpus,
+        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework,
+        said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
+    )  # fmt: skip
+    where = replace(where, seen=parsed(asked.saw))
+    found = diagnose(where, measured(where, figures), known, changed)
+    runs = found["published"]
+    return DiagnosisAnswer(
+        position=found["position"]["sentence"],
+        measured=found["measured"],
+        predicted=found["predicted"],
+        published=runs and {**runs, "rows": runs["rows"][:_MOST_ROWS]},
+        walls=[{k: w[k] for k in ("name", "share", "sign")} for w in found["walls"] if w["beyond"]] or found["walls"][:1],
+        how_to_tell=found["how_to_tell"],
+        actions=found["actions"],
+        confidence=found["confidence"],
+        assumptions=found["assumptions"],
+    )

@@ -1,0 +1,468 @@
+"""The MCP server: cards, evidence and layout rules for agents. It reads and computes; it runs nothing and opens no path from an argument.
+
+Arguments are ids and numbers with limits, looked up in what was loaded; answers are typed and bounded.
+Source: https://modelcontextprotocol.io/specification
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache, partial
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.exceptions import ResourceError, ToolError
+from mcp.server.mcpserver.resources import FunctionResource
+from mcp.types import CallToolResult, InputRequiredResult, TextContent, Tool, ToolAnnotations
+from pydantic import BaseModel, Field, ValidationError
+
+from playbook import __version__
+from playbook.cards import search as engine
+from playbook.cards.model import Card, by_claim, guidance
+from playbook.cards.sections import load_sections
+from playbook.cards.terms import stated
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.question import diagnosis_of
+from playbook.diagnosis.setting import Figures
+from playbook.errors import PlaybookError
+from playbook.records.read import earlier, with_status
+from playbook.records.standing import in_words, stands
+from playbook.skills.check import claim_ids
+from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
+from playbook.skills.model import FILE, Skill
+from playbook.yaml_files import did_you_mean
+from playbook_app.mcp import planning
+from playbook_app.mcp.answers import (
+    CardAnswer,
+    CardList,
+    CardRow,
+    ClaimAnswer,
+    DiagnosisAnswer,
+    EvidenceList,
+    EvidenceRow,
+    ExportAnswer,
+    LayoutAnswer,
+    MemoryAnswer,
+    PageHit,
+    PlanAnswer,
+    SearchAnswer,
+    SearchHit,
+    Standing,
+)
+from playbook_app.mcp.brief import SUMMARIES, shallow, shortened
+from playbook_app.mcp.library import Library
+from playbook_app.services import confirmation
+
+MAX_CHARS = 60_000
+"""Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
+MAX_ROWS = 100
+_MISTAKES = 4
+"""Wrong arguments that an error names."""
+_MAX_TEXT = 600
+_MAX_LINE = 160
+
+_READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
+"""The protocol's other hints speak of tools that write."""
+
+_INSTRUCTIONS = (
+    "Start with plan_layout for what to run and its speed, or with diagnose for a run that is slow: give it the layout that runs and what was seen of a step;"
+    " export_layout gives the flags. Performance guidance for training large models, stated as claims with verdicts from matched runs: for what to set and why, list_cards and choose by title and summary, or say that none fits; search serves flags and error texts; then"
+    " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
+    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
+    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
+)
+
+_CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
+ClaimId = Annotated[str, Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$", description="A claim's id, such as W9 or W9.m.")]
+_EXAMPLES = "such as qwen3_30b_a3b or deepseek_v3"
+
+
+def _number(description: str, least: int = 1, most: int = 1_000_000) -> Any:
+    return Field(ge=least, le=most, description=description)
+
+
+def _figure(description: str) -> Any:
+    return Field(ge=1e-6, le=1e9, description=description)
+
+
+_Gpus = Annotated[int, _number("GPUs of the whole job.")]
+_Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
+_Section = Literal["answer", "claims", "pitfalls", "families", "all"]
+_Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
+_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "playbook"]
+Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
+A = TypeVar("A", bound=BaseModel)
+Answer = CallToolResult | InputRequiredResult
+
+
+class Strict(MCPServer[Any]):
+    """A server whose tools refuse unknown arguments. The base class drops them silently, and a misspelt degree would count as 1."""
+
+    async def list_tools(self) -> list[Tool]:
+        """The tools; their schemas forbid additional arguments, and say nothing that their names say."""
+        found = await super().list_tools()
+        return [
+            t.model_copy(
+                update={
+                    "input_schema": {**shortened(t.input_schema), "additionalProperties": False},
+                    "output_schema": shallow(t.output_schema) if t.output_schema else None,
+                }
+            )
+            for t in found
+        ]
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
+        """The tool's answer.
+
+        Raises:
+            ToolError: there is no such tool, an argument is not one of its own, or the tool refuses the call.
+        """
+        known = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
+        unknown = sorted(set(arguments) - set(known)) if known is not None else []
+        if known is not None and unknown:
+            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
+        try:
+            result = await super().call_tool(name, arguments, context)
+        except ToolError as e:
+            if not isinstance(e.__cause__, ValidationError):
+                raise
+            raise ToolError(_mistakes(name, e.__cause__)) from e
+        if name in SUMMARIES and isinstance(result, CallToolResult) and result.structured_content:
+            text = SUMMARIES[name](result.structured_content)
+            return result.model_copy(update={"content": [TextContent(type="text", text=text)]})
+        return result
+
+
+def _mistakes(name: str, found: ValidationError) -> str:
+    """What is wrong with a call's arguments, in one line."""
+    said = [f"{'.'.join(map(str, e['loc']))[:60]}: {e['msg'][:200]}" for e in found.errors(include_url=False)]
+    return f"{name}: {'; '.join(said[:_MISTAKES])}{f'; and {len(said) - _MISTAKES} more' if len(said) > _MISTAKES else ''}"
+
+
+def server(library: Library) -> MCPServer[Any]:
+    """Build the server with its tools and resources; `run("stdio")` on it serves."""
+    out = Strict("playbook", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
+    _search(out, library)
+    _cards(out, library)
+    _evidence(out, library)
+    _layout(out)
+    _memory(out)
+    _export(out, library)
+    _diagnosis(out, library)
+    _resources(out, library)
+    return out
+
+
+def _search(out: MCPServer[Any], library: Library) -> None:
+    @cache
+    def index() -> engine.Index:
+        return engine.index(library.cards, load_sections())
+
+    @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
+    def search(
+        query: Annotated[str, Field(min_length=1, max_length=engine.MAX_QUERY, description="A symptom, an error text or a goal.")],
+        hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200x4, gb200 or cpu.")] = None,
+        model: Annotated[str | None, Field(max_length=64, description=f"A preset, {_EXAMPLES}.")] = None,
+        gpus: Annotated[int | None, _number("How many GPUs.", least=0)] = None,
+        status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
+        limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
+    ) -> SearchAnswer:
+        """Cards that answer a question, best first, with the reason, where their claims stand, and whether they apply to the stated machine; where none answers, why and what is nearest."""
+        with _told():
+            stock = library.stock()
+            only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
+            run = stated(hardware, model, gpus)
+            found = engine.search(index(), query, run, only=only, limit=limit)
+            rows = [
+                SearchHit(
+                    **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
+                    standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims},
+                )
+                for h in found.hits
+            ]
+            pages = [PageHit(source=p.source, title=p.title) for p in found.pages]
+            answer = SearchAnswer(hits=rows, none=found.none, nearest=found.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
+            return bounded(answer, "ask with a smaller limit")
+
+
+def _cards(out: MCPServer[Any], library: Library) -> None:
+    @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
+    def list_cards() -> CardList:
+        """Every card: id, title, summary, and the status of its claims by machine."""
+        with _told():
+            return _card_list(library)
+
+    @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
+    def get_card(
+        card_id: _CardId,
+        section: Annotated[_Section, Field(description="answer: what to set, because of which claims, and their verdicts.")] = "answer",
+    ) -> CardAnswer:
+        """One card: decision rules with the newest verdict of each machine on each claim, or another section of it."""
+        with _told():
+            card, stock = library.card(card_id), library.stock()
+            found = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
+            rules = rests_on(card, stock) if section in ("answer", "all") else []
+            more = [s for s in get_args(_Section) if s != section]
+            return bounded(CardAnswer(card=_part(card, section), rests_on=rules, verdicts=found, more=more), "ask for one of its sections")
+
+    @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
+    def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
+        """One claim with statement, mechanism, scope, sources, and verdicts; the id of a mechanism check such as `W9.m` gives the claim that it belongs to."""
+        with _told():
+            return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
+
+
+def _evidence(out: MCPServer[Any], library: Library) -> None:
+    @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
+    def list_evidence(claim_id: ClaimId, limit: Annotated[int, _number("Records at most.", most=MAX_ROWS)] = 20) -> EvidenceList:
+        """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
+        with _told():
+            return evidence_list(library, claim_id, limit)
+
+    @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
+    def plan_confirmation(card_id: _CardId) -> confirmation.Plan:
+        """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
+        with _told():
+            return bounded(confirmation.plan(library.card(card_id)), "plan its claims one by one on the command line")
+
+
+def _layout(out: MCPServer[Any]) -> None:
+    @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
+        """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
+        with _told():
+            return planning.layout_answer(planning.plan_of(model, gpus, settings))
+
+    @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    def plan_layout(
+        model: planning.Model,
+        gpus: _Gpus,
+        hardware: planning.Gpu,
+        seq_len: _Seq = 4096,
+        global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
+        goal: Annotated[Literal["tokens/s", "memory", "gpus"], Field(description="Fastest, leanest, or fewest GPUs.")] = "tokens/s",
+        backend: Annotated[Literal["megatron", "torch"], Field(description="torch: FSDP2.")] = "megatron",
+        allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
+        fix: Annotated[
+            list[Annotated[str, Field(max_length=200)]],
+            Field(max_length=20, description="Settings to keep, such as tp=1; loss=native for megatron-lm."),
+        ] = [],  # noqa: B006
+        top: Annotated[int, _number("Plans.", most=20)] = 3,
+        network: planning.Network = "",
+    ) -> PlanAnswer:
+        """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
+        with _told():
+            found = planning.plan_answer(
+                model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
+                allow=frozenset(allow), fix=tuple(fix), top=top,
+            )  # fmt: skip
+            return bounded(found, "ask for fewer plans")
+
+
+def _memory(out: MCPServer[Any]) -> None:
+    @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
+    def estimate_memory(
+        model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
+    ) -> MemoryAnswer:
+        """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
+        with _told():
+            return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
+
+
+def _export(out: MCPServer[Any], library: Library) -> None:
+    @out.tool(title="Export a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    def export_layout(
+        model: planning.Model,
+        gpus: _Gpus,
+        hardware: planning.Gpu,
+        settings: planning.Settings,
+        framework: Annotated[_Target, Field(description="Whose script.")] = "megatron-lm",
+    ) -> ExportAnswer:
+        """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
+        with _told():
+            plan = planning.plan_of(model, gpus, settings)
+            return bounded(planning.export_answer(plan, framework, hardware), "ask for another framework")
+
+
+def _diagnosis(out: MCPServer[Any], library: Library) -> None:
+    @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
+    def diagnose(
+        model: planning.Model,
+        gpus: _Gpus,
+        hardware: planning.Gpu,
+        mfu: Annotated[float | None, _figure("Percent of the dense peak.")] = None,
+        step_time_s: Annotated[float | None, _figure("Or seconds of a step.")] = None,
+        tokens_per_s: Annotated[float | None, _figure("Or tokens per second and GPU.")] = None,
+        layout: planning.Settings = [],  # noqa: B006
+        saw: Annotated[
+            list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Shares of a step, such as all-to-all=40%.")
+        ] = [],  # noqa: B006
+        network: planning.Network = "",
+        seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
+        global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
+        framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",
+    ) -> DiagnosisAnswer:
+        """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
+        with _told():
+            asked = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
+            stock = library.stock()
+            known = Knowledge(stock.cards, stock.records, stock.today)
+            figures = Figures(mfu, step_time_s, tokens_per_s)
+            return bounded(planning.diagnosis_answer(asked, figures, known), "name the layout")
+
+
+def _resources(out: MCPServer[Any], library: Library) -> None:
+    """Register cards with their verdicts, and skills with the files that they link to. Every address is fixed; none is built from an argument."""
+
+    def whole(card_id: str) -> str:
+        return card_file([card_id], library.stock())
+
+    def brief(*ids: str) -> str:
+        """What the cards say to do, with verdicts; the whole of each is a resource of its own."""
+        stock = library.stock()
+        cards = [library.card(i) for i in ids]
+        data = {
+            "cards": [_part(c, "answer") for c in cards],
+            "rests_on": {c.id: rests_on(c, stock) for c in cards},
+            "verdicts": {i: standing(c, i, stock) for c in cards for i in claim_ids(c)},
+        }
+        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+
+    for card in guidance(library.cards).values():
+        _resource(out, f"card://{card.id}", card.id, card.title, partial(whole, card.id))
+    for skill in library.skills.values():
+        copies = attachments(skill)[0]
+        parts: dict[str, Callable[[], str]] = {name: partial(copies.__getitem__, name) for name in copies}
+        parts[CARD_FILE] = partial(brief, *skill.cards)
+        parts[FILE] = partial(_skill_now, skill, library)
+        for name, read in parts.items():
+            description = skill.front.description[:_MAX_LINE] if name == FILE else f"Part of the skill {skill.name}."
+            _resource(out, f"skill://{skill.name}/{name}", f"{skill.name}/{name}", description, read)
+
+
+def _skill_now(skill: Skill, library: Library) -> str:
+    return skill_text(skill, library.today)
+
+
+def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: Callable[[], str]) -> None:
+    """Register one resource, which is read on request."""
+
+    def told() -> str:
+        with _told(ResourceError):
+            return read()
+
+    kind = "text/markdown" if uri.endswith(".md") else "application/json" if uri.endswith(".json") else "application/yaml"
+    out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=told))
+
+
+def _card_list(library: Library) -> CardList:
+    """One row for each card, cut at the length of an answer."""
+    stock, cards = library.stock(), list(guidance(library.cards).values())
+    rows = []
+    for card in cards[:MAX_ROWS]:
+        stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
+        texts = {k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
+        rows.append(CardRow(**texts, claims=stands))
+    while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
+        rows.pop()
+    return CardList(cards=rows, left_out=len(cards) - len(rows))
+
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "answer": ("id", "title", "summary", "scope", "decide", "disputes", "interactions"),
+    "claims": ("claims",),
+    "pitfalls": ("pitfalls", "related"),
+    "families": ("families", "rankings", "formulas", "figures"),
+}
+
+
+def _part(card: Card, section: str) -> dict[str, Any]:
+    """The fields of one section; `answer` has the claims' statements alone."""
+    plain = card.model_dump(mode="json", exclude_defaults=True)
+    if section == "all":
+        return plain
+    found = {k: plain[k] for k in _PARTS[section] if k in plain}
+    if section == "answer":
+        found["claims"] = {c.id: c.statement for claim in card.claims for c in (claim, claim.mechanism_check) if c}
+    return found
+
+
+def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
+    """The claim with this id, or the claim whose mechanism check has it.
+
+    Raises:
+        PlaybookError: there is no such card or claim.
+    """
+    card = library.card(card_id)
+    for claim in card.claims:
+        ids = [claim.id, *([claim.mechanism_check.id] if claim.mechanism_check else [])]
+        if claim_id in ids:
+            plain = claim.model_dump(mode="json", exclude_defaults=True)
+            return ClaimAnswer(card_id=card.id, claim=plain, verdicts=_verdicts(card, ids, library.stock()))
+    raise PlaybookError(f"card '{card_id}' has no claim '{claim_id}'{did_you_mean(claim_id, claim_ids(card))}")
+
+
+def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
+    """The newest evidence records on a claim.
+
+    Raises:
+        PlaybookError: no card has such a claim.
+    """
+    home = next((c for c in library.cards.values() if claim_id in claim_ids(c)), None)
+    if home is None:
+        known = [i for c in library.cards.values() for i in claim_ids(c)]
+        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, known)}")
+    claim = next(c for own in home.claims for c in (own, own.mechanism_check) if c and c.id == claim_id)
+    found = earlier(library.records(), claim_id)
+    rows = [
+        EvidenceRow(
+            machine=r.machine,
+            status=r.status,
+            stands=in_words(r, old),
+            sentence=("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
+            created=r.created,
+            stale=old,
+            evidence=r.id,
+            repeat=str(r.get("command", default=""))[:_MAX_TEXT],
+            expires=str(r.get("expires", default="")),
+            case=r.get("measured", "case", "id"),
+        )
+        for r in found[:limit]
+        for old in [r.stale(library.today, claim)]
+    ]
+    while len(EvidenceList(claim_id=claim_id, records=rows).model_dump_json()) > MAX_CHARS:
+        rows.pop()
+    return EvidenceList(claim_id=claim_id, records=rows, left_out=len(found) - len(rows))
+
+
+def bounded(answer: A, instead: str) -> A:
+    """The answer itself, if it is short enough for an agent's context.
+
+    Raises:
+        PlaybookError: it is too long; `instead` says how to ask for less.
+    """
+    length = len(answer.model_dump_json())
+    if length > MAX_CHARS:
+        raise PlaybookError(f"the answer has {length} characters; at most {MAX_CHARS} are given: {instead}")
+    return answer
+
+
+def _stands(card: Card, claim_id: str, stock: Stock) -> list[str]:
+    return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today)
+
+
+def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:
+    return {i: [Standing(**s) for s in standing(card, i, stock)[:MAX_ROWS]] for i in ids}
+
+
+@contextmanager
+def _told(kind: type[Exception] = ToolError) -> Iterator[None]:
+    """Turn a mistake of the caller, or an unreadable record, into an error message for the agent."""
+    try:
+        yield
+    except PlaybookError as e:
+        raise kind(str(e)[:2000]) from e

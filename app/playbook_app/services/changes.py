@@ -1,0 +1,125 @@
+"""A change of a plan in the words of a trainer: the difference between what its exporter prints before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+
+from playbook.diagnosis.actions import Action
+from playbook.diagnosis.answer import Changed
+from playbook.errors import PlaybookError
+from playbook.planner.models import MODELS
+from playbook.planner.plan import Plan
+from playbook_trainer.config.tree import from_data, model_names
+from playbook_trainer.export.planned.megatron import environment, flag_lines, override_lines, platform_of
+from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.export.render import Exported, export
+from playbook_trainer.export.torchtitan import words
+
+_Keys = tuple[tuple[str, Any, Any], ...]
+
+
+_STANDS_IN = {True: "qwen3_30b_a3b", False: "qwen3_8b"}
+"""Models with and without experts whose flags are printed where the trainer does not train the model itself."""
+
+
+@lru_cache(maxsize=512)
+def changed(action: Action, framework: str, hardware: str) -> Changed:
+    """What an action changes, for one of the planner's targets; nothing where its exporter has no words for it."""
+    found = _changed(action.off, action.on, action.keys, framework, hardware)
+    if not action.done:
+        return found
+    # What else the plan has may need the same variables; a run that leaves this out may leave that out too.
+    bare = replace(action.off.options, ep_overlap=False, graphs=(), dispatcher="alltoall" if action.off.options.dispatcher else "")
+    own = {
+        f.name: getattr(action.on.options, f.name)
+        for f in fields(bare)
+        if getattr(action.on.options, f.name) != getattr(action.off.options, f.name)
+    }
+    off, on = (replace(action.off, options=replace(bare, **each)) for each in ({}, own))
+    return replace(found, environment=_changed(off, on, action.keys, framework, hardware).environment)
+
+
+def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
+    if _trained(on):
+        return _difference(off, on, keys, framework, hardware)
+    if keys or framework not in _LINES:  # words of options are the same for every model
+        return _difference(_stand_in(off), _stand_in(on), keys, framework, hardware)
+    before, after = (environment(p, hardware) for p in (off, on))
+    lines = _of_lines(*(_LINES[framework](p) for p in (off, on)))
+    return replace(lines, environment=tuple(f"{k}={v}" for k, v in after.items() if before.get(k) != v))
+
+
+_LINES: Mapping[str, Callable[[Plan], list[str]]] = {"megatron-lm": flag_lines, "megatron-bridge": override_lines}
+"""What a plan is to a trainer, one setting a line, for every model."""
+
+
+def _of_lines(off: list[str], on: list[str]) -> Changed:
+    flags = [line for line in on if line not in off]
+    names = {_name(line) for line in flags}
+    return Changed(tuple(flags), tuple(line for line in off if line not in on and _name(line) not in names))
+
+
+def _trained(plan: Plan) -> bool:
+    return plan.model in model_names()
+
+
+def _stand_in(plan: Plan) -> Plan:
+    """A layout of a model that every exporter knows, with the plan's options."""
+    name = _STANDS_IN[plan.shape.experts > 0]
+    plain = Plan(MODELS[name], name, gpus=8, ep=8 if plan.shape.experts else 1, gbs=64, options=plan.options)
+    return replace(plain, options=replace(plain.options, recompute=tuple(m for m in plan.options.recompute if m != "mla_up_proj")))
+
+
+def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
+    before, after = configuration(off), configuration(on)
+    unset, set_ = {k: v for k, v, _ in keys}, {k: v for k, _, v in keys}
+    try:
+        if framework == "playbook":
+            first, second = {**dict(_flat(before)), **unset}, {**dict(_flat(after)), **set_}
+            return Changed(tuple(f"{k}={_plain(v)}" for k, v in second.items() if first.get(k) != v))
+        return _of_exports(*(_exported(each, more, framework, hardware) for each, more in ((before, unset), (after, set_))))
+    except PlaybookError as e:
+        return Changed(missing=(str(e).splitlines()[0][:300],))
+
+
+def _of_exports(off: Exported, on: Exported) -> Changed:
+    if on.target == "torchtitan":  # its file has sections; each setting has words of its own
+        first, second = ({f"{s.section}.{s.field}".strip("."): s for s in e.settings} for e in (off, on))
+        flags = [words(s) for k, s in second.items() if k != "model" and (k not in first or first[k].value != s.value)]
+        without = [k for k in first if k not in second]
+    else:
+        lines = _of_lines(off.lines, on.lines)
+        flags, without = list(lines.flags), list(lines.without)
+    known = {r.key for r in off.missing}
+    return Changed(
+        tuple(flags),
+        tuple(without),
+        tuple(f"{k}={v}" for k, v in on.environment.items() if off.environment.get(k) != v),
+        tuple(f"{r.key}: {r.why}" for r in on.missing if r.key not in known),
+    )
+
+
+def _name(line: str) -> str:
+    return line.partition("=")[0].partition(" ")[0]
+
+
+def _exported(data: Mapping[str, Any], keys: Mapping[str, Any], framework: str, hardware: str) -> Exported:
+    return export(from_data(dict(data), keys, "plan", {}), framework, platform_of(hardware))  # type: ignore[arg-type]
+
+
+def _flat(data: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _plain(value: Any) -> str:
+    """A value as a command line takes it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower() if value is not None else "null"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,192 @@
+"""A plan and what it is set against, as a case that registers their predicted speeds before any run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+import yaml
+
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook.planner import memory
+from playbook.planner.choice.explain import Answer
+from playbook.planner.choice.scaled import deepest, scaled
+from playbook.planner.models import MODELS
+from playbook.planner.plan import Plan
+from playbook.text import count
+from playbook_trainer.config.dry_run import dry_run, predicted
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load, model_names
+from playbook_trainer.export.planned.ours import configuration
+
+_TRAINER_FILE = "planned.yaml"
+_MODEL_KEYS: Mapping[str, str] = {
+    "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "ffn": "ffn_size", "experts": "num_experts",
+    "expert_ffn": "expert_ffn_size", "shared_ffn": "shared_expert_ffn_size", "vocab": "vocab_size", "dense_layers": "first_dense_layers",
+}  # fmt: skip
+"""Counts of a shape that scaling cuts, as the trainer's configuration calls them."""
+_TOKENS = ("model.eos_token_id", "model.pad_token_id")
+"""Tokens that a smaller vocabulary does not have; random tokens need neither."""
+_UNLIKE = ("data.seq_len", "train.global_batch_size")
+"""Beside the model's counts, what makes the work of two runs differ."""
+_FUSED: Mapping[str, Any] = {
+    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True, "optimizer.fused": True,
+}  # fmt: skip
+_FUSED_MOE: Mapping[str, Any] = {"moe.apply_probs_on": "activation", "moe.fused_permutation": True, "moe.fused_router": True}
+"""Kernels of the torch backend that a prediction takes for granted: megatron-core has their like by default."""
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes a value out wherever it stands: cases have no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Always."""
+        return True
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One plan, scaled, in the trainer's words."""
+
+    name: str
+    plan: Plan
+    settings: dict[str, Any]
+
+
+def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -> dict[str, Any]:
+    """The case of the best plan and another, cut to so many GPUs: what each was predicted to reach there, with its 80 % interval.
+
+    The other is the user's own, given `against` in words such as `tp=2`, else the next in the answer that is another run once both are cut.
+
+    Raises:
+        ConfigError: this trainer cannot run one of them, or nothing of them fits.
+    """
+    q, best = found.question, found.choices[0].plan
+    words = tuple(against)
+    own = {word.partition("=")[0] for word in words}
+    kept = tuple(word for word in q.fixed if word.partition("=")[0] not in own)
+    others = [replace(q, fixed=(*kept, *words)).base.require()] if words else [c.plan for c in found.choices[1:]]
+    first, second = next((pair for other in others if (pair := _fitted(best, other, gpus, q.capacity))), (None, None))
+    if first is None or second is None:
+        raise ConfigError(
+            f"nothing to set against the best plan on {gpus} GPUs: cut down, the others are the same run or do not fit; name one with"
+            " --against, or raise --top or --case-gpus"
+        )
+    profile = {k: v for k, v in first.settings.items() if second.settings.get(k, _Absent) == v}
+    runs = [(run, {k: v for k, v in run.settings.items() if k not in profile}) for run in (first, second)]
+    differ = {k.split(".")[-1] for _, own in runs for k in own if (k.startswith("model.") or k in _UNLIKE) and k not in _TOKENS}
+    cut = f"each cut to {count(gpus, 'GPU')}: {first.plan.shape.layers} of {best.shape.layers} layers, of each what a rank holds"
+    return {
+        "id": ident,
+        "kind": "prediction",
+        "summary": f"{q.model} on {q.gpus} {q.cluster.name}, the best plan and another, {cut}; predicted before any run.",
+        "trainer": f"trainer/configs/{_TRAINER_FILE}",
+        "values": [{"at": run.name, "set": own, "predicted": _predicted(run, found)} for run, own in runs],
+        "metric": "useful_tokens_per_s_per_gpu",
+        "also": ["peak_memory_bytes"],
+        **({"requires": ["backend:megatron"]} if "megatron" in (p.plan.options.backend for p in (first, second)) else {}),
+        "profiles": {f"{q.cluster.name}x{gpus}": {"ranks": gpus, **profile}},
+        **(_unlike(differ) if differ else {}),
+        "activation": {"variants": {run.name: {"require": [_proof(run.plan)]} for run, _ in runs}},
+        "budget": {"pairs": [4, 8], "minutes": 40},
+    }
+
+
+def text_of(case: Mapping[str, Any], command: str) -> str:
+    """The case as a file, with the command that wrote it."""
+    schema = "# yaml-language-server: $schema=../../schemas/case.schema.json"
+    return f"{schema}\n# {command}\n{yaml.dump(dict(case), Dumper=_Plain, sort_keys=False, default_flow_style=None, width=160)}"
+
+
+def _fitted(best: Plan, other: Plan, gpus: int, capacity: float) -> tuple[_Run, _Run] | None:
+    """Both plans with as many layers as both hold on the GPUs; None where they are the same run."""
+    samples = 2 * lcm(*(cut.mbs * cut.dp for cut in (scaled(p, gpus, 1) for p in (best, other))))
+    for layers in range(min(deepest(best), deepest(other)), 0, -1):
+        plans = [scaled(p, gpus, layers, samples) for p in (best, other)]
+        if all(_holds(plan, capacity) for plan in plans):
+            runs = [_Run(name, plan, _settings(plan)) for name, plan in zip(_names(best, other), plans, strict=True)]
+            return None if runs[0].settings == runs[1].settings else (runs[0], runs[1])
+    return None
+
+
+def _names(*plans: Plan) -> Iterator[str]:
+    """What tells the plans apart, such as `first-tp2-mbs4`."""
+    keys = [k for k in ("tp", "cp", "pp", "ep", "etp", "mbs") if len({getattr(p, k) for p in plans}) > 1]
+    for place, plan in zip(("first", "second"), plans, strict=True):
+        again = f"recompute-{'+'.join(plan.options.recompute) or 'none'}"
+        differs = len({p.options.recompute for p in plans}) > 1
+        yield "-".join([place, *(f"{k}{getattr(plan, k)}" for k in keys), *([again] if differs else [])])
+
+
+def _holds(plan: Plan, capacity: float) -> bool:
+    """Whether the plan fits by the planner and by the dry run of what would be trained."""
+    if max(s.peak for s in memory.stages(plan)) > capacity:
+        return False
+    report = dry_run(_config(_settings(plan)), plan.gpus)
+    return max(s.peak for s in report.stages) <= capacity
+
+
+def _config(settings: Mapping[str, Any]) -> TrainerConfig:
+    return load(data_root("configs") / _TRAINER_FILE, settings)
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """What the plan sets in the trainer's configuration, with dotted keys.
+
+    Raises:
+        ConfigError: this trainer does not train the model, or has no such recompute.
+    """
+    o, cut = plan.options, plan.shape
+    if plan.model not in model_names() or cut.vision is not None:
+        raise ConfigError(
+            f"--emit-case: this trainer times no text of {plan.model}; expected a preset of a language model, such as qwen3_8b"
+        )
+    if o.backend == "torch" and "selective" in o.recompute:
+        raise ConfigError(
+            "--emit-case: torchtitan's selective recompute is not in this trainer; add --fix recompute= or --fix recompute=full"
+        )
+    whole = MODELS[plan.model]
+    usual = flatten(dump(_config({"model": plan.model}))) | {"parallel.etp": plan.tp}
+    found = {
+        k: v
+        for k, v in flatten(configuration(plan) | {"model": plan.model}).items()
+        if k not in ("data.kind", "train.dtype") and usual.get(k, _Absent) != v
+    }
+    found |= {f"model.{word}": getattr(cut, k) for k, word in _MODEL_KEYS.items() if getattr(cut, k) != getattr(whole, k)}
+    if not cut.experts:
+        found.pop("model.first_dense_layers", None)
+    if cut.vocab != whole.vocab:
+        found |= dict.fromkeys(_TOKENS, 0)
+    kernels = {} if o.backend == "megatron" else {**_FUSED, **_FUSED_MOE} if cut.experts else _FUSED
+    return {**found, **kernels}
+
+
+def _predicted(run: _Run, found: Answer) -> dict[str, float]:
+    """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of its backend."""
+    step = predicted(_config(run.settings), run.plan.gpus, found.question.cluster)
+    assert step is not None, "only float32 has no law"
+    speed = step.tokens_per_s_per_gpu
+    return {k: float(f"{getattr(speed, k):.4g}") for k in ("value", "low", "high")}
+
+
+def _unlike(differ: set[str]) -> dict[str, Any]:
+    """What a case declares whose runs are not of one model and batch: each is held against its own prediction, not against the other."""
+    reason = f"each run is held against its own prediction; cut to a rank's share, they differ in {', '.join(sorted(differ))}"
+    return {
+        "delta": {"data": True, "parameters": True, "work": True, "reason": reason},
+        "guardrails": {"loss": {"relative": None, "reason": reason}},
+    }
+
+
+def _proof(plan: Plan) -> dict[str, Any]:
+    """Layers, micro-batches and whole recompute tell in how often attention runs; graphs in their replays."""
+    if plan.options.graphs:
+        return {"counter": "graph_replays"}
+    twice = "2 * " if "full" in plan.options.recompute else ""
+    return {"range": "attention", "count": f"{twice}layers * microbatches", **({"op": ">="} if plan.shape.mtp else {})}
+
+
+class _Absent:
+    """Stands for a setting that is not there."""

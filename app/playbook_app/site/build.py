@@ -1,0 +1,194 @@
+"""Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
+
+Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
+`_generated/` (claims, one H200, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and `llms-full.txt`. A page whose source is gone is removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from playbook.cards.load import read_cards
+from playbook.cards.model import Card, by_claim, guidance
+from playbook.errors import FileError, Finding
+from playbook.paths import data_root, folders, repo_root
+from playbook.records.read import EVIDENCE, Present, Record, read
+from playbook_app.site.asking import asked
+from playbook_app.site.calculator import calculator_page
+from playbook_app.site.cards import card_page
+from playbook_app.site.evidence import evidence_page, list_page, trace_page
+from playbook_app.site.home import commands_shown, coverage, example_of_verdicts
+from playbook_app.site.lists import by_phase, index_page, matrix_page, one_gpu_page, phases, summary
+from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
+from playbook_app.site.models import families_page, models_page
+from playbook_app.site.parity import parity_page
+from playbook_app.site.planned.diagnosed import form
+from playbook_app.site.planned.published import published_page
+from playbook_app.site.planned.tables import tables_page
+from playbook_app.site.planned.worked import worked
+from playbook_app.site.recipes import recipes_page
+from playbook_app.site.reference import Command, commands_page, configuration_page, metrics_page
+from playbook_app.site.shelf import Flags, Shelf, forest_of_cards, no_flags
+
+_OWNED = ("cards", "evidence", "_generated")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Tables that the harness, the command line and the trainer own, as plain data."""
+
+    metrics: Sequence[Mapping[str, Any]] = ()
+    commands: Sequence[Command] = ()
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    present: Present = field(default_factory=Present)
+    """This machine's software and the trainer's revisions, by which verdicts go stale."""
+    recipes: Sequence[Mapping[str, Any]] = ()
+    """Configuration files with their estimates, as `playbook_app.site.recipes` shows them."""
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Commands for the home page, each with what it prints."""
+    flags: Flags = no_flags
+
+
+@dataclass(frozen=True)
+class Site:
+    """What was generated."""
+
+    cards: dict[str, str]
+    """Card ids with their titles, in order of title."""
+    phases: dict[str, list[str]]
+    """For each phase of the work, in words, the ids of its cards of guidance."""
+    trainer: list[str]
+    """Ids of the cards about Playbook's own trainer."""
+    statuses: dict[str, int]
+    """How many records there are of each status."""
+    inserts: dict[str, str]
+    """Markdown that replaces a comment of that name on a page, such as `coverage`."""
+    plain: dict[str, str]
+    """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
+    asked: str
+    """What the question box searches, for `search/cards.json` of the built site."""
+    files: list[Path]
+
+
+def generate(
+    out: Path,
+    results: Sequence[Path],
+    *,
+    cards: Path | None = None,
+    reference: Reference | None = None,
+    today: date | None = None,
+    base: str = "",
+) -> Site:
+    """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's address.
+
+    Raises:
+        FileError: a card or a record that does not load; none is left out in silence.
+    """
+    known = _load_cards([cards] if cards else folders("cards"))
+    now = reference or Reference()
+    records = read([r for r in results if r.is_dir()], known, now.present)
+    whole = _shelf(known, records, today or datetime.now(UTC).date(), now.flags)
+    shelf = replace(whole, cards=guidance(known))
+    pages = {
+        "cards/index.md": index_page(shelf),
+        "_generated/claims.md": matrix_page(whole),
+        "_generated/one-h200.md": one_gpu_page(shelf),
+        "_generated/calculator.md": calculator_page(),
+        "_generated/families.md": families_page(whole),
+        "_generated/models.md": models_page(data_root("configs")),
+        "_generated/published.md": published_page(data_root("tables") / "published_runs.csv"),
+        "evidence/index.md": list_page(whole),
+        **{f"cards/{card.id}.md": card_page(whole, card) for card in known.values()},
+        **_reference(now),
+        "_generated/parity.md": parity_page(out / "parity"),
+    }
+    plans = out / "plans.jsonl"
+    if plans.is_file():
+        pages["_generated/plans.md"] = tables_page(plans)
+    guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
+    pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
+    for record in shelf.records:
+        pages[f"evidence/{record.id}.md"] = _record_page(whole, record)
+    written = [_write(out / name, content) for name, content in pages.items()]
+    written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
+    _remove_others(out, set(written))
+    titles = {c.id: c.title for c in sorted(known.values(), key=lambda c: c.title)}
+    by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
+    inserts = {
+        "forest of verdicts": forest_of_cards(shelf),
+        "coverage": coverage(whole),
+        "two commands": commands_shown(now.shown),
+        "cards by phase": by_phase(shelf),
+        "example of verdicts": example_of_verdicts(shelf),
+        "diagnosis form": form(plans) if plans.is_file() else "",
+        **worked(),
+    }
+    plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
+    trainer = [i for i in titles if i not in shelf.cards]
+    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), written)
+
+
+def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
+    found = read_cards(paths)
+    if found.findings:
+        raise FileError(found.findings)
+    return {entry.card.id: entry.card for entry in found.loaded}
+
+
+def _shelf(cards: dict[str, Card], records: list[Record], today: date, flags: Flags) -> Shelf:
+    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()}, flags)
+
+
+def _record_page(shelf: Shelf, record: Record) -> str:
+    try:
+        return evidence_page(shelf, record, _shown(record.path)) if record.schema == EVIDENCE else trace_page(record)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as e:
+        raise FileError(
+            [Finding(str(record.path), 1, 1, f"is a record of another shape than this version writes ({e!r}); remove it")]
+        ) from e
+
+
+def _reference(reference: Reference) -> dict[str, str]:
+    pages = {}
+    if reference.metrics:
+        pages["_generated/metrics.md"] = metrics_page(reference.metrics)
+    if reference.commands:
+        pages["_generated/commands.md"] = commands_page(reference.commands)
+    if reference.schema:
+        pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
+    if reference.recipes:
+        pages["_generated/recipes.md"] = recipes_page(reference.recipes)
+    return pages
+
+
+def _shown(path: Path) -> str:
+    """The path as a reader in the repository would type it."""
+    full = path.resolve()
+    return str(full.relative_to(repo_root())) if full.is_relative_to(repo_root()) else path.name
+
+
+def _write(path: Path, content: str) -> Path:
+    """Write the page if its content differs. Equal files keep their time stamp, so `mkdocs serve` does not rebuild without end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        path.write_text(content, encoding="utf-8")
+    return path
+
+
+def _copy(record: Record, target: Path) -> Path:
+    if not target.is_file() or target.read_bytes() != record.path.read_bytes():
+        shutil.copyfile(record.path, target)
+    return target
+
+
+def _remove_others(out: Path, keep: set[Path]) -> None:
+    for folder in _OWNED:
+        for path in (out / folder).rglob("*"):
+            if path.is_file() and path not in keep:
+                path.unlink()

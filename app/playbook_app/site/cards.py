@@ -1,0 +1,321 @@
+"""Pages made from cards: one per card, the index with its filters, and the matrix of claims and machines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
+from playbook.cards.sizes import note
+from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
+from playbook.records.standing import basis, in_words
+from playbook_app.site.figures import curves
+from playbook_app.site.figures.svg import effect_axis
+from playbook_app.site.pages import markdown, render
+from playbook_app.site.shelf import TARGETS, Shelf, anchor, current, margin, verdict_forest
+from playbook_app.site.text import (
+    NBSP,
+    badge,
+    code,
+    day,
+    details,
+    link,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    plain,
+    prose,
+    quantity,
+    sentence,
+    table,
+    text,
+)
+
+_NEGLIGIBLE_MS = 0.01
+PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
+"""The phases of work on a run, in their order, in words."""
+
+
+def effect(record: Record) -> str:
+    """The effect with its interval, as a page shows it; both values where no effect is recorded."""
+    found = record.get("derived", "comparison")
+    return _interval(found) if isinstance(found, Mapping) else ""
+
+
+def effects(record: Record) -> str:
+    """As `effect`; of several variants, each contrast by its name."""
+    curve = record.get("derived", "curve", default={})
+    contrasts = [f"{text(c.get('name'))} {_interval({**curve, **c})}" for c in curve.get("contrasts", ())]
+    return "<br>".join(contrasts) if contrasts else effect(record)
+
+
+def _interval(found: Mapping[str, Any]) -> str:
+    value, low, high = (found.get(k) for k in ("effect", "low", "high"))
+    exact = low == high
+    if not isinstance(value, int | float):
+        return f"{quantity(found.get('baseline'), str(found.get('unit')))} → {quantity(found.get('candidate'), str(found.get('unit')))}"
+    # A difference of shares is in points, another difference in the metric's unit.
+    if found.get("scale") == "difference" and found.get("unit") != "share":
+        shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]
+        unit = f" {text(found.get('unit'))}"
+    else:
+        points = found.get("scale") == "difference"
+        shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
+        unit = NBSP + ("points" if points else "%")
+    if len(shown) < 3 or exact:
+        return f"{shown[0]}{unit}"
+    # What a budget has stopped has an interval and no verdict; the terminal says the same behind it.
+    between = " between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
+    return f"{shown[0]}{unit}" + f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") + between
+
+
+def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
+    """One badge per machine, each a link to its evidence."""
+    found = verdicts(shelf.records, claim.id)
+    if not found:
+        return badge(UNTESTED)
+    return " ".join(_badge(shelf, r, claim, up) for r in found)
+
+
+def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
+    old = record.stale(shelf.today, claim)
+    return link(badge("stale" if old else record.status, in_words(record, old)), f"{up}evidence/{record.id}.md")
+
+
+def card_page(shelf: Shelf, card: Card) -> str:
+    """The page of one card."""
+    return render(
+        "card.md",
+        card=card,
+        phase=PHASES[card.phase],
+        anchor=anchor,
+        decisions=_decisions(shelf, card.decide),
+        flag_titles=list(TARGETS.values()),
+        flags=_flags(shelf, card.decide),
+        forest=markdown(verdict_forest(shelf, [card], "../")),
+        about=lambda claim: _about(shelf, claim),
+        verdicts=lambda claim: markdown(_verdicts(shelf, card, claim)),
+        traces=lambda claim: [markdown(_trace(r)) for r in traces(shelf.records, claim.case)],
+        changes=changes(shelf, card),
+        claim_link=lambda claim: markdown(_claim_link(shelf, claim)),
+        families=_families(card),
+        related=_related(shelf, card),
+    )
+
+
+_SOFTWARE = ("torch", "megatron-core", "transformer-engine")
+_SIZES = {"hidden_size": "{} columns", "expert_ffn_size": "experts of {}", "num_experts": "{} experts", "num_layers": "{} layers"}
+
+
+def changes(shelf: Shelf, card: Card) -> list[list[str]]:
+    """What the current verdicts of a card from GPUs rest on, kind by kind: another machine, model or release asks the claims again."""
+    found = [(claim, r) for claim in card.claims for r in current(shelf, claim)]
+    rows: dict[str, dict[str, list[str]]] = {}
+    for claim, record in found:
+        packages: Mapping[str, Any] = next((v.get("packages", {}) for v in record.get("measured", "strict", default={}).values()), {})
+        runs_on = [
+            f"{name} {packages[name]}" for name in _SOFTWARE if name in packages and (name == "torch" or "megatron" in record.backends)
+        ]
+        kinds = {
+            "Hardware": [_in_one_word(record)],
+            "Model": sorted({_model(c) for c in record.get("measured", "configs", default={}).values()}),
+            "Software": [", ".join(runs_on)],
+        }
+        for kind, values in kinds.items():
+            for value in values:
+                rows.setdefault(kind, {}).setdefault(value, []).append(claim.id)
+    out = [
+        [kind, text(value), " ".join(_claim_link(shelf, i) for i in dict.fromkeys(ids))]
+        for kind, values in rows.items()
+        for value, ids in values.items()
+        if value
+    ]
+    known = {claim.id for claim, _ in found}
+    computed = [c.id for c in card.claims if c.kind in ("arithmetic", "invariant")]
+    open_ = [c.id for c in card.claims if c.id not in known and c.id not in computed]
+    left = {"No current verdict from a GPU": open_, "Computed, or a check of the software: only its inputs change it": computed}
+    return [*out, *([text(words), "", " ".join(_claim_link(shelf, i) for i in ids)] for words, ids in left.items() if ids)]
+
+
+def _in_one_word(record: Record) -> str:
+    return in_words(record).removeprefix(record.status.replace("_", " ") + ", ")
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    """The sizes of a run's model that its speed depends on; the name is in front where it has one."""
+    model = config.get("model", {})
+    sizes = [words.format(model[key]) for key, words in _SIZES.items() if model.get(key)]
+    return f"{model.get('name', 'a model')}: {', '.join(sizes)}"
+
+
+def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
+    rows = []
+    claims = by_claim(shelf.cards)
+    for d in decisions:
+        rests_on = basis(d, shelf.records, claims, shelf.today)
+        mark = "" if rests_on == "measured" else f"<br>*{rests_on}*"
+        when = ", ".join(f"{k}: {plain(v)}" for k, v in d.when.items()).replace("_", " ")
+        because = " ".join(_claim_link(shelf, i) for i in d.because) + mark
+        avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
+        rows.append([text(when) or "always", mapping(d.set) + avoid, because, prose(" ".join(filter(None, (d.note, note(d)))))])
+    return rows
+
+
+def _flags(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
+    """What the decisions set, in the words of other trainers, once each."""
+    rows = {}
+    for d in decisions:
+        found = shelf.flags(d.set)
+        cells = ["<br>".join(map(code, found.get(target, []))) for target in TARGETS]
+        rows[mapping(d.set)] = [
+            f'{cell} {{ data-label="{name}" }}' if cell else "" for cell, name in zip(cells, TARGETS.values(), strict=True)
+        ]
+    return [[words, *cells] for words, cells in rows.items() if any(cells)]
+
+
+def _claim_link(shelf: Shelf, claim: str) -> str:
+    home = shelf.home.get(claim)
+    return link(text(claim), f"{home}.md#{anchor(claim)}") if home else text(claim)
+
+
+_PAGE = re.compile(r"docs/((?:[a-z0-9-]+/)*[a-z0-9-]+\.md(?:#[a-z0-9-]+)?)")
+
+
+def _source(source: Source) -> str:
+    """Title, origin, section and date; the title leads to the page where the source is one of this site."""
+    page = _PAGE.fullmatch(source.url or "")
+    rest = [text(p) for p in (source.origin, source.section, source.date) if p]
+    if page:
+        return ", ".join([link(text(source.title), f"../{page.group(1)}"), *rest])
+    return ", ".join([text(source.title), *rest]) + (f" ({text(source.url)})" if source.url else "")
+
+
+def _about(shelf: Shelf, claim: Claim) -> list[list[str]]:
+    """Rows of the claim's details: expectation, variants, scope, mechanism, sources, linked claims."""
+    comparison = f"{mapping(claim.comparison.baseline)} against {mapping(claim.comparison.candidate)}"
+    metric, words = expectation(claim)
+    linked = {"Depends on": claim.depends_on, "Contradicts": claim.contradicts, "Supersedes": claim.supersedes}
+    facts = {
+        "Expects": f"{code(metric) if metric else ''} {text(words)}".strip(),
+        "Baseline and candidate": comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
+        "Scope": mapping(claim.scope) if claim.scope else "everywhere",
+        **({"A CPU verdict speaks for": text(claim.cpu_scope)} if claim.cpu_scope else {}),
+        "Why": prose(claim.mechanism),
+        "Kind": text(f"{claim.kind}, {claim.label}"),
+        "Source": "; ".join(_source(s) for s in claim.sources),
+        **{name: " ".join(_claim_link(shelf, i) for i in ids) for name, ids in linked.items() if ids},
+    }
+    return [[f"**{name}**", value] for name, value in facts.items()]
+
+
+def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
+    """The claim's verdicts: a table, a figure for each machine, and the commands that repeat them."""
+    found = verdicts(shelf.records, claim.id)
+    commands = dict.fromkeys(" ".join(str(r.get("command", default="")).split()) for r in found)
+    return render(
+        "verdicts.md",
+        card=card,
+        claim=claim,
+        found=found,
+        altered=[r for r in earlier(shelf.records, claim.id) if r.altered],
+        rows=[_row(shelf, r, claim) for r in found],
+        figures=[(r.machine, markdown(_axis(r, claim.expect)), markdown(curves.figures(r))) for r in found],
+        commands="\n".join(filter(None, commands)),
+    )
+
+
+def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
+    page = f"../evidence/{record.id}.md"
+    old = record.stale(shelf.today, claim)
+    word = badge("stale" if old else record.status, in_words(record, old)) + (f"<br>{text(old)}" if old else "")
+    shown, pairs = effect(record), record.get("derived", "comparison", "pairs")
+    until = record.get("expires")
+    return [
+        f"**{text(record.machine)}**<br>{text(record.get('measured', 'machine', 'description', default=''))}",
+        f"{word}<br>{sentence(record.status, record.get('derived', 'verdict', 'sentence'))}",
+        link(shown, page) if shown else "",
+        link(number(pairs), page) if pairs is not None else "",
+        link(day(record.measured), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
+    ]
+
+
+def _axis(record: Record, expect: Expect) -> str:
+    found = record.get("derived", "comparison", default={})
+    low, value, high = (found.get(k) for k in ("low", "effect", "high"))
+    if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
+        return ""
+    return effect_axis(value, low, high, margin(expect), expect.op)
+
+
+def _trace(record: Record) -> str:
+    """A folded table of busy time per range, one column for each variant."""
+    page = f"../evidence/{record.id}.md"
+    title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
+    head = ["Range", "Phase", *(f"{text(v.capitalize())}>" for v in record.variants), *["Difference>"] * (len(record.variants) == 2)]
+    rows = [[code(path), text(phase), *(link(c, page) if c else "" for c in cells)] for path, phase, cells in _range_rows(record)]
+    busy = "GPU busy time" if record.measures == "gpu" else "host busy time (there is no GPU in this trace)"
+    note = (
+        f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
+    )
+    body = f"{note} {link('All ranges', page)}\n\n{table(head, rows)}"
+    return details("abstract", title, body)
+
+
+def coverage(record: Record) -> str:
+    """How much of the busy time lies in named parts, per variant and phase."""
+    words = []
+    for variant in record.variants:
+        found = record.get("variants", variant, "table", "coverage", default={})
+        shares = [f"{phase} {found[phase] * 100:.1f} %" for phase in ("forward", "backward") if isinstance(found.get(phase), int | float)]
+        words.append(f"{text(variant)} {', '.join(shares) or 'no table'}")
+    return "share in named parts: " + "; ".join(words)
+
+
+def _range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
+    """Busy time per range and phase: of each variant, and the difference of two. What is negligible in all is left out."""
+    busy: dict[tuple[str, str], dict[str, float]] = {}
+    for variant in record.variants:
+        for row in record.get("variants", variant, "table", "rows", default=[]):
+            path, value = str(row.get("path")), row.get("busy_ms")
+            if path.count("/") < max_depth and isinstance(value, int | float):
+                busy.setdefault((path, str(row.get("phase"))), {})[variant] = value
+    out = []
+    for (path, phase), found in busy.items():
+        each = [found.get(v, 0.0) for v in record.variants]
+        if max(each) >= _NEGLIGIBLE_MS or path.startswith("("):
+            out.append((path, phase, [milliseconds(ms) for ms in each] + ([_change(*each)] if len(each) == 2 else [])))
+    order = ["forward", "backward", "recompute", "other"]
+    return sorted(out, key=lambda r: (order.index(r[1]) if r[1] in order else len(order), r[0].startswith("("), r[0]))
+
+
+def _change(before: float, after: float) -> str:
+    sign = "+" if after > before else "−" if after < before else ""
+    return sign + milliseconds(abs(after - before))
+
+
+def _families(card: Card) -> list[list[str]]:
+    return [
+        [
+            text(f.name),
+            text(f.hardware),
+            text(f.model),
+            number(f.gpus) if f.gpus else "",
+            mapping(f.layout),
+            mapping(f.settings) if f.settings else "",
+            link("recipe", f"../_generated/recipes.md#{Path(f.recipe).stem.replace('_', '-')}") if f.recipe else "",
+            text("; ".join(filter(None, [f.note, *(f"{s.title}, {s.origin}, {s.section or 'whole'}, {s.date}" for s in f.sources)]))),
+        ]
+        for f in card.families
+    ]
+
+
+def _related(shelf: Shelf, card: Card) -> list[tuple[str, list[str]]]:
+    """Links to other cards, grouped as see, supersedes, contradicts."""
+    names = {"See": card.related.see, "Supersedes": card.related.supersedes, "Contradicts": card.related.contradicts}
+    titles = {i: c.title for i, c in shelf.cards.items()}
+    return [
+        (word, [markdown(link(text(titles[i]), f"{i}.md") if i in titles else text(i)) for i in ids]) for word, ids in names.items() if ids
+    ]

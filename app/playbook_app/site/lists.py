@@ -1,0 +1,188 @@
+"""Pages that list claims: cards with their filters, the matrix of claims and machines, and what stands on the home page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from playbook.cards.model import Card, Claim, MechanismCheck, counted
+from playbook.cards.scope import unmet
+from playbook.records.case import list_cases, load_case
+from playbook.records.evidence import Evidence
+from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
+from playbook.records.standing import in_words
+from playbook_app.site.cards import PHASES, badges, effect, effects
+from playbook_app.site.pages import markdown, render
+from playbook_app.site.shelf import DECIDED, Shelf, anchor, verdict_forest
+from playbook_app.site.text import attribute, badge, code, link, text
+
+
+def each(card: Card) -> list[Claim | MechanismCheck]:
+    """The claims of a card, each followed by its mechanism check where it has one."""
+    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+
+
+def standings(shelf: Shelf, claim: Claim | MechanismCheck) -> set[str]:
+    """Machine and status of each newest verdict, as `machine:status`; `:untested` without any."""
+    found = verdicts(shelf.records, claim.id)
+    return {f"{r.machine}:{'stale' if r.stale(shelf.today, claim) else r.status}" for r in found} or {f":{UNTESTED}"}
+
+
+def _standing_choices(shelf: Shelf, claims: Sequence[Claim | MechanismCheck]) -> dict[str, tuple[str, Mapping[str, str]]]:
+    pairs = [s.split(":") for c in claims for s in standings(shelf, c)]
+    machines, statuses = sorted({m for m, _ in pairs if m}), sorted({s for _, s in pairs})
+    return {"hardware": ("Machine", {m: m for m in machines}), "status": ("Status", {s: s.replace("_", " ") for s in statuses})}
+
+
+def index_page(shelf: Shelf) -> str:
+    """Every card, with filters by symptom, hardware and status that work in the page itself."""
+    claims = [c for card in shelf.cards.values() for c in each(card)]
+    phases = {k: words for k, words in PHASES.items() if any(c.phase == k for c in shelf.cards.values())}
+    choices = {**_standing_choices(shelf, claims), "phase": ("Phase", phases)}
+    entries = [_entry(shelf, c) for c in sorted(shelf.cards.values(), key=lambda c: c.title)]
+    return render("cards.md", choices=choices, entries=entries)
+
+
+def _entry(shelf: Shelf, card: Card) -> dict[str, Any]:
+    words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
+    found = sorted(set().union(*(standings(shelf, c) for c in each(card))))
+    rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in each(card)]
+    return {"card": card, "words": words, "standings": " ".join(found), "rows": rows, "tally": _tally(shelf, card)}
+
+
+def _tally(shelf: Shelf, card: Card) -> str:
+    """Counts of a card's claims by status; a claim counts with the status of its best-settled machine."""
+    order = (*DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
+    found = [
+        min((s.split(":")[1] for s in standings(shelf, c)), key=lambda s: order.index(s) if s in order else len(order)) for c in each(card)
+    ]
+    return ", ".join(f"{found.count(s)} {s.replace('_', ' ')}" for s in order if s in found)
+
+
+def matrix_page(shelf: Shelf) -> str:
+    """Claims against machines, with filters: first what GPUs have settled, last what nobody has tested."""
+    machines = _machines(shelf)
+    cards = sorted(shelf.cards.values(), key=lambda c: c.title)
+    claims = [(card, c) for card in cards for c in each(card)]
+    parts = {words: [_line(shelf, card, c, machines) for card, c in claims if _part(shelf, c) == words] for words in _PARTS}
+    choices = {**_standing_choices(shelf, [c for _, c in claims]), "card": ("Card", {c.id: c.title for c in cards})}
+    head = ["Claim", "Statement", *[text(m) for m in machines]]
+    return render(
+        "claims.md",
+        counted=counted(shelf.cards),
+        machines=machines,
+        choices=choices,
+        head=head,
+        parts={k: v for k, v in parts.items() if v},
+    )
+
+
+_ON_GPUS, _ELSEWHERE, _OLD, _NONE = "Current, on GPUs", "Current, by arithmetic, by a rule or on a CPU", "No current verdict", "Untested"
+_PARTS = (_ON_GPUS, _ELSEWHERE, _OLD, _NONE)
+
+
+def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
+    """What is true on one H200 today: every current verdict from it with its interval, margin and price, and what is not settled there."""
+    cards = sorted(shelf.cards.values(), key=lambda c: c.title)
+    settled: list[list[str]] = []
+    waiting: list[list[str]] = []
+    for card, claim in [(shelf_card, claim) for shelf_card in cards for claim in each(shelf_card)]:
+        found = [r for r in verdicts(shelf.records, claim.id) if r.get("measured", "machine", "name") == machine]
+        name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
+        if now := [r for r in found if r.status in DECIDED and not r.stale(shelf.today, claim)]:
+            settled += [[name, text(claim.statement), *_priced(r)] for r in now]
+        elif found:
+            waiting += [[name, text(claim.statement), *_open(shelf, r, claim)] for r in found]
+        elif why := _unrun(card, claim, machine):
+            waiting.append([name, text(claim.statement), why, "", ""])
+    drawn = verdict_forest(shelf, cards, "../", machine)
+    return render("one_gpu.md", forest=markdown(drawn), settled=settled, waiting=waiting)
+
+
+def _priced(record: Record) -> list[str]:
+    """The cells of a current verdict: in words (the page's title says where), its effect, and what it cost."""
+    page = f"../evidence/{record.id}.md"
+    return [link(badge(record.status, in_words(record, places=False)), page), effects(record), _price(record)]
+
+
+def _price(record: Record) -> str:
+    seconds = record.content.gpu_seconds if isinstance(record.content, Evidence) else None
+    return f"{seconds:.0f}" if seconds is not None else ""
+
+
+def _unrun(card: Card, claim: Claim | MechanismCheck, machine: str) -> str:
+    """Why a claim that is about one GPU has no run on it, or nothing where it is about something else."""
+    scope = claim.scope if isinstance(claim, Claim) else {}
+    case = load_case(claim.case) if claim.case in list_cases() else None
+    on_one = "gpus" not in scope or not unmet({"gpus": scope["gpus"]}, {"gpus": 1})
+    if case and machine in case.profiles and on_one:
+        return f"{UNTESTED}: {code(f'playbook confirm {card.id}/{claim.id} --profile {machine}')}"
+    if case and case.profiles and "gpus" in scope and on_one:
+        return f"its case runs elsewhere: {text(', '.join(case.profiles))}"
+    return ""
+
+
+def _open(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
+    """The cells of an older or undecided verdict: why it settles nothing, its effect, and what it cost."""
+    why = record.stale(shelf.today, claim)
+    words = text(f"{record.status.replace('_', ' ')}, stale: {why}" if why else record.sentence)
+    return [link(words, f"../evidence/{record.id}.md"), effects(record), _price(record)]
+
+
+def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
+    """Under which heading a claim stands."""
+    found = verdicts(shelf.records, claim.id)
+    now = [r for r in found if r.status in (*DECIDED, "inconclusive") and not r.stale(shelf.today, claim)]
+    return _ON_GPUS if any(r.gpus for r in now) else _ELSEWHERE if now else _OLD if found else _NONE
+
+
+def _machines(shelf: Shelf) -> list[str]:
+    """Machines with verdicts, those with most GPUs first."""
+    gpus: dict[str, int] = {}
+    for r in shelf.records:
+        if r.claim and not r.altered:
+            gpus[r.machine] = r.gpus
+    return sorted(gpus, key=lambda m: (-gpus[m], m))
+
+
+def _line(shelf: Shelf, card: Card, claim: Claim | MechanismCheck, machines: Sequence[str]) -> list[str]:
+    found = {r.machine: r for r in verdicts(shelf.records, claim.id)}
+    words = " ".join([claim.id, claim.statement, card.title]).lower()
+    marks = f'data-text="{attribute(words)}" data-standings="{attribute(" ".join(sorted(standings(shelf, claim))))}" data-card="{card.id}"'
+    name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
+    cells = [f'{_cell(shelf, found[m], claim)} {{ data-label="{attribute(m)}" }}' if m in found else "" for m in machines]
+    return [
+        f"{name} {{ {marks} }}",
+        f'{text(claim.statement)}<br><span class="pb-of">{text(card.title)}</span>',
+        *cells,
+    ]
+
+
+def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
+    old = record.stale(shelf.today, claim)
+    shown = effect(record)
+    word = badge("stale" if old else record.status, f"{record.status}, stale" if old else None)
+    return link(word + (f"<br>{shown}" if shown else ""), f"../evidence/{record.id}.md")
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """How many verdicts there are of each status; altered records counted as such."""
+    out: dict[str, int] = {}
+    for r in records:
+        if r.schema == EVIDENCE:
+            out[r.status] = out.get(r.status, 0) + 1
+    return out
+
+
+def by_phase(shelf: Shelf) -> str:
+    """The cards in the order in which a run meets them. For the home page."""
+    return render("phases.md", phases=phases(shelf))
+
+
+def phases(shelf: Shelf) -> list[tuple[str, list[Card]]]:
+    """The phases of the work that have cards, in words, each with its cards by title."""
+    found = [
+        (words.capitalize(), sorted((c for c in shelf.cards.values() if c.phase == phase), key=lambda c: c.title))
+        for phase, words in PHASES.items()
+    ]
+    return [(words, cards) for words, cards in found if cards]

@@ -1,0 +1,64 @@
+"""The short form of the diagnosis on its page: published runs and the fastest plan of common settings, as data that the page compares a figure with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from playbook.diagnosis.published import nearest
+from playbook.diagnosis.setting import setting
+from playbook.planner.models import MODELS
+from playbook_app.site.planned.answers import Answered, read
+from playbook_app.site.text import attribute
+
+_SHOWN = 3
+_START = ("qwen3_30b_a3b", "64", "h100")
+
+
+def form(path: Path) -> str:
+    """The form with its data; empty without plans. A file of plans holds what the planner answers to each setting."""
+    found = [a for a in read(path) if a.asked.seq_len == 4096 and a.settings]
+    if not found:
+        return ""
+    data = json.dumps([_row(a) for a in found], separators=(",", ":")).replace("<", "\\u003c")
+    models, gpus, hardware = (list(dict.fromkeys(str(getattr(a.asked, k)) for a in found)) for k in ("model", "gpus", "hardware"))
+    selects = "".join(
+        _select(*each)
+        for each in (("model", "Model", models, _START[0]), ("gpus", "GPUs", gpus, _START[1]), ("gpu", "of kind", hardware, _START[2]))
+    )
+    return (
+        f'<form id="pb-diagnose" class="pb-filters pb-diagnose" data-search-exclude hidden>{selects}'
+        '<label>Your speed<input name="speed" type="number" min="0" step="any" value="25" inputmode="decimal"></label>'
+        f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}</form>\n"
+        '<div id="pb-diagnosis" aria-live="polite"></div>\n'
+        f'<script type="application/json" id="pb-settings">{data}</script>'
+    )
+
+
+def _select(name: str, label: str, values: list[str], chosen: str) -> str:
+    options = "".join(f"<option{' selected' if v == chosen else ''}>{attribute(v)}</option>" for v in values)
+    return f'<label>{label}<select name="{name}">{options}</select></label>'
+
+
+def _row(a: Answered) -> dict[str, Any]:
+    where = setting(MODELS[a.asked.model], a.asked.model, a.asked.hardware, a.asked.gpus, seq_len=a.asked.seq_len, gbs=None)
+    runs = nearest(where)
+    told = ("id", "model", "hardware", "gpus", "layout", "tokens_per_s_per_gpu", "mfu", "predicted")
+    rows = [{**{k: getattr(r, k) for k in told}, "other": r.other(where.question)} for r in runs.rows[:_SHOWN]] if runs else []
+    return {
+        **asdict(a.asked),
+        "speed": a.speed,
+        "low": a.low,
+        "high": a.high,
+        "mfu": a.mfu,
+        "gib": max(a.stages_gib),
+        "settings": " ".join(a.settings),
+        "tokens_per_mfu": where.peak / where.flops_per_token,
+        "reached": where.reached,
+        "step_tokens": where.question.global_batch * a.asked.seq_len / a.asked.gpus,
+        "published": {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "predicted": runs.predicted, "rows": rows}
+        if runs
+        else None,
+    }

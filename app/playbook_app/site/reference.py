@@ -1,0 +1,105 @@
+"""Reference pages made from tables that other parts own: metrics, commands, the trainer's configuration."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from playbook_app.site.pages import markdown, render
+from playbook_app.site.text import code, plain
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line."""
+
+    name: str
+    summary: str
+    usage: str
+    options: list[tuple[str, str]] = field(default_factory=list)
+    """Each option or argument as written, and what it does."""
+
+
+def metrics_page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The metrics that a claim may name."""
+    return render("metrics.md", metrics=rows)
+
+
+def commands_page(commands: Sequence[Command]) -> str:
+    """Every command with its options."""
+    return render("commands.md", commands=commands)
+
+
+def configuration_page(schema: Mapping[str, Any], docs: Mapping[tuple[str, str], str]) -> str:
+    """Every key of the trainer's configuration, from its JSON Schema and the comments beside the fields."""
+    definitions = schema.get("$defs", {})
+    alone: list[list[Any]] = []
+    sections: list[dict[str, Any]] = [{"name": "", "rows": alone}]
+    for name, value in schema.get("properties", {}).items():
+        inner = _target(value, definitions)
+        if inner is None:
+            alone.append(_row(name, value, definitions, docs.get((str(schema.get("title")), name), "")))
+        else:
+            rows = list(_section(name, inner, definitions, docs))
+            sections.append({"name": name, "meaning": definitions[inner].get("description", ""), "rows": rows})
+    return render("configuration.md", sections=sections)
+
+
+def _section(prefix: str, name: str, definitions: Mapping[str, Any], docs: Mapping[tuple[str, str], str]) -> Iterator[list[Any]]:
+    for key, value in definitions[name].get("properties", {}).items():
+        inner = _target(value, definitions)
+        if inner is not None and inner != name:
+            yield from _section(f"{prefix}.{key}", inner, definitions, docs)
+        else:
+            yield _row(f"{prefix}.{key}", value, definitions, docs.get((name, key), ""))
+
+
+def _target(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | None:
+    """The definition that a property refers to, alone or beside null."""
+    for option in [value, *value.get("anyOf", []), *value.get("allOf", [])]:
+        name = str(option.get("$ref", "")).removeprefix("#/$defs/")
+        if name in definitions and "properties" in definitions[name]:
+            return name
+    return None
+
+
+def _row(key: str, value: Mapping[str, Any], definitions: Mapping[str, Any], doc: str) -> list[Any]:
+    default = plain(value.get("default", ""))
+    default = markdown(code(default)) if default else ""
+    return [key, _type(value), default, value.get("description") or doc]
+
+
+def _type(value: Mapping[str, Any]) -> str:
+    if "enum" in value:
+        return " or ".join(map(str, value["enum"]))
+    if "anyOf" in value:
+        return " or ".join(_type(v) for v in value["anyOf"])
+    if value.get("type") == "array":
+        return f"list of {_type(value.get('items', {}))}"
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "null": "null",
+        "object": "mapping",
+    }
+    low = (
+        f" above {value['exclusiveMinimum']}" if "exclusiveMinimum" in value else f" from {value['minimum']}" if "minimum" in value else ""
+    )
+    return names.get(str(value.get("type")), "any") + low
+
+
+def field_docs(source: str) -> dict[tuple[str, str], str]:
+    """The text below each field of each class in a module: (class, field) to text."""
+    out = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            for item, following in zip(node.body, node.body[1:], strict=False):
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr):
+                    value = following.value
+                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        out[node.name, item.target.id] = value.value
+    return out

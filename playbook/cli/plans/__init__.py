@@ -1,1 +1,0 @@
-"""`playbook plan`: one module for each of its commands."""

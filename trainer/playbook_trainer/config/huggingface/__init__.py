@@ -1,0 +1,1 @@
+"""A model's `config.json` as this trainer's configuration."""

@@ -1,0 +1,487 @@
+"""What can be known to be wrong with a configuration of the megatron backend before any process starts, and without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from playbook.planner import layout
+from playbook.planner.options import Options
+from playbook.planner.rules import Words
+from playbook_trainer.config.megatron import MegatronConfig
+from playbook_trainer.config.neutral import neutral, torch_only
+from playbook_trainer.config.row_lengths import unlike_lengths, variable_lengths
+from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.tree import TrainerConfig
+
+WORDS = Words(
+    names={
+        **{key: f"parallel.{key}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+        "seq_len": "data.seq_len",
+        "gbs": "train.global_batch_size",
+        "sp": "parallel.sequence_parallel",
+        "dispatcher": "moe.dispatcher",
+        "capacity": "moe.capacity_factor",
+        "cp_comm": "megatron.cp_comm_type",
+        "cp_sizes": "megatron.cp_sizes",
+        "optimizer_instances": "parallel.dp_replicate",
+        "sharding": "megatron.data_parallel",
+        "ep_overlap": "megatron.overlap_expert_parallel",
+        "recompute": "train.recompute",
+        "graphs": "train.cuda_graphs",
+        "offload": "offload.activations",
+        "offload_modules": "megatron.offload_modules",
+        "fp8": "precision.fp8",
+    },
+    assignments={
+        "capacity=false": "moe.capacity_factor=null",
+        "cp_sizes=2,4": "megatron.cp_sizes=[2,4]",
+        "graphs=moe_router,moe_preprocess": "train.cuda_graphs=[moe_router,moe_preprocess]",
+        "sharding=optimizer": "megatron.data_parallel=distributed_optimizer",
+        "sharding=fsdp": "megatron.data_parallel=megatron_fsdp",
+    },
+)
+"""The trainer's names of what layout rules speak of, for both backends."""
+
+SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
+"""`megatron.data_parallel` as layout rules name it."""
+
+GRAPH_WARMUP = 3
+"""Steps before CUDA graphs are captured."""
+
+_SCORED_EXPERTS = 2
+"""Experts whose scores DeepSeek-V3 adds up to the score of a group."""
+_CUTLASS_K = 128
+"""What Transformer Engine's CUTLASS kernel wants the sums of its products to be a multiple of."""
+
+
+def options(config: TrainerConfig) -> Options:
+    """The features that are chosen, as layout rules name them."""
+    par, train, mg, moe = config.parallel, config.train, config.megatron, config.model.num_experts > 0
+    modules = tuple(m for m in train.recompute_modules if m != "vision")
+    graphs = ("full_iteration",) if mg.cuda_graph_impl == "full_iteration" else ()
+    return Options(
+        sp=par.sequence_parallel if par.tp > 1 else None,
+        uneven=par.pipeline_layout is not None,
+        dispatcher=config.moe.dispatcher if moe and config.moe.dispatcher != "dedup" else "",
+        cp_comm=mg.cp_comm_type if par.cp > 1 else "",
+        cp_sizes=tuple(mg.cp_sizes),
+        optimizer_instances=par.dp_replicate,
+        sharding=SHARDING[mg.data_parallel],
+        precision_aware=mg.precision_aware_optimizer,
+        recompute={"none": (), "full": ("full",), "selective": modules}[train.recompute],
+        graphs=(*graphs, *train.cuda_graphs),
+        capacity=pads_experts(config),
+        ep_overlap=mg.overlap_expert_parallel,
+        fp8="" if config.precision.fp8 in ("none", "rowwise", "nvfp4") else config.precision.fp8,
+        offload=config.offload.activations,
+        offload_modules=tuple(m for m in mg.offload_modules if m != "fused_group_mlp"),
+    )
+
+
+def pads_experts(config: TrainerConfig) -> bool:
+    """Whether experts get a fixed number of rows, padded where fewer come: graphs that hold them need fixed shapes."""
+    whole = config.megatron.cuda_graph_impl == "full_iteration" or "moe" in config.train.cuda_graphs
+    return config.moe.capacity_factor is not None and whole
+
+
+def layout_problems(config: TrainerConfig, world: int) -> list[str]:
+    """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
+    model, par, train = config.model, config.parallel, config.train
+    problems = layout.check(
+        gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
+        seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
+        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model), words=WORDS,
+    )  # fmt: skip
+    return problems + vocabulary_problems(config) + _pipeline_problems(config)
+
+
+def vocabulary_problems(config: TrainerConfig) -> list[str]:
+    """Embedding and output layer split the vocabulary over TP, and neither backend pads it."""
+    size, tp = config.model.vocab_size, config.parallel.tp
+    return [f"a vocabulary of {size} does not divide over tp {tp}; pad model.vocab_size"] if size % tp else []
+
+
+def _pipeline_problems(config: TrainerConfig) -> list[str]:
+    par, problems = config.parallel, []
+    chunks = par.pp * par.vpp
+    if par.pipeline_layout is not None:
+        given, layers = par.pipeline_layout, config.model.num_layers
+        if par.pp == 1:
+            problems.append("parallel.pipeline_layout needs pp > 1; leave it out or raise parallel.pp")
+        elif len(given) != chunks or sum(given) != layers or min(given) < 0:
+            problems.append(
+                f"parallel.pipeline_layout {given} has {len(given)} chunks and {sum(given)} layers; "
+                f"expected {chunks} (pp {par.pp} x vpp {par.vpp}) and {layers}"
+            )
+        elif any(n == 0 for n in given[1:-1]):
+            problems.append(f"parallel.pipeline_layout {given}: only the first and the last chunk may be without layers")
+    return problems
+
+
+def feature_problems(config: TrainerConfig) -> list[str]:
+    """What this backend does not do, and settings of its section that contradict each other."""
+    par, mg, problems = config.parallel, config.megatron, []
+    for key in torch_only():
+        value, default = _get(config, key), neutral()[key]
+        if value not in (default, "auto"):
+            problems.append(f"{key} {_text(value)} belongs to the torch backend; leave it at {_text(default)}")
+    if config.moe.dispatcher == "dedup":
+        problems.append("moe.dispatcher 'dedup' belongs to the torch backend; here there are allgather, alltoall, deepep and hybridep")
+    if config.train.device == "cpu":
+        problems.append("megatron-core needs a GPU: set train.device: cuda, or backend: torch")
+    if par.dp_replicate > 1 and mg.data_parallel not in ("distributed_optimizer", "megatron_fsdp"):
+        problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
+    if config.checkpoint.dir and mg.data_parallel == "fsdp2":
+        problems.append("checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer")
+    if config.checkpoint.dir and _offloads(config):
+        problems.append(
+            "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
+            "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0"
+        )
+    if mg.data_parallel == "megatron_fsdp" and par.pp > 1:
+        problems.append(
+            f"megatron.data_parallel megatron_fsdp with parallel.pp {par.pp}: megatron-core lays the mesh of Megatron-FSDP over all ranks and has "
+            "no stages in it; set parallel.pp: 1, or take distributed_optimizer"
+        )
+    if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
+        problems.append(
+            "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "
+            "set model.tie_word_embeddings: false, or take megatron_fsdp"
+        )
+    return problems + _row_problems(config) + _vision_problems(config) + _router_problems(config)
+
+
+def _router_problems(config: TrainerConfig) -> list[str]:
+    """Where megatron-core routes otherwise than the model that the weights come from.
+
+    Source: megatron-core, `moe_utils.py` (group_limited_topk, topk_routing_with_score_function); transformers, `DeepseekV3TopkRouter`.
+    """
+    model, problems = config.model, []
+    kept, each = model.router_group_top_k, _SCORED_EXPERTS
+    if kept < model.router_groups and model.top_k // kept != each:
+        problems.append(
+            f"model.top_k {model.top_k} over model.router_group_top_k {kept}: DeepSeek-V3 scores a group by its {each} best experts, and megatron-core "
+            f"by its top_k // router_group_top_k = {model.top_k // kept} best; set model.top_k to {each * kept} or model.router_group_top_k to "
+            f"{max(1, model.top_k // each)}"
+        )
+    if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
+        does = (
+            "divides the probabilities of the chosen experts by their sum"
+            if model.top_k > 1
+            else "leaves the probability of a single expert"
+        )
+        problems.append(
+            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always {does}; "
+            f"set it to {_text(model.top_k > 1)}"
+        )
+    return problems
+
+
+def _row_problems(config: TrainerConfig) -> list[str]:
+    """What the layout and its overlaps ask of the rows."""
+    par, mg, data, problems = config.parallel, config.megatron, config.data, []
+    if par.pp > 1 and not data.pad:
+        problems.append("pp needs rows of one length: set data.pad: true")
+    if par.cp > 1 and not data.pad:
+        problems.append("cp cuts rows of one length: set data.pad: true")
+    if par.tp > 1 and par.sequence_parallel and not data.pad:
+        problems.append("sequence parallelism needs rows of one length: set data.pad: true")
+    if any(size < 1 for size in mg.cp_sizes):
+        problems.append(
+            f"megatron.cp_sizes {mg.cp_sizes} are numbers of ranks: set each to 1 or more, with a product of parallel.cp {par.cp}"
+        )
+    if mg.tp_comm_overlap and not (par.tp > 1 and par.sequence_parallel):
+        problems.append(
+            "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true"
+        )
+    if mg.tp_comm_overlap and par.cp > 1 and (data.pack or config.model.vision is not None):
+        problems.append(
+            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents and images up to others: set it to false"
+        )
+    unlike = variable_lengths(config) or unlike_lengths(config)
+    if unlike and config.model.num_experts and config.moe.dispatcher == "allgather":
+        problems.append(
+            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and images "
+            "that cp fills up: set moe.dispatcher: alltoall"
+        )
+    if config.moe.experts == "grouped" and mg.kernels == "local":
+        problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
+    return problems
+
+
+def _vision_problems(config: TrainerConfig) -> list[str]:
+    """What a vision-language model excludes here: DeepStack adds the features of a micro-batch after each of the decoder's first layers."""
+    model, par, mg, problems = config.model, config.parallel, config.megatron, []
+    if model.vision is None:
+        return []
+    deepstack = len(model.vision.deepstack_layers)
+    held = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
+    if held < deepstack:
+        problems.append(
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that has "
+            f"{held}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
+        )
+    if config.train.cuda_graphs or mg.cuda_graph_impl != "none":
+        problems.append(
+            "CUDA graphs of a vision-language model: a graph takes no features of images, which differ from batch to batch; "
+            "set train.cuda_graphs: [] and megatron.cuda_graph_impl: none"
+        )
+    if mg.overlap_expert_parallel:
+        problems.append(
+            "megatron.overlap_expert_parallel runs layers in pieces, and DeepStack's features enter whole ones: set it to false for a "
+            "vision-language model"
+        )
+    if model.mtp_layers:
+        problems.append(f"model.mtp_layers {model.mtp_layers} beside a vision tower is no model that there is: set it to 0")
+    if model.attention != "gqa":
+        problems.append(f"model.attention {model.attention} has no positions in three dimensions: a vision-language model has gqa")
+    return problems
+
+
+def _padding_problems(config: TrainerConfig) -> list[str]:
+    """Where padding would count in the balance of experts."""
+    data = config.data
+    padded = (data.pad and data.kind != "mock") or data.pad_to_multiple is not None or config.parallel.cp > 1
+    balanced = config.model.num_experts > 0 and (config.moe.aux_loss_coeff > 0 or config.model.router_bias)
+    if not (config.megatron.overlap_expert_parallel and padded and balanced):
+        return []
+    return [
+        "megatron.overlap_expert_parallel hands routers no mask, so padding would count in the balance of experts: set it to false, or data.pad: false"
+    ]
+
+
+def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
+    """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
+    idle = {**own, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
+    idle["moe.aux_loss_coeff"] = config.moe.aux_loss_coeff > 0
+    return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
+
+
+def switch_problems(config: TrainerConfig) -> list[str]:
+    """Switches that do not go together, or that have nothing to act on."""
+    problems = _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
+    return problems + _padding_problems(config) + _idle_problems(config)
+
+
+def _idle_problems(config: TrainerConfig) -> list[str]:
+    """Switches of experts that would stand in the configuration of a run and do nothing in it."""
+    if config.model.num_experts:
+        return []
+    return dense_problems(config, {"moe.capacity_factor": config.moe.capacity_factor is not None})
+
+
+def _precision_problems(config: TrainerConfig) -> list[str]:
+    """Source of what 8-bit weights ask of the optimizer: Megatron-LM, `megatron/training/arguments.py`."""
+    fp8, mg, problems = config.precision.fp8, config.megatron, []
+    if fp8 == "rowwise":
+        problems.append(
+            "precision.fp8 'rowwise' belongs to the torch backend; here there are tensorwise, delayed, blockwise, mxfp8 and nvfp4"
+        )
+    if fp8 != "none" and config.train.dtype != "bf16":
+        problems.append(f"precision.fp8 {fp8} multiplies into 16-bit results: set train.dtype: bf16")
+    if fp8 != "none" and set(config.precision.fp8_modules) != {"linear", "experts"}:
+        problems.append(
+            "precision.fp8_modules: a recipe of this backend covers projections and experts alike; leave it at [linear, experts]"
+        )
+    if fp8 == "none" and mg.fp8_param:
+        problems.append("megatron.fp8_param belongs to a recipe: set precision.fp8, or leave it false")
+    if fp8 == "nvfp4" and mg.fp8_param:
+        problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
+    if mg.fp8_param and mg.data_parallel in ("ddp", "fsdp2"):
+        problems.append(f"megatron.fp8_param needs sharded optimizers, found {mg.data_parallel}: set distributed_optimizer, or it to false")
+    if mg.fp8_param and mg.precision_aware_optimizer and fp8 != "delayed" and _offloads(config):
+        problems.append("megatron.fp8_param excludes a precision-aware optimizer on the host: set precision_aware_optimizer: false")
+    if config.train.attention in ("flash", "cudnn") and config.train.dtype == "fp32":
+        problems.append(f"train.attention '{config.train.attention}' needs 16-bit numbers: set train.dtype: bf16")
+    return problems + (_cutlass_problems(config) if mg.grouped_gemm == "cutlass" else [])
+
+
+def _cutlass_problems(config: TrainerConfig) -> list[str]:
+    """Where Transformer Engine would go back to a product for each expert and say nothing.
+
+    Source: Transformer Engine, `common/gemm/cublaslt_gemm.cu` (nvte_multi_tensor_gemm).
+    """
+    key, model, problems = "megatron.grouped_gemm cutlass", config.model, []
+    if not model.num_experts:
+        return [f"{key} multiplies experts, and this model is dense: leave it at cublas"]
+    if config.precision.fp8 != "none" or config.train.dtype != "bf16":
+        problems.append(f"{key} multiplies 16-bit numbers: set train.dtype: bf16 and precision.fp8: none, or leave it at cublas")
+    if config.moe.experts == "loop":
+        problems.append(f"{key} is for grouped experts: set moe.experts: grouped, or leave it at cublas")
+    ffn = model.expert_ffn_size // (config.parallel.etp or config.parallel.tp)
+    for name, size in (("model.hidden_size", model.hidden_size), ("a rank's share of model.expert_ffn_size", ffn)):
+        if size % _CUTLASS_K:
+            problems.append(f"{key} needs {name} in a multiple of {_CUTLASS_K}, found {size}: leave it at cublas")
+    return problems
+
+
+def _optimizer_problems(config: TrainerConfig) -> list[str]:
+    mg, opt, problems = config.megatron, config.optimizer, []
+    if opt.moments_dtype == "bf16" and not mg.precision_aware_optimizer:
+        problems.append("optimizer.moments_dtype bf16 needs the precision-aware optimizer: set megatron.precision_aware_optimizer: true")
+    if opt.moments_dtype == "bf16" and opt.betas[1] > 1 - 2**-8:
+        problems.append(
+            f"optimizer.moments_dtype bf16 with a second beta of {opt.betas[1]}: a step moves the second moment by less than "
+            "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
+        )
+    if mg.precision_aware_optimizer and config.train.dtype != "bf16":
+        problems.append("megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16")
+    if mg.grad_reduce_dtype == "bf16" and config.train.dtype != "bf16":
+        problems.append("megatron.grad_reduce_dtype bf16 needs 16-bit weights: set train.dtype: bf16")
+    if _offloads(config) and opt.moments_dtype == "bf16":
+        problems.append("optimizer.moments_dtype bf16: megatron-core keeps float32 moments in an optimizer on the host; set it to fp32")
+    if _offloads(config) and mg.data_parallel != "distributed_optimizer":
+        problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
+    default = MegatronConfig.model_fields["sharding_strategy"].default
+    if mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp":
+        problems.append(f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out")
+    if mg.data_parallel == "megatron_fsdp" and config.train.dtype != "bf16":
+        problems.append("Megatron-FSDP trains 16-bit weights: set train.dtype: bf16")
+    return problems
+
+
+def _offloads(config: TrainerConfig) -> bool:
+    """Whether some of the optimizer is on the host."""
+    return config.offload.optimizer or config.megatron.optimizer_offload_fraction > 0
+
+
+def _memory_problems(config: TrainerConfig) -> list[str]:
+    train, mg, problems = config.train, config.megatron, []
+    if train.recompute == "selective" and not train.recompute_modules:
+        problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
+    if train.recompute != "selective" and train.recompute_modules:
+        problems.append(f"train.recompute_modules needs train.recompute: selective; it is {train.recompute}")
+    if train.recompute != "full" and (mg.recompute_layers is not None or mg.recompute_method != "uniform"):
+        problems.append("megatron.recompute_layers and recompute_method shape full recompute: set train.recompute: full, or leave them out")
+    alone = train.recompute == "full" and mg.recompute_method == "uniform" and mg.recompute_layers not in (None, 1)
+    if alone and config.model.mtp_layers:
+        problems.append(
+            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths of "
+            "multi-token prediction again one by one; leave megatron.recompute_layers out"
+        )
+    if train.recompute == "full" and config.model.mtp_layers and (config.data.pack or not config.data.pad):
+        problems.append(
+            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents are packed; "
+            "set train.recompute: selective, or data.pack: false and data.pad: true"
+        )
+    if "vision" in train.recompute_modules and config.model.vision is None:
+        problems.append("train.recompute_modules 'vision': the model has no vision tower")
+    names = set(mg.offload_modules)
+    if "fused_group_mlp" in names:
+        problems.append(
+            "megatron.offload_modules fused_group_mlp is of an operator fuser that this trainer does not use; name expert_fc1 and moe_act"
+        )
+    return problems
+
+
+def _graph_problems(config: TrainerConfig) -> list[str]:
+    mg, names, problems = config.megatron, config.train.cuda_graphs, []
+    if mg.cuda_graph_impl in ("transformer_engine", "local") and not names:
+        problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")
+    if _captures_late(config) and config.train.warmup_steps <= GRAPH_WARMUP:
+        problems.append(f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}")
+    if mg.cuda_graph_impl == "local" and config.model.num_experts:
+        problems.append(
+            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
+            "it: set it to transformer_engine"
+        )
+    captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
+    if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":
+        problems.append("train.cuda_graphs: megatron-core captures parts with 16-bit inputs: set train.dtype: bf16")
+    if captured and mg.data_parallel in ("megatron_fsdp", "fsdp2"):
+        problems.append(
+            f"train.cuda_graphs: parameters must stay where a graph saw them, and {mg.data_parallel} gathers them anew: "
+            "set megatron.data_parallel: distributed_optimizer"
+        )
+    if captured and not config.data.pad:
+        problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
+    if captured and config.data.pack:
+        problems.append("train.cuda_graphs: places of documents inside a row change from batch to batch: set data.pack: false")
+    dropping = config.moe.capacity_factor is not None and not pads_experts(config)
+    if "moe_preprocess" in names and dropping and config.moe.dispatcher == "alltoall":
+        problems.append(
+            "train.cuda_graphs moe_preprocess: the host waits there for the numbers of tokens that moe.capacity_factor leaves; "
+            "leave out moe_preprocess or moe.capacity_factor"
+        )
+    most = config.model.num_experts / max(1, config.model.top_k)
+    if pads_experts(config) and (config.moe.capacity_factor or 0) > most:
+        problems.append(
+            f"moe.capacity_factor {config.moe.capacity_factor:g} makes room for more tokens than there are, and what no token fills is not "
+            f"cleared, so gradients become NaN: set it to at most num_experts / top_k = {most:g}"
+        )
+    if mg.cuda_graph_impl == "full_iteration" and config.model.num_experts and config.moe.capacity_factor is None:
+        problems.append(
+            "megatron.cuda_graph_impl full_iteration with experts needs shapes that do not depend on routing: set moe.capacity_factor"
+        )
+    return problems
+
+
+def _captures_late(config: TrainerConfig) -> bool:
+    """Whether graphs are captured some steps into the run."""
+    return bool(config.train.cuda_graphs) or config.megatron.cuda_graph_impl != "none"
+
+
+def package_problems(config: TrainerConfig) -> list[str]:
+    """Packages that this configuration needs and that are not installed, in one line each."""
+    mg, problems = config.megatron, []
+    if not installed("megatron.core"):
+        problems.append(
+            "backend megatron needs megatron-core, which is not installed; run pip install '.[megatron]' in a clone of Playbook"
+        )
+    if needs := _needs_transformer_engine(config):
+        if mg.kernels == "local":
+            problems.append(f"{', '.join(needs)}: of Transformer Engine, and megatron.kernels is local; set it to auto")
+        elif not installed("transformer_engine"):
+            problems.append(
+                f"{', '.join(needs)}: of Transformer Engine, which is not installed; run pip install '.[gpu]' in a clone of Playbook"
+            )
+    dispatcher = config.moe.dispatcher
+    if dispatcher in ("deepep", "hybridep") and config.model.num_experts and not installed("deep_ep"):
+        problems.append(f"moe.dispatcher '{dispatcher}' needs the package deep_ep, which is not installed; set moe.dispatcher: alltoall")
+    flash = installed("flash_attn") or installed("flash_attn_interface")
+    if config.train.attention == "flash" and mg.kernels != "local" and installed("transformer_engine") and not flash:
+        problems.append("train.attention 'flash' needs the package flash-attn, which is not installed; set train.attention: cudnn or auto")
+    if mg.data_parallel == "megatron_fsdp" and not installed("einops"):
+        problems.append("megatron.data_parallel megatron_fsdp needs the package einops, which is not installed")
+    return problems
+
+
+def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
+    """Settings that only Transformer Engine serves."""
+    mg, train = config.megatron, config.train
+    asked = {
+        "megatron.kernels transformer_engine": mg.kernels == "transformer_engine",
+        f"parallel.cp {config.parallel.cp}": config.parallel.cp > 1,
+        f"precision.fp8 {config.precision.fp8}": config.precision.fp8 != "none",
+        "train.cuda_graphs": bool(train.cuda_graphs) and mg.cuda_graph_impl != "local",
+        "moe.experts grouped": config.moe.experts == "grouped",
+        "megatron.tp_comm_overlap": mg.tp_comm_overlap,
+        "megatron.grouped_gemm cutlass": mg.grouped_gemm == "cutlass",
+        "megatron.offload_modules": bool(mg.offload_modules),
+        "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,
+        "offload.activations": config.offload.activations,
+        "moe.dispatcher " + config.moe.dispatcher: config.moe.dispatcher in ("deepep", "hybridep") and config.model.num_experts > 0,
+        "train.recompute_modules moe_act": "moe_act" in train.recompute_modules,
+    }
+    return [name for name, on in asked.items() if on]
+
+
+def installed(module: str) -> bool:
+    """Whether a module is here, asked without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _get(config: TrainerConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
