@@ -192,7 +192,7 @@ def _walls_from(where: Setting, seen: Seen) -> str:
 def _how(where: Setting) -> str:
     """The commands that measure the walls."""
     q = where.question
-    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.name]
+    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.option]
     return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(asked)} --trace step.sqlite"
 
 

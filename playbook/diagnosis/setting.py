@@ -9,11 +9,13 @@ from math import isfinite
 from playbook.errors import ConfigError
 from playbook.planner import flops
 from playbook.planner.choice import unknowns
+from playbook.planner.choice.routing import Routing
 from playbook.planner.choice.space import Question
+from playbook.planner.hardware.named import machine
 from playbook.planner.plan import Plan, idle, parse, whole
 from playbook.planner.runs import spelling
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import Cluster, cluster, on_network
+from playbook.planner.time.cluster import Cluster
 
 FRAMEWORKS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
 _ALLOWED = {
@@ -52,8 +54,8 @@ class Setting:
     @property
     def peak(self) -> float:
         """FLOP/s that utilisation is a share of: the dense peak of the precision."""
-        machine = self.question.cluster
-        return machine.fp8_flops_per_s if self.precision == "fp8" else machine.bf16_flops_per_s
+        gpu = self.question.cluster
+        return gpu.fp8_flops_per_s if self.precision == "fp8" else gpu.bf16_flops_per_s
 
     @property
     def flops_per_token(self) -> float:
@@ -63,14 +65,14 @@ class Setting:
     @property
     def reached(self) -> float:
         """The share of the peak that the best matrix product reaches on this GPU: no step of training is above it."""
-        machine = self.question.cluster
-        return machine.fp8_reached if self.precision == "fp8" else machine.bf16_reached
+        gpu = self.question.cluster
+        return gpu.fp8_reached if self.precision == "fp8" else gpu.bf16_reached
 
 
 def setting(
     shape: Shape,
     model: str,
-    hardware: str,
+    hardware: Cluster | str,
     gpus: int | None,
     *,
     seq_len: int | None,
@@ -80,6 +82,7 @@ def setting(
     backend: str | None = None,
     said: str = "",
     network: str = "",
+    routing: Routing | None = None,
 ) -> Setting:
     """The setting of a question, with what is taken for granted where it says nothing.
 
@@ -102,9 +105,11 @@ def setting(
         raise ConfigError(f"layout has {', '.join(taken)}; the model and the framework say that")
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
-    machine = on_network(hardware, network) if network else cluster(hardware)
-    asked = Question(shape, model, machine, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
-    assumed = [machine.network] if network else [_network(machine)] if gpus > machine.domain else []
+    where = machine(hardware, network) if isinstance(hardware, str) else hardware
+    asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed, routing=routing)
+    if routing and "imbalance" in names:
+        raise ConfigError("layout has imbalance, and --imbalance says it too; leave one of them out")
+    assumed = [*where.notes, *([where.network] if network else where.about_network(gpus))]
     assumed += [] if seq_len else ["sequences of 4096 tokens"]
     if "fp8" in allow and not asked.cluster.has_fp8:
         raise ConfigError(f"layout has fp8, and {asked.cluster.name} has no 8-bit products; leave it out")
@@ -116,6 +121,7 @@ def setting(
     if known:
         assumed.append("what the layout does not name is at its default: no CUDA graphs, the optimizer's state sharded")
     plan, filled = _own(asked, known) if known else (None, ())
+    assumed += [routing.about(plan, where)] if routing and plan else [routing.words] if routing else []
     return Setting(asked, tuple(known), framework, (*assumed, *filled), said or model, plan)
 
 
@@ -138,10 +144,6 @@ def _counts(words: Sequence[str], options: Mapping[str, int | None]) -> tuple[di
     return found, others
 
 
-def _network(machine: Cluster) -> str:
-    return f"network: {machine.nic_bytes_per_s / 1e9:g} GB/s for each GPU between nodes, {machine.provenance['nic_gb_s'].partition(':')[0]}; --network names another"
-
-
 def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:
     """The plan that runs, and what of it was filled in.
 
@@ -149,6 +151,7 @@ def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...
         ConfigError: a word is no setting, or the layout breaks a rule.
     """
     plan, names = _plan(question, known), [word.partition("=")[0] for word in known]
+    plan = question.routing.on(plan) if question.routing else plan
     if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
         plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
     nothing = idle(plan, names)

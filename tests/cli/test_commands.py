@@ -72,7 +72,21 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     found = list(walk(typer.main.get_command(app.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
-        *("version", "calibrate", "train", "demo", "diagnose", "confirm", "ab", "gate", "bisect", "search", "site build", "schemas export"),
+        *(
+            "version",
+            "calibrate",
+            "preflight",
+            "train",
+            "demo",
+            "diagnose",
+            "confirm",
+            "ab",
+            "gate",
+            "bisect",
+            "search",
+            "site build",
+            "schemas export",
+        ),
         *(
             "cards check",
             "cards init",

@@ -13,11 +13,12 @@ from playbook.errors import ConfigError
 from playbook.planner.choice import plain_data, unknowns
 from playbook.planner.choice.explain import answer
 from playbook.planner.choice.space import Question
+from playbook.planner.hardware.networks import on_network
 from playbook.planner.memory import GIB, verdict
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.runs.check import check, document
-from playbook.planner.time.cluster import cluster, clusters, on_network
+from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.time.step import step_time
 from playbook_app.cli import app
 
@@ -231,8 +232,8 @@ def test_what_cannot_have_been_seen_is_refused(word, says):
     [("100GbE", 1.5625e9), ("RoCE-200", 25e9), ("IB-400", 50e9), ("EFA-3200", 50e9), ("none", 1.5625e9), ("ib-400", 50e9)],
 )
 def test_a_network_is_a_rate_for_each_gpu(network, rate):
-    assert on_network("h100", network).nic_bytes_per_s == pytest.approx(rate)
-    assert on_network("h100", network) is on_network("H100", network)
+    assert on_network(cluster("h100"), network).nic_bytes_per_s == pytest.approx(rate)
+    assert on_network(cluster("h100"), network) is on_network(cluster("H100"), network)
 
 
 def test_a_slower_network_is_slower_and_is_said_once():

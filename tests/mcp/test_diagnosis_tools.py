@@ -1,5 +1,7 @@
 """The tools that diagnose and export, as the official client meets them in process."""
 
+import json
+
 import pytest
 
 from playbook_app.mcp.server import server
@@ -52,3 +54,20 @@ def test_the_instructions_begin_with_the_plan_and_the_diagnosis(library):
     words = server(library).instructions
     assert words.startswith("Start with plan_layout")
     assert words.index("diagnose") < words.index("list_cards")
+
+
+def test_hardware_may_be_the_text_of_a_file_and_the_network_is_named(library, tmp_path):
+    asked = {"model": "qwen3_30b_a3b", "gpus": 16, "global_batch_size": 64, "top": 1}
+    plain, slow = (answer(library, "plan_layout", hardware="h100", network=n, **asked) for n in ("", "100GbE"))
+    assert slow["plans"][0]["network_share"] > plain["plans"][0]["network_share"] >= 0
+    assert sum("network" in words for words in slow["assumptions"]) == 1
+    text = json.dumps({"gpu": "h100", "nvlink_domain": 4, "network": "100GbE"})
+    stated = answer(library, "plan_layout", hardware=text, **asked)
+    assert stated["plans"][0]["tokens_per_s_per_gpu"]["value"] <= slow["plans"][0]["tokens_per_s_per_gpu"]["value"]
+    assert any("stated, hardware: 4 in one NVLink domain" in words for words in stated["assumptions"])
+    file = tmp_path / "hardware.json"
+    file.write_text(text, encoding="utf-8")
+    for hardware, says in ((str(file), "is not known"), (json.dumps({"calibration": str(file)}), "text has no folder")):
+        result = ask(library, "plan_layout", hardware=hardware, **asked)
+        assert result.is_error
+        assert says in result.content[0].text

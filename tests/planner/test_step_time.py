@@ -110,7 +110,7 @@ def test_all_reduces_of_a100s_take_what_was_published(gpus, microseconds):
 def test_experts_of_uneven_rows_cost_megatrons_host_more_and_as_much_more_as_there_are():
     machine, waits = cluster("h200"), {}
     for ep in (1, 2):
-        even = parse("qwen3_30b_a3b", f"gpus=2 pp={2 // ep} ep={ep} gbs=16 mbs=2".split())
+        even = parse("qwen3_30b_a3b", f"gpus=2 layers=8 pp={2 // ep} ep={ep} gbs=16 mbs=2".split())
         waits[ep] = [step_time(replace(even, even_rows=rows), machine).parts["host"] for rows in (True, False)]
     assert all(uneven > 1.5 * even for even, uneven in waits.values())
     assert waits[1][1] > 1.2 * waits[2][1]

@@ -34,6 +34,7 @@ COMMANDS = {
     "confirm": "Test claims by matched runs on this machine or a cluster.",
     "ab": "Compare two commands that log their steps: faster, slower, equivalent or undecided.",
     "bench": "Cases: run one, replay a record, measure noise, trace.",
+    "preflight": "Check every GPU and link of a node, or of a job, before training.",
     "gate": "Compare the working tree with a commit on one case.",
     "bisect": "Find the commit that made a case slower or made it fail.",
     "evidence": "Evidence: records of verdicts.",
@@ -48,7 +49,7 @@ COMMANDS = {
 _GROUPS = {
     "Find": ("search", "cards", "evidence"),
     "Plan": ("diagnose", "plan", "layout", "config"),
-    "Measure": ("demo", "confirm", "ab", "bench", "calibrate"),
+    "Measure": ("demo", "confirm", "ab", "bench", "calibrate", "preflight"),
     "Guard": ("gate", "bisect"),
 }
 """The help's groups; what stands in none comes last."""

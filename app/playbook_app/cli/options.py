@@ -25,6 +25,19 @@ Fork = Annotated[
     bool, typer.Option("--fork", help="Fork ranks from a process that has imported everything, instead of starting each afresh.")
 ]
 
+# --- of hardware ------------------------------------------------------------------------------------------------------------------
+
+Network = Annotated[str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")]
+
+# --- of experts -------------------------------------------------------------------------------------------------------------------
+
+Imbalance = Annotated[
+    str,
+    typer.Option(
+        "--imbalance", metavar="RATIO|RUN", help="Measured routing: the fullest rank's tokens over the mean, or a run with moe.load_every."
+    ),
+]
+
 # --- of jobs ---------------------------------------------------------------------------------------------------------------------
 
 LauncherName = Annotated[

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from playbook.errors import PlaybookError
+from playbook.planner.hardware.named import counted, machine
 from playbook.planner.runs.spelling import number, said
-from playbook.planner.time.cluster import cluster, counted
 
 
 def tokens(text: str | int) -> int:
@@ -19,7 +19,7 @@ def tokens(text: str | int) -> int:
 
 
 def machines(gpus: str | None, hardware: str | None) -> tuple[int | None, str | None]:
-    """How many GPUs, and of which kind: `64` and `h100`, or both in one, as `64xH100` in either option.
+    """How many GPUs, and of which kind: `64` and `h100`, or both in one, as `64xH100` in either option; a kind may be a file.
 
     Raises:
         BadParameter: `gpus` is no whole number from 1.
@@ -30,7 +30,7 @@ def machines(gpus: str | None, hardware: str | None) -> tuple[int | None, str | 
         return many, kind
     named, _, more = gpus.lower().partition("x")
     found = _whole("gpus", named.strip(), "a number of GPUs, such as 64 or 64xH100")
-    if more and kind and cluster(more).name != cluster(kind).name:
+    if more and kind and machine(more).name != machine(kind).name:
         raise PlaybookError(f"--gpus {gpus[:40]} and --hardware {kind[:40]} name two kinds of GPU; expected one, or leave one of them out")
     if many not in (None, found):
         raise PlaybookError(f"--gpus says {found} GPUs, and --hardware {many}; expected the same number, or leave one of them out")

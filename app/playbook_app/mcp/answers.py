@@ -181,6 +181,8 @@ class PlannedLayout(BaseModel):
     memory_gib: float
     tokens_per_s_per_gpu: dict[str, float]
     mfu: float
+    network_share: float | None
+    """What of its step the network between nodes costs."""
     settings: list[str]
     """What `playbook layout memory` takes."""
 

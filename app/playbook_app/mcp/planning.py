@@ -21,11 +21,11 @@ from playbook.planner import layout, memory
 from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.space import Question
+from playbook.planner.hardware.named import counted, of_text
 from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, parse
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import cluster, counted
 from playbook_app.mcp.answers import (
     DiagnosisAnswer,
     ExportAnswer,
@@ -40,12 +40,14 @@ from playbook_app.services.changes import changed
 from playbook_trainer.export.plans import launchable
 
 _MOST_TEXT = 100_000
+_MOST_HARDWARE = 200_000
 _MOST_ROWS = 3
 _ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
 """Arguments of `plan_layout` whose option of `playbook plan` has another name."""
 Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
 Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hugging Face name, or a config.json's text.")]
-Gpu = Annotated[str, Field(max_length=64, description="Kind of GPU, such as h100.")]
+Gpu = Annotated[str, Field(max_length=_MOST_HARDWARE, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
+Network = Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")]
 Settings = Annotated[
     list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Words such as tp=2 ep=8 mbs=1 recompute=full.")
 ]
@@ -94,7 +96,7 @@ def memory_answer(plan: Plan, hardware: str | None) -> MemoryAnswer:
     """
     stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
     most = max(stages, key=lambda s: s.peak)
-    gib = cluster(hardware).memory_gib if hardware else None
+    gib = of_text(hardware).memory_gib if hardware else None
     said = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
     return MemoryAnswer(verdict=said, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
 
@@ -117,7 +119,7 @@ def export_answer(plan: Plan, target: str, hardware: str) -> ExportAnswer:
     Raises:
         PlaybookError: the plan breaks a rule, or the trainer has no words for it.
     """
-    gpu = cluster(hardware)
+    gpu = of_text(hardware)
     verdict = memory.verdict(memory.peak(plan), gpu.memory_gib)
     return ExportAnswer(target=target, verdict=verdict, text=launchable(plan, target, gpu.name).text())
 
@@ -132,6 +134,7 @@ def plan_answer(
     model: str,
     gpus: int,
     hardware: str,
+    network: str = "",
     *,
     seq_len: int,
     global_batch_size: int,
@@ -146,7 +149,7 @@ def plan_answer(
     Raises:
         PlaybookError: the question cannot be asked.
     """
-    shape, name, gpu = shape_of(model), named(model) or "given", cluster(counted(hardware, gpus)[0])
+    shape, name, gpu = shape_of(model), named(model) or "given", of_text(counted(hardware, gpus)[0], network)
     try:
         question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
         chosen = anchored(explain.answer(question, top))
@@ -154,7 +157,7 @@ def plan_answer(
         found = plain_data.document(chosen, runs.document(question) if runs else None)
     except PlaybookError as e:
         raise PlaybookError(_arguments(str(e))) from e
-    kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "settings")
+    kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "network_share", "settings")
     near = found["nearest"]
     return PlanAnswer(
         gpus=found["question"]["gpus"],
@@ -189,8 +192,8 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge) -> Diagno
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
     where = setting(
-        shape_of(asked.model), named(asked.model) or "given", counted(asked.hardware, asked.gpus)[0], asked.gpus,
-        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework, network=asked.network,
+        shape_of(asked.model), named(asked.model) or "given", of_text(counted(asked.hardware, asked.gpus)[0], asked.network), asked.gpus,
+        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework,
         said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip
     where = replace(where, seen=parsed(asked.saw))

@@ -252,11 +252,12 @@ def _layout(out: MCPServer[Any]) -> None:
             Field(max_length=20, description="Settings to keep, such as tp=1; loss=native for megatron-lm."),
         ] = [],  # noqa: B006
         top: Annotated[int, _number("Plans.", most=20)] = 3,
+        network: planning.Network = "",
     ) -> PlanAnswer:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
         with _told():
             found = planning.plan_answer(
-                model, gpus, hardware, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
+                model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
                 allow=frozenset(allow), fix=tuple(fix), top=top,
             )  # fmt: skip
             return bounded(found, "ask for fewer plans")
@@ -300,7 +301,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         saw: Annotated[
             list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Shares of a step, such as all-to-all=40%.")
         ] = [],  # noqa: B006
-        network: Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")] = "",
+        network: planning.Network = "",
         seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
         framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",

@@ -40,7 +40,11 @@ def anchored(found: Answer, path: Path | None = None, *, with_published: bool = 
 
 
 def scale_of(q: Question, time: StepTime, *, fp8: bool, mine: Sequence[Anchor] = (), with_published: bool = True) -> Scale:
-    """The scale for a question's predictions, given one of them; of no source, unless it has runs of its own."""
+    """The scale for a question's predictions, given one of them; of no source, unless it has runs of its own.
+
+    Published runs scale what the table of GPUs makes of a machine. Where a file measured this one, they say nothing more of it.
+    """
+    with_published = with_published and not q.cluster.calibrated
     if mine:
         anchors = Anchors([*(published.anchors() if with_published else ()), *mine])
     elif with_published:

@@ -8,11 +8,14 @@ from typing import Any
 from playbook.planner import pipeline
 from playbook.planner.choice import unknowns
 from playbook.planner.choice.explain import Answer, lost, next_run
+from playbook.planner.choice.routing import routing_share
 from playbook.planner.choice.search import Choice
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan, idle
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.step import network_share
 
 SCHEMA = "plan/1"
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "gbs", "seq_len")
@@ -26,6 +29,7 @@ def words(plan: Plan) -> list[str]:
     cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
     shown = {k for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k]} | ({"vpp"} if unknowns.chunks(plan)[0] > 1 else set())
     found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
+    found += [f"imbalance={plan.imbalance:.4g}"] if plan.imbalance != 1 else []
     usual = Options()
     for f in fields(Options):
         value = getattr(plan.options, f.name)
@@ -63,7 +67,7 @@ def pipeline_string(plan: Plan) -> str | None:
 def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
     """The answer of `playbook plan --json` and of the tool `plan_layout`, with the nearest published runs.
 
-    Units: GiB, tokens per second and GPU, seconds.
+    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs, `routing_share` what uneven routing does.
     """
     assumed = [*dict.fromkeys(a for c in found.choices for a in c.time.assumptions)]
     assumed += [f"anchored: {found.anchored}"] if found.anchored else []
@@ -77,7 +81,7 @@ def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str
             "fix": list(question.fixed), "memory_gib": question.capacity / GIB,
         },
         "published": published,
-        "plans": [_row(c) for c in found.choices],
+        "plans": [_row(c, question.cluster) for c in found.choices],
         "ties": found.ties,
         "runner_up": lost(found.choices[0], found.choices[1]) if len(found.choices) > 1 else None,
         "measure_next": measure and {"plans": [words(measure[0].plan), words(measure[1].plan)], "decides": measure[2]},
@@ -92,7 +96,7 @@ def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str
     }  # fmt: skip
 
 
-def _row(choice: Choice) -> dict[str, Any]:
+def _row(choice: Choice, cluster: Cluster) -> dict[str, Any]:
     speed = choice.time.tokens_per_s_per_gpu
     return {
         "layout": layout(choice.plan),
@@ -103,6 +107,8 @@ def _row(choice: Choice) -> dict[str, Any]:
         "tflops_per_gpu": choice.time.tflops_per_gpu,
         "seconds": choice.time.seconds.value,
         "parts": dict(choice.time.parts),
+        "network_share": network_share(choice.plan, cluster),
+        "routing_share": routing_share(choice.plan, cluster),
         "stages": [{"stage": s.stage, "layers": s.layers, "peak_gib": s.peak / GIB} for s in choice.stages],
         "uneven": split(choice.plan),
         "pipeline_layout": pipeline_string(choice.plan),

@@ -12,6 +12,7 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner.choice import unknowns
+from playbook.planner.choice.routing import Routing
 from playbook.planner.layout import grid
 from playbook.planner.memory import GIB
 from playbook.planner.options import FLEX, Options
@@ -53,6 +54,8 @@ class Question:
     backend: str = "megatron"
     fixed: tuple[str, ...] = ()
     allow: frozenset[str] = frozenset()
+    routing: Routing | None = None
+    """How uneven tokens are routed, where somebody measured it."""
 
     @property
     def capacity(self) -> float:
@@ -105,6 +108,11 @@ def check(question: Question) -> None:
         raise ConfigError(f"--backend is '{question.backend[:40]}'; expected megatron or torch")
     if not 0 < question.memory_share <= 1:
         raise ConfigError(f"--memory is {question.memory_share:g}; expected a share of the GPU's memory, such as 0.92")
+    if question.routing and (not question.shape.experts or "imbalance" in question.kept):
+        instead = "the model has no experts" if not question.shape.experts else "--fix imbalance says it too"
+        raise ConfigError(
+            f"--imbalance: {instead}; leave one of them out" if question.shape.experts else f"--imbalance: {instead}; leave it out"
+        )
     if "fp8" in question.allow and not question.cluster.has_fp8:
         raise ConfigError(f"--allow fp8: {question.cluster.name} has no 8-bit products; leave it out")
     open_degrees: dict[str, Any] = {
@@ -156,6 +164,7 @@ def layouts(question: Question, *, lean: bool = False) -> Iterator[Plan]:
             if rest or gpus % (ep * etp * pp) or (vpp != 1 and (pp == 1 or micro % pp)):
                 continue
             plan = replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=mbs)
+            plan = question.routing.on(plan) if question.routing else plan
             if not (_workless(plan) or plan.broken()):
                 yield plan
 

@@ -67,8 +67,8 @@ class Unexpressed(Exception):
     """A run that no plan stands for; the message says why."""
 
 
-def assumed(run: Run) -> Assumed:
-    """The plans that a run may have been.
+def assumed(run: Run, on: Cluster | None = None) -> Assumed:
+    """The plans that a run may have been; `on` is the machine of runs that name its kind of GPU, or none.
 
     Raises:
         ConfigError: a cell is not what its column holds.
@@ -76,7 +76,7 @@ def assumed(run: Run) -> Assumed:
     """
     words: list[str] = []
     tried: list[str] = []
-    machine = _cluster(run)
+    machine = _cluster(run, on)
     shape = _shape(run)
     task = run.word("task")
     if any(word in task for word in _FROZEN):
@@ -135,12 +135,12 @@ def _capacity(run: Run) -> bool:
     return bool(re.search("drop(?!less)", run.word("routing").lower()))
 
 
-def _cluster(run: Run) -> Cluster:
+def _cluster(run: Run, on: Cluster | None) -> Cluster:
     name = run.word("hardware")
-    if not name:
+    if not name and on is None:
         raise Unexpressed("no hardware is named")
     try:
-        return cluster(name)
+        return on if on and (not name or cluster(name).name == on.name) else cluster(name)
     except ConfigError as e:
         raise Unexpressed(str(e)) from e
 

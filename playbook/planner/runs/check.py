@@ -13,6 +13,7 @@ from typing import Any
 from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale, newest
 from playbook.planner.runs.predict import Prediction, predict, quantile, speed
 from playbook.planner.runs.table import Measured, Run, read_runs
+from playbook.planner.time.cluster import Cluster
 
 _GIB = 1 << 30
 _LAYOUT = ("mbs", "tp", "cp", "pp", "vpp", "ep", "etp", "fsdp", "dispatcher", "recompute")
@@ -71,26 +72,26 @@ class Row:
         return (speed(self.prediction, self.measured) or 0.0) * self.prediction.flops_per_token / 1e12 / self.prediction.peak_tflops
 
 
-def check(path: Path, *, anchor: Path | None = None, leave_out: str = "") -> list[Row]:
+def check(path: Path, *, on: Cluster | None = None, anchor: Path | None = None, leave_out: str = "") -> list[Row]:
     """The rows of a table with their predictions, scaled to another table's runs or, with `leave_out`, to the table's own.
 
-    `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
+    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
 
     Raises:
         ConfigError: a file is no table of runs.
     """
-    rows = _rows(path)
+    rows = _rows(path, on)
     if anchor is not None:
-        return _scaled(rows, _rows(anchor), leave_out=leave_out)
+        return _scaled(rows, _rows(anchor, on), leave_out=leave_out)
     return _scaled(rows, rows, leave_out=leave_out) if leave_out else rows
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path, on: Cluster | None = None) -> list[Row]:
     table = read_runs(path)
     latest = newest(run for run, _ in table)
     found = []
     for run, measured in table:
-        prediction = predict(run)
+        prediction = predict(run, on)
         if isinstance(prediction, str):
             found.append(Row(run, measured, None, prediction))
             continue

@@ -74,14 +74,14 @@ def _peak(plan: Plan) -> float | None:
     return None
 
 
-def predict(run: Run) -> Prediction | str:
-    """The prediction for a run, or why there is none.
+def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
+    """The prediction for a run, or why there is none; where the run names the kind of GPU of the machine `on`, or none, for that machine.
 
     Raises:
         ConfigError: a cell is not what its column holds.
     """
     try:
-        found = assumed(run)
+        found = assumed(run, on)
         times = [step_time(plan, found.cluster) for plan in found.plans]
     except Unexpressed as e:
         return str(e)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.paths import repo_root
-from playbook.planner.time.laws import Laws, calibrated
+from playbook.planner.time.laws import Laws, of_rows
 from playbook.yaml_files import read
 
 _GPUS = "gpus.yaml"
 _CALIBRATION = "h200.json"
 _REFERENCE = "h200"
+_NODE = 8
+"""GPUs of a node where the table says nothing."""
 _GIGA = 1e9
 _TERA = 1e12
 _MICRO = 1e-6
@@ -52,38 +55,29 @@ class Cluster:
     """The best share of the peak that matrix products reached, as measured or published."""
     network: str = ""
     """What is said of the network between domains, where somebody said it."""
+    node: int = 8
+    """GPUs of a node."""
+    adapters: float = 1.0
+    """Adapters of InfiniBand or RoCE for each GPU."""
+    file: str = ""
+    """The file that a question names it by."""
+    calibrated: bool = False
+    """Whether the kernels were measured on the very machine, by a file that the question names."""
+    notes: tuple[str, ...] = ()
+    """What such a file measured and states."""
 
+    @property
+    def option(self) -> str:
+        """What `--hardware` takes for it."""
+        return self.file or self.name
 
-_NETWORK = re.compile(r"(?:(?P<gbe>\d{1,4})GbE|(?P<kind>IB|RoCE|EFA)-(?P<rate>\d{1,5}))", re.IGNORECASE | re.ASCII)
-_NETWORKS = (
-    "100GbE (of one adapter for a node), RoCE-200 or IB-400 (of one adapter for each GPU), or EFA-3200 (of a node); the numbers are Gbit/s"
-)
-_NO_INFINIBAND = frozenset({"none", "no infiniband", "no-infiniband", "ethernet"})
-_ETHERNET = "100GbE"
-"""What stands for a network of which is known only that it is not InfiniBand."""
-_NODE = 8
-_BITS = 8
-
-
-def on_network(name: str, network: str) -> Cluster:
-    """The cluster of a kind of GPU whose nodes are joined by a network such as `100GbE`, `RoCE-200`, `IB-400` or `EFA-3200`; `none` says that there is no InfiniBand.
-
-    Raises:
-        ConfigError: no such GPU or network is known.
-    """
-    plain = network.strip()
-    found = _NETWORK.fullmatch(_ETHERNET if plain.lower() in _NO_INFINIBAND else plain)
-    rate = int(found["gbe"] or found["rate"]) if found else 0
-    if found is None or not rate:
-        raise ConfigError(f"network is '{plain[:40]}'; expected {_NETWORKS}; or none, without InfiniBand")
-    each = 1 if found["kind"] and found["kind"].lower() != "efa" else _NODE
-    return _on_network(cluster(name).name, rate * _GIGA / _BITS / each, plain, found[0] != plain)
-
-
-@lru_cache(maxsize=256)
-def _on_network(name: str, rate: float, network: str, assumed: bool) -> Cluster:
-    said = f"network {network}{f', taken as {_ETHERNET}' if assumed else ''}: {rate / _GIGA:g} GB/s for each GPU between nodes"
-    return replace(_load(name), nic_bytes_per_s=rate, network=said)
+    def about_network(self, gpus: int) -> tuple[str, ...]:
+        """What is said of the network between domains; nothing where one domain holds all GPUs."""
+        if gpus <= self.domain:
+            return ()
+        source = self.provenance["nic_gb_s"].partition(":")[0]
+        usual = f"network: {self.nic_bytes_per_s / _GIGA:.3g} GB/s for each GPU between nodes, {source}; --network names another"
+        return (self.network or usual,)
 
 
 def cluster(name: str) -> Cluster:
@@ -97,28 +91,6 @@ def cluster(name: str) -> Cluster:
     if found is None:
         raise ConfigError(f"hardware '{name[:40]}' is not known; expected one of {', '.join(clusters())}")
     return _load(found)
-
-
-_BEFORE, _AFTER = re.compile(r"([0-9]{1,7}) ?x ?(\S.*)", re.I), re.compile(r"(\S.*) ?x ?([0-9]{1,7})", re.I)
-
-
-def counted(hardware: str, gpus: int | None = None) -> tuple[str, int | None]:
-    """The kind of GPU that `64xH100`, `h100x64` or `h100` names, and how many: those named there, else `gpus`.
-
-    Raises:
-        ConfigError: it names another number than `gpus`, or none.
-    """
-    text = hardware.strip()[:200]
-    before, after = _BEFORE.fullmatch(text), _AFTER.fullmatch(text)
-    after = after if after and _plain(after[1]) in _names() and _plain(text) not in _names() else None
-    kind, number = (before[2], int(before[1])) if before else (after[1], int(after[2])) if after else (text, None)
-    if number is None:
-        return kind, gpus
-    if number < 1 or gpus not in (None, number):
-        raise ConfigError(
-            f"hardware '{text[:40]}' names {number} GPUs, and gpus is {gpus or 'not given'}; expected the same number, or one of the two"
-        )
-    return kind, number
 
 
 @cache
@@ -149,6 +121,12 @@ def _file() -> Any:
 
 
 @cache
+def _reference_laws(bf16: float, fp8: float, bandwidth: float) -> Laws:
+    text = (repo_root() / "playbook" / "clusters" / _CALIBRATION).read_text(encoding="utf-8")
+    return of_rows(json.loads(text)["rows"], bf16, fp8, bandwidth)
+
+
+@cache
 def _load(name: str) -> Cluster:
     data = _file()
     row = data["gpus"][name]
@@ -156,9 +134,7 @@ def _load(name: str) -> Cluster:
     said = {key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")}
     reference = {k: v[0] for k, v in data["gpus"][_REFERENCE].items() if k != "names"}
     bf16, fp8 = figures["bf16_reached"] / reference["bf16_reached"], figures.get("fp8_reached", 0.0) / reference["fp8_reached"]
-    laws = calibrated(
-        repo_root() / "playbook" / "clusters" / _CALIBRATION, reference["bf16_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA
-    )
+    laws = _reference_laws(reference["bf16_tflops"] * _TERA, reference["fp8_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA)
     return Cluster(
         name=name,
         bf16_flops_per_s=figures["bf16_tflops"] * _TERA,
@@ -177,4 +153,5 @@ def _load(name: str) -> Cluster:
         provenance=said,
         bf16_reached=figures["bf16_reached"],
         fp8_reached=figures.get("fp8_reached", figures["bf16_reached"]),
+        node=figures.get("node", _NODE),
     )

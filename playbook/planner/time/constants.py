@@ -68,8 +68,15 @@ HOST_EXPERT = (
     Constant(0.04e-3, 0.3, "measured", "h200.json, megatron_grouped: every expert has equally many rows"),
     Constant(0.11e-3, 0.3, "measured", "h200.json, megatron_grouped: every expert has equally many rows"),
 )
-_TWO_GPUS = "2 x H200, trace of 24 layers: a grouped layer of 64 experts takes the host 5 ms, its gradients 11.4; an expert has two. cuBLAS looks for a kernel for each product of new size"
-HOST_EXPERT_UNEVEN = (Constant(0.156e-3, 0.3, "measured", _TWO_GPUS), Constant(0.356e-3, 0.3, "measured", _TWO_GPUS))
+_UNEVEN = (
+    "fitted to 14 runs of text with experts, megatron-core on 2 and 4 H200s and on 4 H100s whose host was calibrated, docs/parity/planned-layouts-runs.jsonl"
+    " (15 % off in the root of the mean square): cuBLAS looks for a kernel for each product of a size that it does not remember; a trace of 24 layers on"
+    " 2 H200s splits it between the passes"
+)
+HOST_SEARCH = (Constant(0.2e-3, 0.3, "measured", _UNEVEN), Constant(0.45e-3, 0.3, "measured", _UNEVEN))
+SIZES_REMEMBERED = Constant(
+    6.5, 0.5, "measured", f"{_UNEVEN}: products of a step over the mean rows of one, at which every other search is spared"
+)
 HOST_MLA = Constant(
     1.6, 0.3, "assumed", "launches of compressed attention over those of plain: two products, a norm and a concatenation more for each side"
 )

@@ -6,15 +6,12 @@ products the law is within 5 % (standard deviation) from 1,024 tokens on.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from math import exp, log, sqrt
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 _LARGE_FLOPS = 5e10
 """Products above this are bound by arithmetic alone."""
@@ -27,6 +24,9 @@ TILE = 128
 """Rows of a tile: an expert's rows are rounded up to it."""
 
 Rows = list[Mapping[str, Any]]
+Curve = tuple[tuple[float, ...], tuple[float, ...]]
+"""Lengths by their logarithm, and the share of the peak at each."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,10 @@ class Laws:
     fp8: Product
     grouped: Mapping[str, tuple[Product, Product]]
     loss_share: float
-    attention: Mapping[tuple[str, int, str], tuple[tuple[float, ...], tuple[float, ...]]]
+    attention: Mapping[tuple[str, int, str], Curve]
     attention_fixed: float
     memory_share: float
     optimizer_share: float
-    kernel: float
     launch: float
     host_to_device: float
 
@@ -90,31 +89,54 @@ def _scale(law: Product, factor: float) -> Product:
     return replace(law, share=law.share * factor)
 
 
-@cache
-def calibrated(path: Path, peak: float, bandwidth: float) -> Laws:
-    """The laws of a calibration file, whose GPU has this BF16 peak and memory bandwidth."""
-    rows: Rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    passes = {p: _product([r for r in rows if r["kind"] == "linear" and r["phase"] == p], peak, bandwidth) for p in _PASSES}
+def of_rows(rows: Rows, peak: float, fp8_peak: float, bandwidth: float, otherwise: Laws | None = None) -> Laws:
+    """The laws of a calibration's rows, whose GPU has these peaks and this memory bandwidth; `otherwise` has those of which there are no rows.
+
+    Raises:
+        ValueError, IndexError, KeyError: rows are missing, and nothing stands for them.
+    """
+
+    def or_(measured: Callable[[], T], stands: Callable[[Laws], T]) -> T:
+        try:
+            return measured()
+        except (ValueError, IndexError, KeyError):
+            if otherwise is None:
+                raise
+            return stands(otherwise)
+
+    def linear(phase: str) -> Product:
+        return _product([r for r in _kind(rows, "linear") if r["phase"] == phase], peak, bandwidth)
+
+    def grouped(name: str) -> tuple[Product, Product]:
+        def both() -> tuple[Product, Product]:
+            return _grouped(rows, name, "forward", peak, bandwidth), _grouped(rows, name, "backward", peak, bandwidth)
+
+        return or_(both, lambda o: o.grouped[name])
+
+    def attention(kernel: str, head_dim: int, phase: str) -> Curve:
+        return or_(lambda: _attention(rows, kernel, head_dim, phase, peak), lambda o: o.attention[kernel, head_dim, phase])
+
+    moved = [r for r in rows if r["kind"] in _MOVES and _moved(r) > _LARGE_BYTES]
     return Laws(
-        forward=passes["forward"],
-        input_gradient=passes["input_gradient"],
-        weight_gradient=passes["weight_gradient"],
-        fp8=_product([r for r in rows if r["kind"] == "linear_fp8"], 2 * peak, bandwidth),
-        grouped={name: (_grouped(rows, name, "forward", peak, bandwidth), _grouped(rows, name, "backward", peak, bandwidth)) for name in _GROUPED},
-        loss_share=_rate(_kind(rows, "loss"), "flops_per_s") / peak,
-        attention={(k, d, p): _attention(rows, k, d, p, peak) for k in ("cudnn", "flash") for d in (64, 128) for p in ("forward", "backward")},
-        attention_fixed=_shortest(rows, "linear"),
-        memory_share=_rate([r for r in rows if r["kind"] in ("norm", "swiglu", "copy", "permute", "unpermute") and _moved(r) > _LARGE_BYTES], "bytes_per_s") / bandwidth,
-        optimizer_share=_rate(_kind(rows, "optimizer"), "bytes_per_s") / bandwidth,
-        kernel=_shortest(rows, "copy"),
-        launch=_kind(rows, "host_launch")[0]["seconds"],
-        host_to_device=_rate(_kind(rows, "host_to_device"), "bytes_per_s"),
-    )  # fmt: skip
+        forward=or_(lambda: linear("forward"), lambda o: o.forward),
+        input_gradient=or_(lambda: linear("input_gradient"), lambda o: o.input_gradient),
+        weight_gradient=or_(lambda: linear("weight_gradient"), lambda o: o.weight_gradient),
+        fp8=or_(lambda: _product(_kind(rows, "linear_fp8"), fp8_peak, bandwidth), lambda o: o.fp8),
+        grouped={name: grouped(name) for name in _GROUPED},
+        loss_share=or_(lambda: _rate(_kind(rows, "loss"), "flops_per_s") / peak, lambda o: o.loss_share),
+        attention={(k, d, p): attention(k, d, p) for k in ("cudnn", "flash") for d in (64, 128) for p in ("forward", "backward")},
+        attention_fixed=or_(lambda: _shortest(rows, "linear"), lambda o: o.attention_fixed),
+        memory_share=or_(lambda: _rate(moved, "bytes_per_s") / bandwidth, lambda o: o.memory_share),
+        optimizer_share=or_(lambda: _rate(_kind(rows, "optimizer"), "bytes_per_s") / bandwidth, lambda o: o.optimizer_share),
+        launch=or_(lambda: float(_kind(rows, "host_launch")[0]["seconds"]), lambda o: o.launch),
+        host_to_device=or_(lambda: _rate(_kind(rows, "host_to_device"), "bytes_per_s"), lambda o: o.host_to_device),
+    )
 
 
+_MOVES = ("norm", "swiglu", "copy", "permute", "unpermute")
+"""Kinds of row whose kernels only move bytes."""
 _GROUPED = {"megatron": "megatron_grouped", "torch": "grouped"}
 """The calibration's kind of row for each backend's product of all experts."""
-_PASSES = ("forward", "input_gradient", "weight_gradient")
 
 
 def _kind(rows: Rows, kind: str) -> Rows:
@@ -156,7 +178,7 @@ def _grouped(rows: Rows, backend: str, phase: str, peak: float, bandwidth: float
     return Product(max(fixed, 0.0) / times, share, memory)
 
 
-def _attention(rows: Rows, kernel: str, head_dim: int, phase: str, peak: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _attention(rows: Rows, kernel: str, head_dim: int, phase: str, peak: float) -> Curve:
     """Lengths by their logarithm, and the median share at each. A short backward pass waited for the host; it is taken to lose as much as the forward pass."""
     forward, found = (
         {n: median(r["flops_per_s"] for r in same if r["length"] == n) / peak for n in sorted({int(r["length"]) for r in same})}

@@ -47,7 +47,7 @@ class Work(NamedTuple):
     seq_len: int
     sp: bool
     imbalance: float
-    even_rows: bool
+    searched: float
     dispatcher: str
     cp_comm: str
     fp8: str
@@ -108,10 +108,21 @@ def work(plan: Plan) -> Work:
     torch = o.backend == "torch" or o.sharding == "fsdp2"
     return Work(
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
-        plan.even_rows and plan.imbalance == 1, o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
+        0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
         o.capacity,
     )  # fmt: skip
+
+
+def searched(plan: Plan) -> float:
+    """The share of experts' products for which cuBLAS looks for a kernel, where their rows differ: sizes come again within a step the sooner, the more products it has and the fewer rows."""
+    if not plan.shape.experts or (plan.even_rows and plan.imbalance == 1):
+        return 0.0
+    experts = plan.shape.experts / plan.ep
+    tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
+    rows = tokens * plan.shape.top_k * plan.imbalance * plan.etp / experts
+    products = (plan.shape.layers - plan.shape.dense_layers) / plan.pp * plan.microbatches * experts
+    return 1 / (1 + products / (rows * constants.SIZES_REMEMBERED.value))
 
 
 def kind(shape: Shape, index: int) -> Kind:
@@ -411,8 +422,10 @@ def _launched(experts: float, w: Work) -> tuple[float, float]:
     """
     if w.torch:
         experts = min(experts, _TORCH_EXPERTS if w.sharded else 1)
-    forward, backward = constants.HOST_EXPERT if w.torch or w.even_rows else constants.HOST_EXPERT_UNEVEN
-    return experts * forward.value, experts * backward.value
+    forward, backward = (
+        launch.value + w.searched * search.value for launch, search in zip(constants.HOST_EXPERT, constants.HOST_SEARCH, strict=True)
+    )
+    return experts * forward, experts * backward
 
 
 def _dispatch(cluster: Cluster, shape: Shape, w: Work) -> float:

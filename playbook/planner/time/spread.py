@@ -74,10 +74,11 @@ def has_experts(weighted: Sequence[float]) -> bool:
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """What the prediction takes for granted."""
     found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
+    found += [*cluster.notes, *cluster.about_network(plan.gpus)]
     found.append("gradients and parameters travel beside the passes")
     if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
-        more = sum(x.value for x in c.HOST_EXPERT_UNEVEN) - sum(x.value for x in c.HOST_EXPERT)
-        cost = f"cuBLAS looks for kernels, {1e3 * more:.1f} ms a layer for each expert on a GPU"
+        more = sum(x.value for x in c.HOST_SEARCH)
+        cost = f"cuBLAS looks for kernels, up to {1e3 * more:.1f} ms a layer for each expert on a GPU"
         found.append(f"every expert gets equally many tokens; where they differ, {cost}")
     if not plan.options.graphs:
         found.append("no CUDA graphs: each layer costs the host time")

@@ -87,7 +87,7 @@ def test_a_word_stands_for_another(read, column, cell, as_if):
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
-        ({"hardware": "H100 PCIe"}, "hardware 'H100 PCIe' is not known"),
+        ({"hardware": "V100 PCIe"}, "hardware 'V100 PCIe' is not known"),
         ({"hardware": "H20 141GB"}, "hardware 'H20 141GB' is not known"),
         ({"dispatcher": "pigeon"}, "dispatcher 'pigeon' is not known"),
         ({"cuda_graph": "some"}, "cuda_graph 'some' is not known"),

@@ -250,3 +250,28 @@ def test_a_job_is_submitted_and_left_alone(environment, cluster, tmp_path):
     _, err = left.communicate(timeout=120)
     assert left.returncode == 5
     assert "ended without a result" in err
+
+
+def test_a_check_of_all_nodes_is_one_step_and_one_answer(environment, tmp_path):
+    """Two healthy nodes pass; the answer has every rank's readings and the link between the nodes."""
+    command = f"srun --ntasks-per-node=1 {sys.executable} -m playbook preflight --seconds 0.3 --json"
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
+    wrapped = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--exclusive",
+        f"--output={tmp_path / 'log'}",
+        f"--chdir={tmp_path}",
+        str(tmp_path / "job.sh"),
+    ]
+    done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    log = (tmp_path / "log").read_text(errors="replace")
+    assert done.returncode == 0, done.stderr + log
+    (answer,) = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert answer["faults"] == []
+    assert {r["host"] for r in answer["readings"]} == {"n1", "n2"}
+    assert sorted((r["host"], r["other"][0]) for r in answer["readings"] if r["metric"] == "link_bytes_per_s") == [
+        ("n1", "n2"),
+        ("n2", "n1"),
+    ]

@@ -12,6 +12,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner import activations, memory, parameters, pipeline
 from playbook.planner.activations import Kept
+from playbook.planner.choice.routing import Routing
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
@@ -76,9 +77,10 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     )  # fmt: skip
 
 
-def predicted(config: TrainerConfig, world: int, on: Cluster) -> StepTime | None:
-    """What a step of `config` is predicted to take on so many GPUs of a cluster; None in float32, which no law of the planner is about."""
+def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing | None = None) -> StepTime | None:
+    """What a step of `config` is predicted to take on so many GPUs of a cluster, with this routing of its tokens; None in float32, which no law of the planner is about."""
     plan = plan_of(config, world)
+    plan = routing.on(plan) if routing else plan
     if config.train.dtype != "bf16":
         return None
     own, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]

@@ -474,12 +474,17 @@ def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def spread(load_LE: Tensor) -> dict[str, float]:
-    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load, experts without a token."""
+    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load, experts without a token.
+
+    `ep2`, `ep4` and so on are the fullest rank's load over the mean on so many ranks, the mean of all layers: at each layer all wait for the fullest.
+    """
     share_LE = load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)
-    experts = load_LE.shape[1]
+    experts, used = load_LE.shape[1], (load_LE.sum(1) > 0).sum().clamp(min=1)
     entropy_L = torch.special.entr(share_LE).sum(1) / torch.tensor(float(experts)).log()
+    degrees = [n for n in range(2, experts + 1) if experts % n == 0]
     return {
         "max_over_mean": float(share_LE.max()) * experts,
         "entropy": float(entropy_L.min()),
         "idle": float((load_LE == 0).sum()),
+        **{f"ep{n}": float(share_LE.unflatten(1, (n, -1)).sum(2).amax(1).sum() / used) * n for n in degrees},
     }

@@ -11,10 +11,6 @@ import typer
 from playbook.errors import NO_TORCH, PlaybookError
 from playbook_app.cli.options import commands
 
-GIB = 1 << 30
-TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
-PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
-
 app = commands()
 
 

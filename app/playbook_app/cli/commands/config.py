@@ -18,7 +18,6 @@ from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.export.render import export as exported
 
-GIB = 1 << 30
 TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
 

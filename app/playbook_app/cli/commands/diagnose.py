@@ -19,10 +19,14 @@ from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, s
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
 from playbook.planner.choice.plain_data import words
+from playbook.planner.choice.routing import Routing, of_run
+from playbook.planner.choice.routing import measured as measured_routing
+from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import idle
+from playbook.planner.time.cluster import Cluster
 from playbook.text import count
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Imbalance, Network, commands
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_app.cli.quantities import figure, machines, percent
 from playbook_app.cli.quantities import tokens as to_tokens
@@ -44,6 +48,7 @@ _SHOWN = 3
 _SEQ = 4096
 """Tokens of a sequence where nobody says."""
 _MAX_SUMMARY = 10_000_000
+_METRICS = "metrics.jsonl"
 _AB = "playbook ab -- COMMAND --vs"
 """The beginning of a matched pair of the run's own command; what it changes is printed above it."""
 
@@ -69,7 +74,9 @@ def diagnose_run(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
     gpus: Annotated[str | None, typer.Option("--gpus", metavar="N", help="GPUs of the whole job; 64xH100 names the kind too.")] = None,
-    hardware: Annotated[str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
+    ] = None,
     seq: Annotated[
         int | None, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence; 4096, if not given.")
     ] = None,
@@ -88,9 +95,8 @@ def diagnose_run(
         list[str] | None,
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
     ] = None,
-    network: Annotated[
-        str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")
-    ] = "",
+    network: Network = "",
+    imbalance: Imbalance = "",
     saw: Annotated[
         list[str] | None, typer.Option("--saw", help=f"Shares of a step, such as all-to-all=40%,idle=25%; of {', '.join(KINDS)}.")
     ] = None,
@@ -105,7 +111,9 @@ def diagnose_run(
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
     number, kind = machines(gpus, hardware)
-    asked = _Asked(model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network)
+    asked = _Asked(
+        model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network, imbalance
+    )
     log = _log(run) if run else None
     where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
@@ -131,6 +139,7 @@ class _Asked:
     known: tuple[str, ...]
     framework: str | None
     network: str = ""
+    imbalance: str = ""
 
 
 def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
@@ -159,8 +168,8 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in asked.known))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
     if ours is not None and gpus is not None:
-        own = _of_config(ours.config, gpus, hardware, asked.framework or "playbook")
-        return _again(own, asked) if asked.known or asked.seq or asked.gbs or asked.network else own
+        own = _of_config(ours.config, gpus, machine(hardware, asked.network), asked.framework or "playbook", _routing(asked, run))
+        return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
     model = asked.model or ""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
@@ -170,8 +179,16 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
         shape, name = shape.of_depth(int(depth.partition("=")[2])), f"{name} of {depth.partition('=')[2]} layers"
     known = tuple(w for w in asked.known if w != depth)
     return setting(
-        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network
+        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network,
+        routing=_routing(asked, run),
     )  # fmt: skip
+
+
+def _routing(asked: _Asked, run: Path | None) -> Routing | None:
+    """The routing that is named, else what a run of ours wrote down."""
+    if asked.imbalance:
+        return measured_routing(asked.imbalance)
+    return of_run(run) if run and (run / _METRICS).is_file() else None
 
 
 def _split(text: str) -> list[str]:
@@ -241,7 +258,7 @@ def _ours(folder: Path) -> _Ours:
     return _Ours(config, gpus, device)
 
 
-def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting:
+def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routing: Routing | None) -> Setting:
     """The setting of a run of this trainer."""
     plan = plan_of(config, gpus)
     torch = config.backend == "torch"
@@ -257,7 +274,7 @@ def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting
     ]  # a configuration leaves none open
     return setting(
         plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
-        backend=config.backend,
+        backend=config.backend, routing=routing,
     )  # fmt: skip
 
 
@@ -267,8 +284,8 @@ def _again(own: Setting, asked: _Asked) -> Setting:
     names = {word.partition("=")[0] for word in asked.known}
     kept = [word for word in own.known if word.partition("=")[0] not in names]
     return setting(
-        q.shape, q.model, q.cluster.name, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
-        framework=own.framework, backend=q.backend, network=asked.network,
+        q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
+        framework=own.framework, backend=q.backend, routing=q.routing,
     )  # fmt: skip
 
 

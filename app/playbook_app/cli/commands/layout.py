@@ -9,6 +9,7 @@ import typer
 
 from playbook.errors import ConfigError
 from playbook.planner.choice.plain_data import pipeline_string
+from playbook.planner.hardware.named import machine
 from playbook.planner.memory import StageBytes, estimate, verdict
 from playbook.planner.models import find, named
 from playbook.planner.nearest_layouts import Near, nearest
@@ -33,7 +34,7 @@ Model = Annotated[
     str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
 ]
 Memory = Annotated[float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")]
-Hardware = Annotated[str | None, typer.Option("--hardware", help="Kind of GPU, such as h100: says whether the peak fits.")]
+Hardware = Annotated[str | None, typer.Option("--hardware", help="Kind of GPU, such as h100, or a file of it: says whether the peak fits.")]
 _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
@@ -71,7 +72,7 @@ def layout_memory(
     With --memory or --hardware, exit code 2 if it does not fit.
     """
     if hardware is not None:
-        memory = cluster(hardware).memory_gib
+        memory = machine(hardware).memory_gib
     plan = _plan(model, settings, gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)

@@ -18,17 +18,19 @@ from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.explain import PARTS, Answer, lost, next_run
 from playbook.planner.choice.plain_data import pipeline_string, words
+from playbook.planner.choice.routing import measured
 from playbook.planner.choice.search import Choice
 from playbook.planner.choice.space import Question
+from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import Plan
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
 from playbook.planner.shapes import DEEPEST
-from playbook.planner.time.cluster import cluster
+from playbook.planner.time.step import network_share
 from playbook.text import count
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Imbalance, Network, commands
 from playbook_app.cli.output import USAGE, print_json, print_table, say
 from playbook_app.cli.quantities import machines, tokens
 
@@ -73,7 +75,9 @@ app.add_typer(_plan_app, name="plan", cls=_Plans)
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
 _Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
-_Hardware = Annotated[str, typer.Option("--hardware", "--gpu", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
+_Hardware = Annotated[
+    str, typer.Option("--hardware", "--gpu", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
+]
 _Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
 _Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
 _Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
@@ -102,6 +106,9 @@ _Against = Annotated[
     list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
 ]
 _Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
+_OfRuns = Annotated[
+    str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
+]
 _Scale = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
 _LeaveOut = Annotated[
     bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
@@ -119,6 +126,8 @@ def plan_for(
     model: _Model,
     gpus: _Gpus = "",
     hardware: _Hardware = "",
+    network: Network = "",
+    imbalance: Imbalance = "",
     seq: _Seq = 4096,
     gbs: _Gbs = 0,
     goal: _Goal = "tokens/s",
@@ -150,7 +159,10 @@ def plan_for(
         fixed = _with(fixed, plans.SETTINGS.get(export, ()))
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
-    question = Question(shape, name, cluster(kind or _KIND), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed)
+    routing = measured(imbalance) if imbalance else None
+    question = Question(
+        shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed, routing
+    )
     if emit_case is None and (against or case_gpus != 1):
         raise ConfigError(
             "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
@@ -203,7 +215,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
     case = case_of(found, path.stem, gpus, against)
-    said = {"--gpus": q.gpus, "--hardware": q.cluster.name, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
+    said = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
     said |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
     said |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
     said |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
@@ -237,6 +249,11 @@ def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
+    sent = network_share(best.plan, q.cluster)
+    if sent is not None:
+        say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one")
+    if q.routing:
+        say(f"experts  {q.routing.about(best.plan, q.cluster)}")
     layout = pipeline_string(best.plan)
     if layout:
         say(f"pipeline {layout}")
@@ -331,13 +348,22 @@ def _explain(found: Answer) -> None:
 
 @_plan_app.command("check")
 def plan_check(
-    runs: _Runs, anchor: _Scale = None, leave_one_out: _LeaveOut = False, leave_source_out: _LeaveSource = False, as_json: AsJson = False
+    runs: _Runs,
+    hardware: _OfRuns = "",
+    network: Network = "",
+    anchor: _Scale = None,
+    leave_one_out: _LeaveOut = False,
+    leave_source_out: _LeaveSource = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
 
     Errors count the newest release of each configuration. No prediction reads what its row measured.
     """
-    rows = accuracy.check(runs, anchor=anchor, leave_out="source" if leave_source_out else "configuration" if leave_one_out else "")
+    if network and not hardware:
+        raise ConfigError("--network speaks of the machines that --hardware names; add --hardware KIND or FILE")
+    on = machine(hardware, network) if hardware else None
+    rows = accuracy.check(runs, on=on, anchor=anchor, leave_out="source" if leave_source_out else "configuration" if leave_one_out else "")
     if as_json:
         print_json(accuracy.document(rows))
     else:
@@ -369,6 +395,8 @@ def _show_runs(rows: list[accuracy.Row]) -> None:
     if told and len(rows) <= _LISTED:
         print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
         say("")
+    for note in dict.fromkeys(w for r in told if r.prediction for w in r.prediction.cluster.notes):
+        say(note)
     whole = accuracy.total(rows)
     if whole:
         figures = [*accuracy.groups(rows), whole]

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from playbook import schemas
 from playbook.cards.model import Card
 from playbook.paths import data_root, in_package
+from playbook.planner.hardware.named import Hardware
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence, Machine, Run
 from playbook.text import count
@@ -19,14 +20,6 @@ from playbook_app.cli.output import USAGE, complain, say
 from playbook_bench.launch.batch_job import Cluster
 from playbook_trainer.config import neutral
 from playbook_trainer.config.tree import TrainerConfig
-
-GIB = 1 << 30
-_SHOWN = (
-    "playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25",
-    'playbook search "all-to-all takes a third of the step"',
-)
-"""What the home page shows, with its output."""
-DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
 _schemas_app = commands()
@@ -61,4 +54,13 @@ def schemas_export(
 
 def schema_models() -> dict[str, type[BaseModel]]:
     """The Pydantic model behind each schema, by the name of the schema."""
-    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+    return {
+        "card": Card,
+        "case": Case,
+        "cluster": Cluster,
+        "evidence": Evidence,
+        "hardware": Hardware,
+        "machine": Machine,
+        "run": Run,
+        "trainer": TrainerConfig,
+    }

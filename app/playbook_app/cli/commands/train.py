@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook.errors import ConfigError, PlaybookError
+from playbook.planner.choice.routing import measured
+from playbook.planner.hardware.named import machine
 from playbook.planner.memory import StageBytes, verdict
-from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import StepTime
-from playbook_app.cli.options import ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
+from playbook_app.cli import jobs
+from playbook_app.cli.options import ClusterFile, Imbalance, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_trainer.__main__ import main as run_trainer
 from playbook_trainer.config import environment
 from playbook_trainer.config.checks import notes
-from playbook_trainer.config.dry_run import dry_run, predicted
+from playbook_trainer.config.dry_run import dry_run, plan_of, predicted
 from playbook_trainer.config.megatron_checks import installed
 from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from playbook_trainer.megatron.probe import Built
 
 GIB = 1 << 30
-TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
-PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
 
 app = commands()
 
@@ -47,8 +47,12 @@ def train(
     gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", help="With --dry-run: kind of GPU, such as h200; says whether it fits, and its predicted speed."),
+        typer.Option(
+            "--hardware", help="With --dry-run: kind of GPU, such as h200, or a file of it; says whether it fits, and its predicted speed."
+        ),
     ] = None,
+    network: Network = "",
+    imbalance: Imbalance = "",
     launcher: LauncherName = "local",
     nodes: Nodes = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; the cluster file's, if not given.")] = None,
@@ -61,16 +65,14 @@ def train(
     """Train: on one process, as one rank of torchrun, or with all ranks of a job of Slurm."""
     if dry_run:
         named = context.get_parameter_source("gpus").name != "DEFAULT"
-        _show_dry_run(config, overrides or [], gpus if named else None, hardware, build=build, as_json=as_json)
+        _show_dry_run(config, overrides or [], gpus if named else None, hardware, network, imbalance, build=build, as_json=as_json)
         return
-    if hardware is not None:
+    if hardware is not None or network or imbalance:
         raise PlaybookError("--hardware is part of a dry run; say --dry-run too")
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
     if context.get_parameter_source("gpus").name == "COMMANDLINE":
         raise PlaybookError("--gpus is part of a dry run; say --dry-run too, or start that many ranks with torchrun or --launcher slurm")
-    from playbook_app.cli import jobs
-
     request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
     jobs.check_request(launcher, request, ranks_per_node)
     if launcher != "local":
@@ -83,12 +85,24 @@ def train(
     raise typer.Exit(code)
 
 
-def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardware: str | None, *, build: bool, as_json: bool) -> None:
+def _show_dry_run(
+    config: str,
+    overrides: Sequence[str],
+    gpus: int | None,
+    hardware: str | None,
+    network: str,
+    imbalance: str,
+    *,
+    build: bool,
+    as_json: bool,
+) -> None:
     """Print the layout and the estimated memory of each rank, and where hardware is named its predicted speed; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
     """
+    if (network or imbalance) and not hardware:
+        raise PlaybookError("--network and --imbalance speak of the predicted speed; add --hardware, such as --hardware h100")
     resolved = load(Path(config), parse_overrides(overrides))
     try:
         report = dry_run(resolved, gpus or 1)
@@ -97,9 +111,10 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
     gpus = gpus or 1
     built = _build(resolved, gpus) if build else None
     most = max(report.stages, key=lambda s: s.peak)
-    machine = cluster(hardware) if hardware else None
-    time = predicted(resolved, gpus, machine) if machine else None
-    fits = verdict(most.peak, machine.memory_gib) if machine else None
+    on = machine(hardware, network) if hardware else None
+    routing = measured(imbalance) if imbalance else None
+    time = predicted(resolved, gpus, on, routing) if on else None
+    fits = verdict(most.peak, on.memory_gib) if on else None
     if as_json:
         speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
         stages = [s.row() for s in report.stages]
@@ -124,9 +139,11 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
         say("gradients, among the states, come as activations go: of the two the larger counts in the peak")
     for note in notes(resolved):
         say(note)
-    if machine:
-        say(f"{fits}: a GPU has {machine.memory_gib:g} GiB")
+    if on:
+        say(f"{fits}: a GPU has {on.memory_gib:.4g} GiB")
         say(_speed(time))
+        if routing:
+            say(routing.about(routing.on(plan_of(resolved, gpus)), on))
     if built is not None:
         say(
             f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and {built.allocated_bytes / GIB:.2f} GiB "

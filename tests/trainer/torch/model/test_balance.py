@@ -100,8 +100,10 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 
 def test_figures_of_a_load() -> None:
     even, bad = [4.0, 4.0, 4.0, 4.0], [16.0, 0.0, 0.0, 0.0]
-    assert spread(torch.tensor([even])) == {"max_over_mean": 1.0, "entropy": pytest.approx(1), "idle": 0}
-    assert spread(torch.tensor([even, bad])) == {"max_over_mean": 4.0, "entropy": pytest.approx(0), "idle": 3}
+    ranks = {"ep2": 1.0, "ep4": 1.0}
+    assert spread(torch.tensor([even])) == {"max_over_mean": 1.0, "entropy": pytest.approx(1), "idle": 0, **ranks}
+    assert spread(torch.tensor([even, bad])) == {"max_over_mean": 4.0, "entropy": pytest.approx(0), "idle": 3, "ep2": 1.5, "ep4": 2.5}
+    assert spread(torch.tensor([[0] * 4, bad]))["ep2"] == 2.0, "layers without experts do not count"
 
 
 def config(**words: Any) -> TrainerConfig:

@@ -1,0 +1,161 @@
+"""Which GPU or link of a job is slow: readings of `playbook_trainer.preflight` beside what their kind reaches, and beside one another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.constants import LINK_RING
+
+_PRODUCT_FLOPS = 2.0 * 16384 * 8192 * 8192
+_PRODUCT_BYTES = 2.0 * (16384 * 8192 + 8192 * 8192 + 16384 * 8192)
+_HELD_DOWN = {
+    0x20 | 0x40: "heat holds its clocks down",
+    0x8: "its hardware holds its clocks down",
+    0x80: "a power brake holds its clocks down",
+}
+"""Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML, nvmlClocksEventReasons."""
+_TAKEN_BYTES = 1e9
+"""A context of CUDA takes about 0.55e9 on an H100; what is above belongs to another process."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least share of what is expected of the kind of GPU, and of the median of all of them."""
+
+    expected: float
+    peers: float
+    unit: str
+    scale: float
+    label: str
+
+
+LIMITS = {
+    "product_flops_per_s": Limit(0.88, 0.93, "TFLOP/s", 1e12, "product"),
+    "memory_bytes_per_s": Limit(0.90, 0.95, "GB/s", 1e9, "copy in memory"),
+    "launches_per_s": Limit(0.50, 0.60, "/ms", 1e3, "launches"),
+    "host_to_device_bytes_per_s": Limit(0.60, 0.75, "GB/s", 1e9, "host to GPU"),
+    "device_to_host_bytes_per_s": Limit(0.60, 0.75, "GB/s", 1e9, "GPU to host"),
+    "link_bytes_per_s": Limit(0.70, 0.80, "GB/s", 1e9, "link"),
+}
+_CPU_PEERS = 0.35
+"""The same for processes that share a CPU with whatever else runs there."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A figure of one GPU, or of the link between it and the `other`, in the unit that the metric's name ends with."""
+
+    host: str
+    gpu: int
+    metric: str
+    value: float
+    other: tuple[str, int] | None = None
+
+
+def expected(cluster: Cluster) -> dict[str, float]:
+    """What a healthy GPU of this kind reaches, by metric; host figures only where they were measured on this kind."""
+    laws = cluster.laws
+    product = laws.forward.seconds(_PRODUCT_FLOPS, _PRODUCT_BYTES, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s)
+    found = {
+        "product_flops_per_s": _PRODUCT_FLOPS / product,
+        "memory_bytes_per_s": laws.memory_share * cluster.memory_bytes_per_s,
+    }
+    if cluster.domain > 1:
+        found["link_bytes_per_s"] = LINK_RING.value * cluster.link_bytes_per_s
+    if not cluster.transferred:
+        found |= {
+            "launches_per_s": 1 / laws.launch,
+            "host_to_device_bytes_per_s": laws.host_to_device,
+            "device_to_host_bytes_per_s": laws.host_to_device,
+        }
+    return found
+
+
+def faults(readings: Sequence[Reading], healthy: Mapping[str, float], *, cpu: bool = False) -> list[str]:
+    """A sentence for each GPU or link that is slow, throttled or taken, the worst share first.
+
+    Args:
+        readings: of all GPUs of the job.
+        healthy: what one of this kind reaches, by metric; where a metric is missing, GPUs are compared with one another alone.
+        cpu: processes of a CPU stand for GPUs.
+    """
+    slow: list[tuple[float, str]] = []
+    for metric, limit in LIMITS.items():
+        for across in (False, True):
+            same = [r for r in readings if r.metric == metric and _across(r) == across and not _repeats(r)]
+            slow += _slow(same, limit, None if across else healthy.get(metric), _CPU_PEERS if cpu else limit.peers)
+    return [text for _, text in sorted(slow)] + list(_conditions(readings))
+
+
+def _across(reading: Reading) -> bool:
+    """Whether it is of a link between two machines."""
+    return reading.other is not None and reading.other[0] != reading.host
+
+
+def _repeats(reading: Reading) -> bool:
+    """A link is read at both of its ends; one of them counts."""
+    return reading.other is not None and (reading.host, reading.gpu) > reading.other
+
+
+def _slow(same: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
+    """Readings of one metric that are below what the kind reaches, or else below the others, with their share of it."""
+    middle = statistics.median(r.value for r in same) if same else 0.0
+    for reading in same:
+        if healthy is not None and reading.value < limit.expected * healthy:
+            reference, of = healthy, "what this kind of GPU reaches"
+        elif reading.value < peers * middle:
+            reference, of = middle, f"the median of {len(same)}"
+        else:
+            continue
+        share, shown = reading.value / reference, (f"{v / limit.scale:,.3g}" for v in (reading.value, reference))
+        value, beside = shown
+        yield share, f"{_where(reading)}: {limit.label} {value} {limit.unit}, {share:.0%} of {of} ({beside})"
+
+
+def _conditions(readings: Sequence[Reading]) -> Iterator[str]:
+    for reading in readings:
+        if reading.metric == "throttle_reasons":
+            yield from (f"{_where(reading)}: {text}" for bits, text in _HELD_DOWN.items() if int(reading.value) & bits)
+        if reading.metric == "memory_taken_bytes" and reading.value > _TAKEN_BYTES:
+            yield f"{_where(reading)}: {reading.value / _GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
+
+
+def _where(reading: Reading) -> str:
+    """The GPU, or the two ends of the link."""
+    here = f"{reading.host} GPU {reading.gpu}"
+    if reading.other is None:
+        return here
+    host, gpu = reading.other
+    return f"{here} to {'' if host == reading.host else f'{host} '}GPU {gpu}"
+
+
+def table(readings: Sequence[Reading]) -> list[dict[str, str]]:
+    """A row for each GPU: its figures, and its slowest links."""
+    rows: dict[tuple[str, int], dict[tuple[str, bool], float]] = {}
+    for reading in readings:
+        row, key = rows.setdefault((reading.host, reading.gpu), {}), (reading.metric, _across(reading))
+        row[key] = min(reading.value, row.get(key, reading.value))
+    return [
+        {"host": host, "GPU": str(gpu)} | {_column(*key): _cell(key[0], value) for key, value in row.items() if key[0] in _SHOWN}
+        for (host, gpu), row in rows.items()
+    ]
+
+
+_SHOWN = {
+    "clock_mhz": ("MHz", 1.0), "power_w": ("W", 1.0), "temperature_c": ("°C", 1.0), "product_flops_per_s": ("TFLOP/s", 1e12),
+    "memory_bytes_per_s": ("memory GB/s", 1e9), "launches_per_s": ("launches/ms", 1e3), "host_to_device_bytes_per_s": ("from host GB/s", 1e9),
+    "device_to_host_bytes_per_s": ("to host GB/s", 1e9), "link_bytes_per_s": ("link GB/s", 1e9),
+}  # fmt: skip
+"""Columns of the table, and what their unit is of the metric's."""
+
+
+def _column(metric: str, across: bool) -> str:
+    return f"{'network' if across else 'least'} {_SHOWN[metric][0]}" if metric == "link_bytes_per_s" else _SHOWN[metric][0]
+
+
+def _cell(metric: str, value: float) -> str:
+    return f"{value / _SHOWN[metric][1]:,.4g}"

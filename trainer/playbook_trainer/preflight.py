@@ -1,0 +1,271 @@
+"""What each GPU of a job reaches, with all of them at work at once: the measurements of `playbook preflight`.
+
+The kernels are those of `playbook_trainer.calibrate` at one shape each, so that a calibration says what to expect of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from playbook.errors import ConfigError
+from playbook_trainer.join import meet
+
+_PRODUCT = (16384, 8192, 8192)
+"""Tokens, width of the input and of the output of the product; the largest square one of the calibration."""
+_SMALL = (512, 512, 512)
+_COPIED, _SENT, _PINNED = 1 << 31, 1 << 30, 1 << 28
+"""Bytes of a copy in memory, of a message between two GPUs, and of a copy from the host."""
+_CPU_BYTES = 1 << 24
+_LAUNCHES = 2000
+_WINDOWS = 5
+_PORTS = range(20_000, 30_000)
+_READ = "clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a job."""
+
+    rank: int
+    ranks: int
+    local: int
+    host: str
+
+
+def place(environment: Mapping[str, str]) -> Place | None:
+    """Where torchrun, or `srun` with several tasks, has put this process; None where it was started alone.
+
+    Raises:
+        ConfigError: the step's first node is not known.
+    """
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        return Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", "0")), host)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return Place(
+            int(environment["SLURM_PROCID"]),
+            int(environment["SLURM_STEP_NUM_TASKS"]),
+            int(environment["SLURM_LOCALID"]),
+            environment["SLURMD_NODENAME"],
+        )
+    return None
+
+
+def readings(seconds: float, here: Place | None) -> list[dict[str, Any]] | None:
+    """What every GPU of the job reaches, at the process of rank 0; None at the others. The CPU stands for a GPU where there is none.
+
+    A row has host, gpu, metric, value, and for a link the host and GPU of its `other` end. Units are those that a metric's name ends with.
+
+    Args:
+        seconds: how long the product is repeated; the rest takes about as long again.
+        here: where a launcher put this process; None starts a process for each GPU of this machine.
+    """
+    if here is not None:
+        if "MASTER_ADDR" not in os.environ:
+            os.environ |= _meeting(os.environ)
+        return _rank(here, meet(here.rank, here.ranks), seconds)
+    ranks = torch.cuda.device_count() or 1
+    with tempfile.TemporaryDirectory() as folder:
+        if ranks == 1:
+            return _rank(Place(0, 1, 0, socket.gethostname()), dist.FileStore(f"{folder}/store", 1), seconds)
+        multiprocessing.spawn(_spawned, (ranks, folder, seconds), nprocs=ranks)
+        return list(torch.load(Path(folder) / "readings", weights_only=False))
+
+
+def _meeting(environment: Mapping[str, str]) -> dict[str, str]:
+    """Address and port at which the ranks of a step of Slurm meet: its first node, and a port that follows from job and step."""
+    shown = subprocess.run(
+        ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]], capture_output=True, text=True, check=False
+    )
+    first = next(iter(shown.stdout.split()), "")
+    described = subprocess.run(["scontrol", "--oneliner", "show", "node", first], capture_output=True, text=True, check=False).stdout
+    address = next((word.partition("=")[2] for word in described.split() if word.startswith("NodeAddr=")), first)
+    if not address:
+        raise ConfigError("scontrol does not name the first node of this step; set MASTER_ADDR and MASTER_PORT for all ranks")
+    step = 100 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(_PORTS[step % len(_PORTS)])}
+
+
+def _spawned(rank: int, ranks: int, folder: str, seconds: float) -> None:
+    found = _rank(Place(rank, ranks, rank, socket.gethostname()), dist.FileStore(f"{folder}/store", ranks), seconds)
+    if found is not None:
+        torch.save(found, Path(folder) / "readings")
+
+
+def _rank(here: Place, store: dist.Store, seconds: float) -> list[dict[str, Any]] | None:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", here.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=here.rank, world_size=here.ranks)
+    try:
+        places: list[tuple[str, int]] = [("", 0)] * here.ranks
+        dist.all_gather_object(places, (here.host, here.local))
+        who: dict[str, Any] = {"host": here.host, "gpu": here.local}
+        turns = max(local for _, local in places) + 1
+        own = [who | {"metric": metric, "value": value, "other": None} for metric, value in _alone(device, here.local, turns, seconds)]
+        own += [who | {"metric": "link_bytes_per_s", "value": rate, "other": other} for other, rate in _links(here.rank, places, device)]
+        every: list[list[dict[str, Any]]] | None = [[]] * here.ranks if here.rank == 0 else None
+        dist.gather_object(own, every)
+        return [reading for each in every for reading in each] if every is not None else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _alone(device: torch.device, turn: int, turns: int, seconds: float) -> Iterator[tuple[str, float]]:
+    """The figures of one GPU. Copies from and to the host are measured in turns on a machine, since they share its memory."""
+    cuda = device.type == "cuda"
+    if cuda:
+        free, total = torch.cuda.mem_get_info(device)
+        yield "memory_taken_bytes", float(total - free)
+    tokens, wide_in, wide_out = _PRODUCT if cuda else _SMALL
+    x, w = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+        for shape in ((tokens, wide_in), (wide_in, wide_out))
+    )
+    dist.barrier()
+    asked = _sensors(device) if cuda else None
+    yield "product_flops_per_s", 2.0 * tokens * wide_in * wide_out / _repeated(lambda: x @ w, device, seconds)
+    if asked is not None:
+        yield from _answers(asked)
+    source = torch.randint(0, 255, (_COPIED if cuda else _CPU_BYTES,), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    dist.barrier()
+    yield "memory_bytes_per_s", 2.0 * source.nbytes / _copied(target, source, device, seconds / 4)
+    small = torch.zeros(16, device=device)
+    yield "launches_per_s", 1 / _issued(lambda: small.add_(1.0), device)
+    for now in range(turns):
+        dist.barrier()
+        if now == turn and cuda:
+            pinned = torch.zeros(_PINNED, dtype=torch.uint8).pin_memory()
+            yield "host_to_device_bytes_per_s", _PINNED / _copied(target[:_PINNED], pinned, device, seconds / 16)
+            yield "device_to_host_bytes_per_s", _PINNED / _copied(pinned, target[:_PINNED], device, seconds / 16)
+
+
+def _copied(target: Tensor, source: Tensor, device: torch.device, seconds: float) -> float:
+    """Median seconds of a copy."""
+    return _repeated(lambda: target.copy_(source, non_blocking=True), device, seconds)
+
+
+def _repeated(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Median seconds of one call while it is repeated for so many seconds, in windows that follow one another."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    run()
+    wait()
+    began = time.perf_counter()
+    run()
+    wait()
+    repeats = max(1, int(seconds / _WINDOWS / max(time.perf_counter() - began, 1e-6)))
+    found = []
+    for _ in range(_WINDOWS):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        wait()
+        found.append((time.perf_counter() - began) / repeats)
+    return statistics.median(found)
+
+
+def _issued(run: Callable[[], Any], device: torch.device) -> float:
+    """Median host seconds of one launch."""
+    found = []
+    for _ in range(_WINDOWS):
+        began = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            run()
+        found.append((time.perf_counter() - began) / _LAUNCHES)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def _nothing() -> None:
+    """The CPU has nothing to wait for."""
+
+
+def _sensors(device: torch.device) -> subprocess.Popen[str] | None:
+    """nvidia-smi, asked once while the product runs."""
+    identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = f"sleep 0.5; exec nvidia-smi -i {identity} --query-gpu={_READ} --format=csv,noheader,nounits"
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return None
+
+
+def _answers(asked: subprocess.Popen[str]) -> Iterator[tuple[str, float]]:
+    """Clock, power, temperature and the reasons that hold clocks down, as far as they can be read."""
+    try:
+        line = asked.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        return
+    for name, text in zip(("clock_mhz", "power_w", "temperature_c", "throttle_reasons"), line.split(","), strict=False):
+        try:
+            yield name, float(int(text, 16)) if name == "throttle_reasons" else float(text)
+        except ValueError:
+            continue
+
+
+def _links(rank: int, places: Sequence[tuple[str, int]], device: torch.device) -> Iterator[tuple[tuple[str, int], float]]:
+    """Bytes per second in each direction between this GPU and others: every other one of its machine, and its like on the machines before and after."""
+    size = _SENT if device.type == "cuda" else _CPU_BYTES
+    outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    dist.all_reduce(outgoing[:1])  # the first collective of a group has to be one of all ranks
+    for pairs in rounds(places):
+        other = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
+        dist.barrier()
+        if other is not None:
+            yield places[other], size / statistics.median(_exchanged(outgoing, incoming, other, device) for _ in range(_WINDOWS + 1))
+
+
+def _exchanged(outgoing: Tensor, incoming: Tensor, other: int, device: torch.device) -> float:
+    """Seconds in which two ranks have sent each other a tensor."""
+    began = time.perf_counter()
+    for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, other), dist.P2POp(dist.irecv, incoming, other)]):
+        request.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def rounds(places: Sequence[tuple[str, int]]) -> list[list[tuple[int, int]]]:
+    """Which pairs of ranks talk at once, round by round, no rank twice in one: all pairs of a machine, then neighbours among the machines, in a ring."""
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    on = {host: [rank for rank, each in enumerate(places) if each[0] == host] for host in hosts}
+    within = [_tournament(ranks) for ranks in on.values()]
+    found = [[pair for games in within if turn < len(games) for pair in games[turn]] for turn in range(max(map(len, within)))]
+    neighbours = [(a, b) for a, b in zip(hosts, hosts[1:] + hosts[:1], strict=True) if a != b][: None if len(hosts) > 2 else 1]
+    last = neighbours[-1:] if len(hosts) % 2 and len(hosts) > 2 else []
+    ring = neighbours[: len(neighbours) - len(last)]
+    for each in (ring[::2], ring[1::2], last):
+        if each:
+            found.append([pair for a, b in each for pair in zip(on[a], on[b], strict=False)])
+    return found
+
+
+def _tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Rounds in which everybody meets everybody once. Source: the circle method for round-robin tournaments."""
+    seats: list[int | None] = [*players, *[None] * (len(players) % 2)]
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        seats[1:] = [seats[-1], *seats[1:-1]]
+    return found
