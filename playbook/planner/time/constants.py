@@ -69,7 +69,7 @@ HOST_EXPERT = (
     Constant(0.11e-3, 0.3, "measured", "h200.json, megatron_grouped: every expert has equally many rows"),
 )
 _UNEVEN = (
-    "fitted to 14 runs of text with experts, megatron-core on 2 and 4 H200s and on 4 H100s whose host was calibrated, docs/parity/planned-layouts-runs.jsonl"
+    "fitted to runs of text with experts, megatron-core on 2 and 4 H200s and on 4 H100s whose host was calibrated, docs/parity/planned-layouts-runs.jsonl"
     " (15 % off in the root of the mean square): cuBLAS looks for a kernel for each product of a size that it does not remember; a trace of 24 layers on"
     " 2 H200s splits it between the passes"
 )
