@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-STEP_S = 0.004
+STEP_S = 0.001
 """All steps of a launch take less than starting a process does: what is invented must fit in the launch."""
 
 
