@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from playbook.errors import ConfigError
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, repo_root, sources
 from playbook.records.case import Activation, Case, Delta, Receipt, Rule
 from playbook.yaml_files import load
 from playbook_bench.judge import slowdown
@@ -391,7 +391,7 @@ def test_packages_that_come_by_pythonpath_are_there_for_both_commits(repo, tmp_p
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "megatron"), str(repo.root / "bench")]))
     found = run(repo, tmp_path, "HEAD", metric="dispatch_bytes_per_token_layer", launcher=Watched)
     assert found.status == "pass", found.sentence
-    assert [paths[3:] for paths in seen] == [[str(tmp_path / "megatron")]] * 2
+    assert [paths[len(sources(repo.root)) :] for paths in seen] == [[str(tmp_path / "megatron")]] * 2
     assert {Path(paths[0]).resolve() == repo.root for paths in seen} == {True, False}
 
 
