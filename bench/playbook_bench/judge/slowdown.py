@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook.records.evidence import Comparison, Condition, Run, Sample
-from playbook_bench.judge import design, effects, guards, metrics, receipt, statistics
+from playbook_bench import metrics
+from playbook_bench.judge import design, effects, guards, receipt, statistics
 from playbook_bench.judge.guards import Pair
-from playbook_bench.judge.metrics import timed
 from playbook_bench.judge.verdict_rules import Rules
+from playbook_bench.metrics import timed
 
 LIMIT = 0.03
 """A slowdown above 3 % is a regression, where nothing else is said."""

@@ -12,15 +12,17 @@ from pathlib import Path
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import LAUNCHED_KINDS, load_case
 from playbook.records.evidence import Baseline, Run, Variant, noise_key
-from playbook_bench.judge import guards, metrics, statistics
-from playbook_bench.judge.metrics import Metric
+from playbook_bench import metrics
+from playbook_bench.judge import guards, statistics
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import checkout, journal, schedule, series, store
+from playbook_bench.metrics import Metric
+from playbook_bench.run import journal, schedule, series, store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import resolve_all
+from playbook_bench.variants import checkout
+from playbook_bench.variants.resolve import resolve_all
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,23 @@ from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import CaseRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
 from playbook.records.trace import TraceResult
-from playbook_bench.judge import curve_rules, effects, metrics, verdict
+from playbook_bench import metrics
+from playbook_bench.judge import curve_rules, effects, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import checkout, journal, schedule, series, store
+from playbook_bench.run import journal, schedule, series, store, tracing
 from playbook_bench.run.journal import Journal, answers, cut_by_time
 from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
 from playbook_bench.run.series import Series, Silent
 from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
-from playbook_bench.run.variants import resolve_all
-from playbook_bench.trace import collect
+from playbook_bench.variants import checkout
+from playbook_bench.variants.resolve import resolve_all
 
 _TRACED = 1.5
 """How much longer a traced launch may take than a timed one, its table included."""
@@ -194,7 +195,7 @@ def _trace(case: Case, records: Sequence[Evidence], options: Options, progress: 
         progress.note(f"no time is left to trace its variants (about {needed:.0f} s): playbook bench trace {case.id} does")
         return
     try:
-        found = collect.run(
+        found = tracing.run(
             case.id, profile=measured.profile, results=options.results, launcher=options.launcher, progress=progress.note, case=case
         )
     except PlaybookError as e:

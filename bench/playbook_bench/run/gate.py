@@ -19,18 +19,19 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, case_file, load_case
 from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical, digest
-from playbook_bench.commands import trees
-from playbook_bench.commands.variant import Command
-from playbook_bench.judge import design, effects, guards, metrics, receipt, slowdown, verdict
-from playbook_bench.judge.metrics import Metric
+from playbook_bench import metrics
+from playbook_bench.judge import design, effects, guards, receipt, slowdown, verdict
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import checkout, journal, schedule, series
+from playbook_bench.metrics import Metric
+from playbook_bench.run import journal, schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
+from playbook_bench.variants import checkout, trees
+from playbook_bench.variants.command import Command
+from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
 from playbook_trainer.config.tree import flatten
 
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}

@@ -40,7 +40,7 @@ from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, t
 from playbook_bench.run import schedule
 from playbook_bench.run.journal import Kept, SeriesJournal
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.variants import Runnable
+from playbook_bench.variants.resolve import Runnable
 
 MAX_LINES = 100_000
 """The most lines of metrics.jsonl that are read."""

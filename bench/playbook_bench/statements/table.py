@@ -12,7 +12,8 @@ import pkgutil
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.yaml_files import did_you_mean
-from playbook_bench.statements import Statement, arithmetic, invariants, numerics
+from playbook_bench.judge.verdict import Statement
+from playbook_bench.statements import arithmetic, invariants, numerics
 
 _FOLDERS = {"arithmetic": (arithmetic, numerics), "invariant": (invariants,)}
 

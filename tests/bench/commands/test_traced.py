@@ -7,7 +7,7 @@ import pytest
 
 from playbook.errors import ConfigError, LaunchError, PlaybookError
 from playbook_app.cli.app import main
-from playbook_bench.commands import ab, traced
+from playbook_bench.run import ab, traced
 
 SCRIPT = """
 import json, sys, time

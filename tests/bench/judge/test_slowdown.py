@@ -10,7 +10,8 @@ from scipy import stats
 from test_verdict import make_run
 
 from playbook.records.evidence import Comparison, Observed, Run, Sample
-from playbook_bench.judge import design, metrics, slowdown, statistics
+from playbook_bench import metrics
+from playbook_bench.judge import design, slowdown, statistics
 from playbook_bench.judge.guards import Pair
 
 LOOKS = (4, 8, 12)

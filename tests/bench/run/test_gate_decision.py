@@ -15,8 +15,9 @@ from playbook_bench.judge import statistics
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
-from playbook_bench.run import checkout, gate
+from playbook_bench.run import gate
 from playbook_bench.run.options import Options
+from playbook_bench.variants import checkout
 
 RIPPLE = [0.002, -0.001, 0.001, -0.002, 0.0015, -0.0015]
 SPEED, BYTES = "useful_tokens_per_s_per_gpu", "dispatch_bytes_per_token_layer"

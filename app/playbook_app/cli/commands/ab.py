@@ -16,11 +16,10 @@ from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, comma
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import complain, print_json, print_walls, say
-from playbook_bench.commands import ab as two_commands
-from playbook_bench.commands import traced
 from playbook_bench.machine import detect
+from playbook_bench.run import ab as two_commands
 from playbook_bench.run import confirm as harness
-from playbook_bench.run import report
+from playbook_bench.run import report, traced
 from playbook_bench.run.options import Options
 
 app = commands()

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from playbook.planner.layout import cp_for
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def batch_pressure(*, gpus: int, pp: int, tp: int, micro_batch_size: int, global_batch_size: int, seq_lens: Sequence[int]) -> Statement:

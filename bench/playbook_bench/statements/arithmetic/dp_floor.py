@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from playbook.planner.layout import cp_for, min_gpus
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def dp_floor(*, gpus: int, pp: int, tp: int, seq_lens: Sequence[int]) -> Statement:

@@ -9,7 +9,7 @@ from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.traffic import Sent, boundaries_outside, boundary, outside, per_layer
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 _AXES = ("tp", "cp", "ep")
 

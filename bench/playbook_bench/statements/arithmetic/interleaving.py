@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from playbook.planner import pipeline
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def interleaving(*, pp: int, vpp: Sequence[int], microbatches: Sequence[int]) -> Statement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def mfu_falls_as_throughput_rises(*, rows: Sequence[Mapping[str, Any]]) -> Statement:

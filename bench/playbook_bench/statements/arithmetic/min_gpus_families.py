@@ -7,7 +7,7 @@ from typing import Any
 
 from playbook.planner.layout import grid, min_gpus
 from playbook.planner.models import MODELS
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def min_gpus_families(*, families: Sequence[Mapping[str, Any]]) -> Statement:

@@ -8,7 +8,7 @@ from playbook.planner import memory
 from playbook.planner.memory import GIB
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 from playbook_bench.statements.presets import shape
 
 

@@ -8,7 +8,7 @@ from playbook.errors import ConfigError
 from playbook.planner import flops, traffic
 from playbook.planner.activations import tokens
 from playbook.planner.plan import Plan
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 from playbook_bench.statements.presets import shape
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from playbook.paths import data_root
 from playbook.planner.runs import check
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 _MANY = 10
 """Runs above which a group's 90th percentile is looked at."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from playbook.planner import peaks
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def published_utilization(*, rows: Sequence[Mapping[str, Any]], at_least: float, at_most: float) -> Statement:

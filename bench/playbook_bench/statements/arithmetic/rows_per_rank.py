@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def rows_per_rank(*, tokens: int, experts: int, top_k: int, ranks: int, batches: int, capacity_factor: float, seed: int = 0) -> Statement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 
 def save_interval(

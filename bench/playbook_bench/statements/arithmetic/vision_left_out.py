@@ -8,7 +8,7 @@ from typing import Any
 from playbook.planner import flops
 from playbook.planner.models import MODELS
 from playbook.yaml_files import did_you_mean
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 
 _PATCH = 16
 """Pixels on a side of a patch. Source: config.json of Qwen3-VL, vision_config.patch_size."""

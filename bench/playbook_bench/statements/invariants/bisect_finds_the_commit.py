@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from playbook_bench.run import bisect
+from playbook_bench.judge import bisection
 
 
 def bisect_finds_the_commit(commits: int = 12) -> tuple[bool, str, dict[str, Any]]:
@@ -12,14 +12,16 @@ def bisect_finds_the_commit(commits: int = 12) -> tuple[bool, str, dict[str, Any
     history = [f"c{i}" for i in range(commits)]
     most, wrong = 0, []
     for first in range(commits):
-        for trouble in (bisect.SLOWER, "oom", "crash"):
+        for trouble in (bisection.SLOWER, "oom", "crash"):
             for unjudged in (set[int](), {i for i in range(commits - 1) if i % 3 == 0}):
 
-                def judge(commit: str, first: int = first, trouble: str = trouble, unjudged: set[int] = unjudged) -> bisect.Judged:
+                def judge(commit: str, first: int = first, trouble: str = trouble, unjudged: set[int] = unjudged) -> bisection.Judged:
                     i = int(commit[1:])
-                    return bisect.Judged(commit, bisect.UNKNOWN if i in unjudged else trouble if i >= first else bisect.NONE, "planted")
+                    return bisection.Judged(
+                        commit, bisection.UNKNOWN if i in unjudged else trouble if i >= first else bisection.NONE, "planted"
+                    )
 
-                found = bisect.search(history, judge)
+                found = bisection.search(history, judge)
                 most = max(most, len(found.judged)) if not unjudged else most
                 judged = [i for i in range(commits) if i not in unjudged]
                 last_good = max((i for i in judged if i < first), default=-1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from playbook.errors import ConfigError
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 from playbook_bench.statements.number_formats import FORMATS, rounding_error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from playbook_bench.statements import Statement
+from playbook_bench.judge.verdict import Statement
 from playbook_bench.statements.number_formats import significant
 
 

@@ -12,18 +12,17 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Case
 from playbook.records.commands import DELTAS, Steps, Traced, fill
 from playbook.records.evidence import Machine, Missing, Variant, digest
-from playbook_bench.commands import proof, trees
-from playbook_bench.commands.launch import Program, start
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.logs import reading
 from playbook_bench.machine import requirements
-from playbook_bench.run import checkout
+from playbook_bench.variants import checkout, proof, trees
+from playbook_bench.variants.program import Program, start
 
 
 @dataclass(frozen=True)
 class Command:
-    """One variant, ready to launch; see `playbook_bench.run.variants.Runnable`."""
+    """One variant, ready to launch; see `playbook_bench.variants.resolve.Runnable`."""
 
     variant: Variant
     words: tuple[str, ...]

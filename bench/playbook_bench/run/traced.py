@@ -13,11 +13,11 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Case
 from playbook.records.commands import Traced, fill
 from playbook.records.evidence import Variant
-from playbook_bench.commands.variant import Command
 from playbook_bench.launch.local import LocalLauncher, interruptible
-from playbook_bench.run.variants import resolve_all
-from playbook_bench.trace.collect import timeline_from_file
+from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import Tail, Walls, walls
+from playbook_bench.variants.command import Command
+from playbook_bench.variants.resolve import resolve_all
 
 NSYS = "nsys"
 _PROFILED = (NSYS, "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-o", "{run}/trace")

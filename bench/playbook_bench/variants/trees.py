@@ -17,7 +17,7 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.processes import adopting
 from playbook.records.evidence import digest
 from playbook_bench.launch.outcome import tail
-from playbook_bench.run import checkout
+from playbook_bench.variants import checkout
 
 _PREPARE_S = 3600.0
 _KEPT_S = 7 * 86_400.0

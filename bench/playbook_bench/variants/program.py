@@ -25,10 +25,10 @@ from playbook.errors import LaunchError, LogError, PlaybookError
 from playbook.processes import adopting
 from playbook.records.commands import Steps
 from playbook_bench import logs
-from playbook_bench.commands import clocks, interpreter, proof
 from playbook_bench.launch.local import GRACE_S, Rank, end, held, started
 from playbook_bench.launch.outcome import Result, out_of_memory, tail
 from playbook_bench.logs import StepLog
+from playbook_bench.variants import clocks, interpreter, proof
 
 _POLL_S = 0.25
 _DRAIN_S = 10.0

@@ -13,6 +13,8 @@ from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Run, Sample
 
+WALL_STEP, OUTSIDE = "wall_step_seconds", "outside_seconds"
+"""Figures of a command's launch, which `playbook_bench.variants.clocks` measures; records from before have neither."""
 EXACT = 1e-9
 """Launches repeat what is counted to this share: rounding alone."""
 _MEMORY_REPEATS = 1e-3
@@ -126,11 +128,11 @@ _ROWS = (
     Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", "time", _rate("raw_tokens"), help="padding included"),
     Metric("step_seconds", "s", "lower", "time", _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
     Metric(
-        "wall_step_seconds",
+        WALL_STEP,
         "s",
         "lower",
         "time",
-        _reported("wall_step_seconds"),
+        _reported(WALL_STEP),
         per_step=True,
         help="of a command: a timed step by the arrival of its lines, with what lies between steps",
     ),

@@ -13,7 +13,7 @@ from playbook.records.case import Case
 from playbook.records.evidence import Machine, Missing, Variant, digest
 from playbook.renamed_keys import modern_key
 from playbook.yaml_files import did_you_mean
-from playbook_bench.judge import metrics
+from playbook_bench import metrics
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import requirements
 from playbook_trainer.config import automatic
@@ -235,7 +235,7 @@ def resolve(case: Case, variant: Variant, profile: str, here: Path | None = None
         return resolve_variant(case, variant, profile)
     merged, ranks = _overrides(case, variant, profile)
     # It brings readers of logs and traces: a tenth of a second for who launches no command.
-    from playbook_bench.commands.variant import Command
+    from playbook_bench.variants.command import Command
 
     return Command.of(case, variant, merged, ranks, here or Path.cwd(), tree)
 

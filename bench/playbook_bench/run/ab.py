@@ -18,7 +18,7 @@ from playbook.records.case import Budget, Case, Guardrails, Loss
 from playbook.records.commands import Steps
 from playbook.records.evidence import Derived
 from playbook.yaml_files import did_you_mean
-from playbook_bench.judge import metrics
+from playbook_bench import metrics
 
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
 EXIT_CODES: Mapping[Verdict, int] = {"faster": 0, "equivalent": 0, "slower": 1, "undecided": 3, "error": 5}

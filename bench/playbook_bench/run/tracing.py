@@ -12,35 +12,29 @@ import json
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from playbook.errors import ConfigError, PlaybookError, StoreError
+from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Variant, digest
-from playbook.records.read import parse
-from playbook.records.trace import Collector, ReportFile, TraceResult, TraceTable, VariantTrace
+from playbook.records.trace import Collector, ReportFile, TraceResult, VariantTrace
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher, Spec, interruptible, new_folder
 from playbook_bench.launch.outcome import read_summary
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.run.variants import Resolved, configurations
-from playbook_bench.trace import kineto, nsys
-from playbook_bench.trace.table import Timeline, build
+from playbook_bench.trace import reports
+from playbook_bench.variants.resolve import Resolved, configurations
 from playbook_trainer.config.tree import ProfileConfig
 
 FOLDER = "traces"
-_REPORT_S = 300.0
-"""How long Nsight Systems may take to write its report after the run."""
 NSYS = ("nsys", "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop")
-_SQLITE = b"SQLite format 3\0"
 
 
 def run(
@@ -103,57 +97,6 @@ def run(
     return _write(result, folder.with_suffix(".json"))
 
 
-def table_from_file(path: Path) -> TraceTable:
-    """The table of an existing report: an Nsight Systems SQLite export, or a Chrome trace of torch.profiler.
-
-    Raises:
-        PlaybookError: neither, or damaged.
-    """
-    return build(timeline_from_file(path, ranges=True))
-
-
-def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
-    """What a report of any trainer holds; `ranges`: it must hold ours. A `.nsys-rep` is exported first, by the nsys on this machine.
-
-    Raises:
-        PlaybookError: it is no report, or damaged.
-    """
-    if path.suffix == ".nsys-rep":
-        if not path.is_file():
-            raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
-        if not shutil.which("nsys"):
-            raise PlaybookError(
-                f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
-            )
-        with tempfile.TemporaryDirectory() as folder:
-            return nsys.read(_exported(path, Path(folder) / "trace.sqlite"), ranges)
-    try:
-        with path.open("rb") as f:
-            head = f.read(len(_SQLITE))
-    except OSError as e:
-        raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
-    return nsys.read(path, ranges) if head == _SQLITE or path.suffix == ".sqlite" else kineto.read(path)
-
-
-def read(path: Path) -> TraceResult:
-    """A stored record.
-
-    Raises:
-        StoreError: it cannot be read, is no trace record, or is not as it was written.
-    """
-    try:
-        result, sha = parse(path)
-    except OSError as e:
-        raise StoreError(f"{path}: cannot be read ({e.strerror or e})") from e
-    except ValueError as e:
-        raise StoreError(f"{path}: is no trace record: it {e}; trace the case again") from e
-    if not isinstance(result, TraceResult):
-        raise StoreError(f"{path}: is no trace record, it is of {result.schema_version}; trace the case again")
-    if result.sha256 != sha:
-        raise StoreError(f"{path}: was altered after it was written (its hash does not match); trace the case again")
-    return result
-
-
 def _variant(
     case: Case,
     resolved: Resolved,
@@ -169,7 +112,7 @@ def _variant(
         update={"profile": ProfileConfig(nvtx=collector == "nsys", kineto=collector == "kineto", steps=steps)}
     )
     run_folder = folder / f"{resolved.variant}-run"
-    limit = case.budget.launch_timeout_s + (_REPORT_S if collector == "nsys" else 60.0)
+    limit = case.budget.launch_timeout_s + (reports.WRITE_S if collector == "nsys" else 60.0)
     spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads, shared=resolved.shared)
     launched = launcher.run(spec)
     summary = read_summary(run_folder) or {}
@@ -184,7 +127,7 @@ def _variant(
         return out
     try:
         report = _report(run_folder, collector, folder / resolved.variant)
-        table = table_from_file(report)
+        table = reports.table_from_file(report)
     except (PlaybookError, OSError) as e:
         return out.model_copy(update={"outcome": "crash", "message": f"the run ended well, but its trace is unusable: {e}"})
     shutil.rmtree(run_folder, ignore_errors=True)
@@ -197,7 +140,7 @@ def _by(launcher: Launcher, collector: Collector, report: Path) -> Launcher:
         return launcher
     # The other ranks end at once; rank 0 ends only when its report is written.
     wrap = lambda rank, words: [*NSYS, "-o", str(report), *words] if rank == 0 else words  # noqa: E731
-    return LocalLauncher(launcher.command, drain_s=_REPORT_S, wrap=wrap)
+    return LocalLauncher(launcher.command, drain_s=reports.WRITE_S, wrap=wrap)
 
 
 def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
@@ -216,23 +159,7 @@ def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
     exported, original = target.with_name(target.name + ".sqlite"), target.with_name(target.name + ".nsys-rep")
     if not original.is_file():
         raise PlaybookError(f"nsys left no {original.name}; its output is in {run_folder / 'rank0.log'}")
-    return exported if exported.is_file() else _exported(original, exported)
-
-
-def _exported(report: Path, target: Path) -> Path:
-    """The report as SQLite.
-
-    Raises:
-        PlaybookError: nsys cannot.
-    """
-    words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(target), str(report)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_REPORT_S, check=False)
-    except subprocess.TimeoutExpired as e:
-        raise PlaybookError(f"nsys export took more than {_REPORT_S:g} s; trace fewer steps (profile.steps)") from e
-    if done.returncode or not target.is_file():
-        raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
-    return target
+    return exported if exported.is_file() else reports.exported(original, exported)
 
 
 def _files(folder: Path, variant: str) -> list[ReportFile]:

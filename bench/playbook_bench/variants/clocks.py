@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from playbook.errors import LogError
-from playbook_bench.judge.clocks import OUTSIDE, WALL_STEP
 from playbook_bench.logs import StepLog
 from playbook_bench.logs.checks import in_bursts
+from playbook_bench.metrics import OUTSIDE, WALL_STEP
 
 _SLACK = 0.01
 """Share of the wall time by which steps may exceed it: two clocks of one machine drift by far less."""
