@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import shlex
-import shutil
 import statistics
 import tempfile
 import time
@@ -28,12 +26,11 @@ from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect, occupied, requirements
-from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import journal, schedule, series, store, tracing
 from playbook_bench.run.journal import Journal, answers, cut_by_time
 from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
-from playbook_bench.run.series import Series, Silent
+from playbook_bench.run.series import Request, Series, Silent
 from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.variants import checkout
@@ -320,43 +317,28 @@ def _run_series(
     records: Sequence[Measured], case: Case, machine: Machine, profile: str, options: Options, progress: Progress
 ) -> list[_Settled]:
     """Run a series: discarded launches, then pairs. Each claim is judged at the looks, and keeps the record of the look that settled it."""
-    work = local.new_folder(options.results / "work", case.id)
     settled: dict[int, _Settled] = {}
-    try:
-        with Telemetry(machine, profile, work) as telemetry:
-            running = _series(case, machine, profile, options, progress, work, telemetry)
-            running.infeasible = frozenset(n for r in records if r.claim for n in curve_rules.named(r.claim.expect.infeasible))
-            counted = all(_metric(r, case).deterministic for r in records)
-            if not (counted and _counted(running, records)):
-                _timed(running, records, settled, options)
-            for i, record in enumerate(records):
-                settled.setdefault(i, _judge(running, record))
-    finally:
-        _remove_if_empty(work)
-    return [settled[i] for i in range(len(records))]
-
-
-def _series(case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry) -> Series:
-    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    kept = options.journal.series(case, profile, seed) if options.journal else None
     # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
-    own = time.monotonic() + 60 * case.budget.minutes - (kept.spent_s if kept else 0.0)
-    deadline = own if options.deadline is None else min(own, options.deadline)
-    return Series(
-        case=case,
-        profile=profile,
-        machine=requirements.restrict(machine, profile),
-        variants=resolve_all(case, profile),
-        plan=schedule.plan(case, kept.seed if kept else seed, options.pairs, max(0.0, deadline - time.monotonic())),
-        launcher=options.launcher,
-        work=work,
-        cache=options.results / "cache",
-        progress=progress,
-        deadline=deadline,
-        own_time=deadline == own,
-        telemetry=telemetry,
-        journal=kept,
+    request = Request(
+        case.id,
+        case,
+        profile,
+        machine,
+        resolve_all(case, profile),
+        options,
+        progress,
+        journal=options.journal,
+        deadline=options.deadline,
+        own_s=60 * case.budget.minutes,
     )
+    with Series.open(request) as running:
+        running.infeasible = frozenset(n for r in records if r.claim for n in curve_rules.named(r.claim.expect.infeasible))
+        counted = all(_metric(r, case).deterministic for r in records)
+        if not (counted and _counted(running, records)):
+            _timed(running, records, settled, options)
+        for i, record in enumerate(records):
+            settled.setdefault(i, _judge(running, record))
+    return [settled[i] for i in range(len(records))]
 
 
 def _counted(running: Series, records: Sequence[Measured]) -> bool:
@@ -468,10 +450,3 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
     for variant, told in (("baseline", claim.comparison.baseline), ("candidate", claim.comparison.candidate)):
         if told != case.compared(variant):
             raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
-
-
-def _remove_if_empty(work: Path) -> None:
-    """Remove the work folder of a clean series; folders of failed runs stay, with their logs."""
-    (work / "telemetry.csv").unlink(missing_ok=True)
-    if not any(work.iterdir()):
-        shutil.rmtree(work, ignore_errors=True)

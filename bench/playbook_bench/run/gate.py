@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,17 +17,16 @@ from typing import Any, Literal
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, case_file, load_case
-from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical, digest
+from playbook.records.evidence import Comparison, Condition, Run, canonical, digest
 from playbook_bench import metrics
 from playbook_bench.judge import design, effects, guards, receipt, slowdown, verdict
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, occupied, requirements
-from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.metrics import Metric
 from playbook_bench.run import journal, schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Series, Silent
+from playbook_bench.run.series import Progress, Request, Series, Silent
 from playbook_bench.variants import checkout, trees
 from playbook_bench.variants.command import Command
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
@@ -154,15 +152,23 @@ def _run(
         blank = replace(blank, differences=_differences(variants))
         if blank.differences:
             progress.note(f"the commits resolve the configuration differently: {'; '.join(blank.differences)}")
-        work = local.new_folder(options.results / "work", f"{case.id}-gate")
         if warning := occupied.claim(requirements.restrict(machine, profile)):
             progress.note(warning)
-        with Telemetry(machine, profile, work) as telemetry:
-            running = _series(case, profile, machine, variants, options, progress, work, telemetry)
-            kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
-            if kept:
-                running.journal = kept.series(case, profile, running.plan.seed, len(variants))
-                running.plan = running.plan.model_copy(update={"seed": running.journal.seed})
+        kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
+        deadline = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
+        request = Request(
+            f"{case.id}-gate",
+            case,
+            profile,
+            machine,
+            variants,
+            options,
+            progress,
+            journal=kept,
+            deadline=deadline,
+            looks=_looks(case, options.pairs),
+        )
+        with Series.open(request) as running:
             _measure(running, metric, limits)
     if kept and options.journal is None and running.plan.stopped != "budget":
         kept.remove()
@@ -275,37 +281,11 @@ def _differences(variants: Mapping[str, Runnable]) -> list[str]:
     return [f"{k}: {old.get(k, 'no such key')} -> {new.get(k, 'no such key')}" for k in differing(before, now)]
 
 
-def _series(
-    case: Case,
-    profile: str,
-    machine: Any,
-    variants: dict[str, Runnable],
-    options: Options,
-    progress: Progress,
-    work: Path,
-    telemetry: Telemetry,
-) -> Series:
-    own = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
-    return Series(
-        case=case,
-        profile=profile,
-        machine=requirements.restrict(machine, profile),
-        variants=variants,
-        plan=_plan(case, secrets.randbelow(2**31) if options.seed is None else options.seed, options),
-        launcher=options.launcher,
-        work=work,
-        cache=options.results / "cache",
-        progress=progress,
-        deadline=own,
-        telemetry=telemetry,
-    )
-
-
-def _plan(case: Case, seed: int, options: Options) -> Plan:
+def _looks(case: Case, pairs: int | None) -> list[int]:
     """The case's looks, and further ones at the same distance where more pairs were asked for; fixed before the data, like the others."""
-    plan = schedule.plan(case, seed, options.pairs, options.budget_s)
-    step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
-    return plan.model_copy(update={"looks": [*plan.looks, *range(plan.looks[-1] + step, (options.pairs or 0) + 1, step)]})
+    looks = case.budget.looks
+    step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
+    return [*looks, *range(looks[-1] + step, (pairs or 0) + 1, step)]
 
 
 def _measure(running: Series, metric: Metric, limits: Limits) -> None:

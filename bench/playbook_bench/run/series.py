@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import secrets
 import shutil
 import time
 from collections import Counter
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from playbook.records import confidential
 from playbook.records.case import Case
@@ -28,10 +30,11 @@ from playbook.records.evidence import (
 from playbook_bench.launch import local, outputs
 from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.outcome import Result
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
-from playbook_bench.run.journal import Kept, SeriesJournal
+from playbook_bench.run.journal import Journal, Kept, SeriesJournal
+from playbook_bench.run.options import Options
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.variants.resolve import Runnable
 
@@ -72,6 +75,28 @@ class Silent:
         """Nothing."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a series is opened with, whoever asks: a claim, the gate or an A/A."""
+
+    name: str
+    """Of its folder, below `<results>/work/`."""
+    case: Case
+    profile: str
+    machine: Machine
+    variants: Mapping[Variant, Runnable]
+    options: Options
+    progress: Progress
+    journal: Journal | None = None
+    """Where launches of the same command, stopped before, are kept."""
+    deadline: float | None = None
+    """When the command's time is spent, on the monotonic clock."""
+    own_s: float | None = None
+    """Seconds for all launches of the series, those of a command that was stopped included; None where only the deadline ends it."""
+    looks: Sequence[int] = ()
+    """After how many pairs to look at the results; those of the case, where there are none."""
+
+
 @dataclass
 class Series:
     """One case on one machine under one profile, while it runs. The caller decides when there are enough pairs."""
@@ -105,6 +130,43 @@ class Series:
     journal: SeriesJournal | None = None
     _took: dict[Variant, float] = field(default_factory=dict)
     """Seconds of each variant's last launch."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, request: Request) -> Iterator[Self]:
+        """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs there.
+
+        Raises:
+            StoreError: the folder or the journal cannot be written.
+        """
+        options, case = request.options, request.case
+        seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+        kept = request.journal.series(case, request.profile, seed, len(request.variants)) if request.journal else None
+        own = None if request.own_s is None else time.monotonic() + request.own_s - (kept.spent_s if kept else 0.0)
+        deadline = min((moment for moment in (own, request.deadline) if moment is not None), default=None)
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        work = local.new_folder(options.results / "work", request.name)
+        try:
+            with Telemetry(request.machine, request.profile, work) as telemetry:
+                yield cls(
+                    case=case,
+                    profile=request.profile,
+                    machine=requirements.restrict(request.machine, request.profile),
+                    variants=request.variants,
+                    plan=schedule.plan(case, kept.seed if kept else seed, options.pairs, left_s, request.looks),
+                    launcher=options.launcher,
+                    work=work,
+                    cache=options.results / "cache",
+                    progress=request.progress,
+                    deadline=deadline,
+                    own_time=own is not None and deadline == own,
+                    telemetry=telemetry,
+                    journal=kept,
+                )
+        finally:
+            (work / "telemetry.csv").unlink(missing_ok=True)
+            if not any(work.iterdir()):
+                shutil.rmtree(work, ignore_errors=True)
 
     def run(self, spec: RunSpec) -> Run:
         """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again."""
