@@ -16,7 +16,7 @@ from playbook_bench.judge import guards, statistics
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, requirements
 from playbook_bench.metrics import Metric
-from playbook_bench.run import journal, schedule, series, store
+from playbook_bench.run import schedule, series, store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Request, Series, Silent
 from playbook_bench.variants import checkout
@@ -55,8 +55,7 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     chosen = requirements.require_profile(case, machine, options.profile)
     row = metrics.get(case.metric or "")
     code = checkout.code_of(options.launcher, bool(case.command))
-    words = ["bench aa", case.id, str(pairs), *(code or [])]
-    kept = None if code is None else journal.of_command(options.results, words, detect.place(), detect.exported())
+    kept = options.journal_of(["bench aa", case.id, str(pairs)], code)
     variants = resolve_all(case, chosen)
     deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
     request = Request(f"{case.id}-aa", case, chosen, machine, variants, options, progress or Silent(), journal=kept, deadline=deadline)

@@ -23,7 +23,7 @@ from playbook_bench.judge import design, effects, guards, receipt, slowdown, ver
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.metrics import Metric
-from playbook_bench.run import journal, schedule, series
+from playbook_bench.run import schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Request, Series, Silent
@@ -204,8 +204,8 @@ def _default_journal(
     candidate = variants["candidate"]
     state = candidate.files.tree if isinstance(candidate, Command) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
-    words = ["gate", digest(case.model_dump(mode="json"), 16), *commits, state, str(options.pairs), str(options.seed)]
-    return journal.of_command(options.results, words, detect.place(), detect.exported())
+    words = ["gate", digest(case.model_dump(mode="json"), 16), str(options.pairs), str(options.seed)]
+    return options.journal_of(words, [*commits, state])
 
 
 def _files(stack: contextlib.ExitStack, root: Path, states: Mapping[str, str | Path | None]) -> dict[str, Path]:

@@ -12,7 +12,8 @@ import json
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,19 +22,23 @@ from typing import Any
 from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
-from playbook.records.evidence import Variant, digest
+from playbook.records.evidence import Evidence, Variant, digest
 from playbook.records.trace import Collector, ReportFile, TraceResult, VariantTrace
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher, Spec, interruptible, new_folder
 from playbook_bench.launch.outcome import read_summary
+from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
+from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.trace import reports
 from playbook_bench.variants.resolve import Resolved, configurations
 from playbook_trainer.config.tree import ProfileConfig
 
 FOLDER = "traces"
+_LONGER = 1.5
+"""How much longer a traced launch may take than a timed one, its table included."""
 NSYS = ("nsys", "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop")
 
 
@@ -95,6 +100,23 @@ def run(
         variants=launches,
     )
     return _write(result, folder.with_suffix(".json"))
+
+
+def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:
+    """Trace the variants once more where a timed verdict from GPUs has been reached: what its effect is made of. A trace changes no verdict."""
+    measured = records[0].measured
+    if not any(r.timed_on_gpus for r in records) or case.command or isinstance(options.launcher, SrunLauncher):
+        return None
+    took = {r.variant: r.wall_s for r in measured.runs if r.outcome == "ok"}
+    needed = _LONGER * sum(took.values())
+    if options.deadline is not None and time.monotonic() + needed > options.deadline:
+        note(f"no time is left to trace its variants (about {needed:.0f} s): playbook bench trace {case.id} does")
+        return None
+    try:
+        return run(case.id, profile=measured.profile, results=options.results, launcher=options.launcher, progress=note, case=case)
+    except PlaybookError as e:
+        note(f"no trace: {e}")
+        return None
 
 
 def _variant(

@@ -41,8 +41,8 @@ def test_a_timed_verdict_from_gpus_is_traced_where_time_is_left(tmp_path, monkey
     record = store.load(data_root("results") / f"{RECORDS[name]}.json")
     noting = Noting()
     options = Options(results=tmp_path, trace=True, budget_s=left_s, began=time.monotonic())
-    confirm._trace(load_case(record.measured.case.id), [record], options, noting)
-    assert noting.traces == [(record.measured.case.id, "h200x1")] * traces
+    trace = tracing.follow_up(load_case(record.measured.case.id), [record], options, noting.note)
+    assert trace == ((record.measured.case.id, "h200x1") if traces else None)
     assert [note in text for text in noting.notes] == [True] * bool(note)
 
 
@@ -52,7 +52,8 @@ def test_a_trace_that_fails_is_said_and_leaves_the_verdict(tmp_path, monkeypatch
 
     monkeypatch.setattr(tracing, "run", fails)
     record = store.load(data_root("results") / f"{RECORDS['timed']}.json")
-    confirm._trace(load_case(record.measured.case.id), [record], Options(results=tmp_path, trace=True), noting := Noting())
+    noting = Noting()
+    assert tracing.follow_up(load_case(record.measured.case.id), [record], Options(results=tmp_path, trace=True), noting.note) is None
     assert noting.notes == ["no trace: no kernel was seen"]
 
 
