@@ -122,7 +122,7 @@ def test_the_invariant_holds_and_notices_a_search_that_errs(monkeypatch: pytest.
         found = real(history, judge, told)
         return bisection.Found(found.suspects[-1:], found.trouble, found.judged)
 
-    monkeypatch.setattr(bisect, "search", late)
+    monkeypatch.setattr(bisection, "search", late)
     holds, sentence, _ = bisect_finds_the_commit()
     assert not holds
     assert "wrong" in sentence
