@@ -7,23 +7,40 @@ the interval gives an answer, and its record is kept like any other.
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from playbook.cards.model import SHORT_METRICS
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, LaunchError
 from playbook.records import confidential
 from playbook.records.case import Budget, Case, Guardrails, Loss
-from playbook.records.commands import Steps
-from playbook.records.evidence import Derived
+from playbook.records.commands import Steps, Traced, fill
+from playbook.records.evidence import Derived, Variant
 from playbook.yaml_files import did_you_mean
 from playbook_bench import metrics
+from playbook_bench.launch.local import LocalLauncher, interruptible
+from playbook_bench.machine import detect
+from playbook_bench.run import confirm
+from playbook_bench.run.confirm import Progress
+from playbook_bench.run.options import Options
+from playbook_bench.run.store import Outcome
+from playbook_bench.trace.reports import timeline_from_file
+from playbook_bench.trace.walls import Tail, Walls, walls
+from playbook_bench.variants.command import Command
+from playbook_bench.variants.resolve import resolve_all
 
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
 EXIT_CODES: Mapping[Verdict, int] = {"faster": 0, "equivalent": 0, "slower": 1, "undecided": 3, "error": 5}
 ID = "ab"
 _ALL_DAY_MINUTES = 1440.0
+NSYS = "nsys"
+_PROFILED = (NSYS, "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-o", "{run}/trace")
+_REPORT = "{run}/trace.nsys-rep"
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,14 @@ class Answer:
     pairs: int = 0
     noise: float | None = None
     """Deviation of a pair of launches of the baseline, as a share."""
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """How the commands leave a trace: `nsys` profiles them, or they write `file` themselves when `words` are added."""
+
+    file: str
+    words: Sequence[str] = ()
 
 
 def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[str], **more: Any) -> Question:
@@ -115,6 +140,18 @@ def case_of(asked: Question, profile: str) -> Case:
     )
 
 
+def compare(asked: Question, options: Options, progress: Progress, command: str) -> tuple[Outcome, Answer]:
+    """Launch both commands in turn and read their logs, up to the look that gives an answer. `command` is the command line that repeats it.
+
+    Raises:
+        LaunchError: a command cannot be started.
+        PlaybookError, Interrupted: as `confirm.bench_run`.
+    """
+    options = replace(options, settles=lambda derived: answer(derived, asked.margin).verdict != "undecided")
+    (outcome,) = confirm.bench_run(case_of(asked, options.profile or detect.CPU), options, progress, command)
+    return outcome, answer(outcome.evidence.derived, asked.margin)
+
+
 def answer(derived: Derived, margin: float) -> Answer:
     """The answer at a look; undecided between looks, where the intervals say neither, and where launches cannot be compared."""
     found = derived.comparison
@@ -151,6 +188,44 @@ def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[
         "aa_percent": percent(found.noise),
         "record": record,
     }
+
+
+def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
+    """The walls that both commands run into, by one more launch of each, with a trace. Launches that are timed are never traced.
+
+    Raises:
+        ConfigError: nsys is to profile and is not on PATH.
+        LaunchError: a launch failed.
+        PlaybookError: it left no trace, or one that cannot be read.
+    """
+    by_nsys = tracer.file == NSYS
+    if by_nsys and not shutil.which(NSYS):
+        raise ConfigError(
+            "--trace nsys: nsys is not on PATH; install it, or let the command write a trace of torch.profiler: --trace '{run}/trace.json' --trace-with --profile"
+        )
+    traced = case if by_nsys else case.model_copy(update={"trace": Traced(file=tracer.file, arguments=list(tracer.words))})
+    found: dict[Variant, Walls] = {}
+    with interruptible(), TemporaryDirectory(prefix="playbook-trace-") as name:
+        for variant, run in resolve_all(traced, profile).items():
+            assert isinstance(run, Command)
+            folder = Path(name) / variant
+            folder.mkdir()
+            if by_nsys:
+                run = replace(run, words=(*_PROFILED, *run.words))
+            ended = run.ready(Path(name) / "cache", proves=True).launch(LocalLauncher(), folder, {}, case.budget.launch_timeout_s)
+            if ended.outcome != "ok":
+                raise LaunchError(f"the traced launch of the {variant} failed: {ended.message}")
+            report = run.here / fill(_REPORT if by_nsys else tracer.file, {"run": str(folder)})
+            found[variant] = walls(timeline_from_file(report), _timed(folder))
+    return found
+
+
+def _timed(folder: Path) -> Tail:
+    """The timed steps at the end of a run, from its own figures."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    strict = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["env"]["strict"]
+    timed = [row["seconds"] for row in rows if row["timed"]]
+    return Tail(strict["log_every"] * len(timed), strict["log_every"] * sum(timed))
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:
