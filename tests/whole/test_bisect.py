@@ -17,7 +17,7 @@ from playbook.errors import ConfigError, LaunchError
 from playbook_bench.judge import bisection
 from playbook_bench.launch import local
 from playbook_bench.run import bisect, gate
-from playbook_bench.statements.invariants.bisect_finds_the_commit import bisect_finds_the_commit
+from playbook_bench.statements.rules import bisect_finds_the_commit
 
 EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""

@@ -7,8 +7,13 @@ E4M3 scale, MXFP8: blocks of 32 with a power of two), and bfloat16 with 8 signif
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+from playbook.errors import ConfigError
+from playbook_bench.judge.verdict import Statement
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,40 @@ def rounding_error(name: str, values: Sequence[float]) -> float:
     """Root mean square error of the format on these values, as a share of their root mean square."""
     kept = rounded(values, FORMATS[name])
     return math.sqrt(sum((a - b) ** 2 for a, b in zip(values, kept, strict=True)) / sum(a * a for a in values))
+
+
+def coarser(*, formats: Sequence[str], factor: float, count: int = 8192, seed: int = 0) -> Statement:
+    """Whether each format of the list loses at least `factor` times as much as the one before it, on normally distributed numbers.
+
+    Raises:
+        ConfigError: a format that is not known, or fewer than two.
+    """
+    unknown = [f for f in formats if f not in FORMATS]
+    if unknown or len(formats) < 2:
+        raise ConfigError(f"formats {', '.join(formats)}: expected two or more of {', '.join(FORMATS)}")
+    draw = random.Random(seed)
+    values = [draw.gauss(0.0, 1.0) for _ in range(count)]
+    errors = {f: rounding_error(f, values) for f in formats}
+    found = list(errors.values())
+    holds = all(b >= factor * a for a, b in pairwise(found))
+    sentence = "rounding error, relative to the numbers: " + ", ".join(f"{f} {e:.1%}" for f, e in errors.items())
+    return holds, sentence, {"errors": errors, "count": count}
+
+
+def _chosen(logits: Sequence[float], top_k: int) -> frozenset[int]:
+    return frozenset(sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top_k])
+
+
+def routing_flips(*, experts: int, top_k: int, tokens: int, spread: float, least: float, seed: int = 0) -> Statement:
+    """Whether rounding router logits to bfloat16 changes the chosen experts of at least a share `least` of the tokens.
+
+    Logits are normally distributed with standard deviation `spread`; ties go to the lower index, as top-k implementations do.
+    """
+    draw = random.Random(seed)
+    changed = 0
+    for _ in range(tokens):
+        logits = [draw.gauss(0.0, spread) for _ in range(experts)]
+        changed += _chosen(logits, top_k) != _chosen([significant(x, 8) for x in logits], top_k)
+    share = changed / tokens
+    sentence = f"top-{top_k} of {experts} logits rounded to bfloat16: other experts for {share:.1%} of {tokens} tokens"
+    return share >= least, sentence, {"share": share, "tokens": tokens}
