@@ -23,7 +23,7 @@ from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Evidence, Variant, digest
-from playbook.records.trace import Collector, ReportFile, TraceResult, VariantTrace
+from playbook.records.trace import Collector, ReportFile, TraceResult, TraceTable, VariantTrace
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher, Spec, interruptible, new_folder
 from playbook_bench.launch.outcome import read_summary
@@ -33,6 +33,8 @@ from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.trace import reports
+from playbook_bench.trace.table import STEP, build
+from playbook_bench.trace.walls import Walls, walls
 from playbook_bench.variants.resolve import Resolved, configurations
 from playbook_trainer.config.tree import ProfileConfig
 
@@ -100,6 +102,17 @@ def run(
         variants=launches,
     )
     return _write(result, folder.with_suffix(".json"))
+
+
+def of_file(path: Path) -> tuple[Walls, TraceTable | None]:
+    """The walls of a trace that somebody else made, and the table of its ranges where they are ours.
+
+    Raises:
+        PlaybookError: it is no report, or damaged.
+    """
+    timeline = reports.timeline_from_file(path)
+    framed = timeline.ops and any(span.name == STEP for span in timeline.spans)
+    return walls(timeline), build(timeline) if framed else None
 
 
 def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:

@@ -21,7 +21,6 @@ from playbook_app.cli.output import complain, print_json, print_table, print_tra
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
-from playbook_bench.trace import reports, table, walls
 
 if TYPE_CHECKING:
     from playbook_bench.run import prove
@@ -163,9 +162,8 @@ def bench_trace(
             "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
         )
     if file is not None:
-        timeline = reports.timeline_from_file(file)
-        framed = timeline.ops and any(s.name == table.STEP for s in timeline.spans)
-        _show_file(asdict(walls.walls(timeline)), table.build(timeline).model_dump(mode="json") if framed else None, as_json)
+        walls, ranges = tracing.of_file(file)
+        _show_file(asdict(walls), ranges.model_dump(mode="json") if ranges else None, as_json)
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
