@@ -70,6 +70,8 @@ def test_every_source_file_belongs_to_a_path_or_is_neutral() -> None:
         (dumped(MOE, parallel__cp=2), 2, {"data", "torch.experts", "torch.fsdp", "torch.cp"}),
         (dumped(MOE, parallel__tp=2), 2, {"data", "torch.experts", "torch.tp"}),
         (dumped(MOE, parallel__tp=2, parallel__etp=1), 2, {"data", "torch.experts", "torch.tp", "torch.fsdp"}),
+        (dumped(MOE, parallel__etp=1), 1, {"data", "torch.experts"}),
+        (dumped(MOE, parallel__etp=2), 2, {"data", "torch.experts", "torch.tp", "torch.fsdp"}),
         (dumped(MOE, parallel__pp=2), 2, {"data", "torch.experts", "torch.pp"}),
         (dumped(MOE, checkpoint__dir="c", offload__activations=True), 1, {"data", "torch.experts", "checkpoint", "torch.offload"}),
         (dumped(MOE, train__recompute="full", train__compile__loss=True), 1, {"data", "torch.experts", "torch.recompute", "torch.compile"}),
@@ -77,7 +79,7 @@ def test_every_source_file_belongs_to_a_path_or_is_neutral() -> None:
         (dumped(MOE, backend="megatron"), 1, {"data", "megatron", "megatron.experts"}),
         (dumped(VISION, backend="megatron", parallel__pp=2), 2, {"data", "images", "megatron", "megatron.vision", "megatron.parallel"}),
         ({}, 1, {"data"}),
-        ({"parallel": {"ep": [4], "tp": None, "pp": "x"}, "model": 7, "megatron": {"aux_loss_coeff": 1}, "moe": "x"}, 1, {"data", "torch.ep", "torch.tp", "torch.pp"}),
+        ({"parallel": {"ep": [4], "tp": None, "pp": "x"}, "model": 7, "data": {"kind": 1}, "megatron": {"aux_loss_coeff": 1}, "moe": "x"}, 1, {"data"}),
     ],
 )  # fmt: skip
 def test_the_paths_of_a_run(config: dict[str, Any], ranks: int, taken: set[str]) -> None:

@@ -37,6 +37,11 @@ def _set(*keys: str) -> Callable[[Value, int], bool]:
     return lambda value, ranks: any(value(key) not in (neutral()[key], "auto") for key in keys)
 
 
+def _cut(*axes: str) -> Callable[[Value, int], bool]:
+    """Whether several ranks share the work along one of these axes."""
+    return lambda value, ranks: any(_degree(value(axis)) > 1 for axis in axes)
+
+
 def _sharded(value: Value, ranks: int) -> bool:
     """Whether several ranks have the same dense weights (dp x cp), or those of the same expert (edp)."""
     tp, pp, ep = (_degree(value(f"parallel.{axis}")) for axis in ("tp", "pp", "ep"))
@@ -107,20 +112,20 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         # On one rank FSDP2 only casts, which is of the path torch.
         "torch.fsdp": Path(FIRST, _sharded, ("torch/build.py",)),
         "torch.ep": Path(
-            FIRST, _set("parallel.ep"), ("torch/parallel/comm.py", "torch/parallel/dedup.py", "torch/parallel/dispatch.py")
+            FIRST, _cut("parallel.ep"), ("torch/parallel/comm.py", "torch/parallel/dedup.py", "torch/parallel/dispatch.py")
         ),
         "torch.cp": Path(
             FIRST,
-            _set("parallel.cp"),
+            _cut("parallel.cp"),
             ("torch/model/attention_blocks.py", "torch/parallel/comm.py", "torch/parallel/context.py", "torch/parallel/ring.py"),
         ),
         "torch.tp": Path(
             FIRST,
-            _set("parallel.tp", "parallel.etp"),
+            _cut("parallel.tp", "parallel.etp"),
             ("torch/parallel/comm.py", "torch/parallel/folding.py", "torch/parallel/sequence.py", "torch/parallel/tensor.py"),
         ),
         "torch.pp": Path(
-            FIRST, _set("parallel.pp"), ("torch/parallel/interleaved.py", "torch/parallel/pipeline.py", "torch/parallel/tied.py")
+            FIRST, _cut("parallel.pp"), ("torch/parallel/interleaved.py", "torch/parallel/pipeline.py", "torch/parallel/tied.py")
         ),
         "megatron": Path(
             3,
