@@ -64,6 +64,7 @@ def read_run(folder: Path) -> Seen:
         "samples": samples,
         "data_sha": summary.get("data_sha"),
         "performance_revision": summary.get("performance_revision"),
+        "revisions": {k: v for k, v in _mapping(summary.get("revisions")).items() if isinstance(v, int)},
         "parameters_of": "model" if summary.get("parameters_of") == "model" else "rank",
         "num_parameters": summary.get("num_parameters"),
         "trained_parameters": summary.get("trained_parameters"),

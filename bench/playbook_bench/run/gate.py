@@ -30,6 +30,7 @@ from playbook_bench.run.series import Progress, Request, Series, Silent
 from playbook_bench.variants import checkout, trees
 from playbook_bench.variants.command import Command
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
+from playbook_trainer import revision
 from playbook_trainer.config.tree import flatten
 
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
@@ -76,7 +77,7 @@ class GateResult:
     differences: list[str] = field(default_factory=list)
     """Configuration keys that the two trees resolve to different values, with both."""
     revision: str = ""
-    """Advice to raise the performance revision, where older verdicts should go stale and would not; else ""."""
+    """Advice to raise a performance revision, where older verdicts should go stale and would not; else ""."""
     anchor: GateResult | None = None
     """The result against the anchor, the oldest accepted commit, if the case has one."""
 
@@ -144,9 +145,9 @@ def _run(
         blank = GateResult("error", "", case.id, baseline, profile, limits.limit)
         states: dict[str, str | Path | None] = {**references, "candidate": judged}
         try:
-            variants = (
-                _commands(case, profile, repository, states) if case.command else _resolve(case, profile, _files(stack, repository, states))
-            )
+            folders = {} if case.command else _files(stack, repository, states)
+            variants = _commands(case, profile, repository, states) if case.command else _resolve(case, profile, folders)
+            changed = {v: checkout.changed(folders[v], folders["candidate"]) for v in references if folders}
         except LaunchError as e:
             return replace(blank, sentence=str(e))
         blank = replace(blank, differences=_differences(variants))
@@ -172,7 +173,7 @@ def _run(
             _measure(running, metric, limits)
     if kept and options.journal is None and running.plan.stopped != "budget":
         kept.remove()
-    found = _judge_all(running, metric, limits, blank, anchor)
+    found = _judge_all(running, metric, limits, blank, anchor, changed)
     if not _changed(repository, baseline, judged):
         found = replace(found, sentence=f"nothing changed since {baseline}, and any difference is noise; {found.sentence}")
     return found
@@ -354,12 +355,14 @@ def _worst(*answers: Status) -> Status:
     return min(answers, key=_WORST_FIRST.index)
 
 
-def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None) -> GateResult:
-    """The answer against the baseline, and against the anchor; the worse of the two counts."""
-    found = _judge(running, metric, limits, blank, "baseline")
+def _judge_all(
+    running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None, changed: Mapping[str, Sequence[str]]
+) -> GateResult:
+    """The answer against the baseline, and against the anchor; the worse of the two counts. `changed` are the trainer's files that differ from each."""
+    found = _judge(running, metric, limits, blank, "baseline", changed.get("baseline", ()))
     if anchor is None or found.status == "error":
         return found
-    since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor")
+    since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor", changed.get("anchor", ()))
     status = _worst(found.status, since.status)
     needed = [r.pairs_needed for r in (found, since) if r.status == "undecided"]
     more = None if not needed or None in needed else max(n for n in needed if n is not None)
@@ -372,7 +375,7 @@ def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResul
     )
 
 
-def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str) -> GateResult:
+def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str, changed: Sequence[str]) -> GateResult:
     runs = _against(running.runs, reference)
     blank = replace(blank, runs=list(running.runs))
     if problem := _problem(running, runs, metric):
@@ -392,8 +395,9 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
     found = _slowdown(running, metric, limits, reference)
-    effect, backend = _effect(running, metric, runs), str(running.variants["candidate"].dump.get("backend", "torch"))
-    blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, backend))
+    effect, candidate = _effect(running, metric, runs), running.variants["candidate"]
+    paths = revision.touched(changed, candidate.dump, candidate.ranks)
+    blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, paths))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
     rest = _rest(running, limits, reference)

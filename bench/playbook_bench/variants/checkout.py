@@ -23,7 +23,7 @@ from playbook_bench.machine import detect
 _ANCHORS = "gate-anchors.yaml"
 """In `bench/baselines/`: by case, the oldest commit whose speed was accepted."""
 _GIT_TIMEOUT_S = 120
-_CONFIGS = Path("trainer/configs")
+_CONFIGS, _TRAINER = Path("trainer/configs"), Path("trainer/playbook_trainer")
 _PREFIX, _LOCK = "playbook-gate-", "lock"
 _RESOLVE = """
 import json, sys
@@ -191,6 +191,15 @@ def code_of(launcher: object, commands: bool) -> list[str] | None:
         source = source_of(Path.cwd())
         return [*words, source] if source else None
     return words
+
+
+def changed(before: Path, after: Path) -> list[str]:
+    """The trainer's source files that differ between two trees, below its package."""
+    one, other = (
+        {path.relative_to(tree / _TRAINER).as_posix(): path.read_bytes() for path in (tree / _TRAINER).rglob("*.py")}
+        for tree in (before, after)
+    )
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

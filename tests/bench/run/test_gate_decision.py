@@ -51,7 +51,8 @@ class Invented:
         ]
         (spec.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         summary = {
-            "outcome": "ok", "world_size": 1, "source_sha": planted.get("source", "s"), "performance_revision": 1, "data_sha": planted.get("data", "d"),
+            "outcome": "ok", "world_size": 1, "source_sha": planted.get("source", "s"), "performance_revision": 1,
+            "revisions": planted.get("revisions", {}), "data_sha": planted.get("data", "d"),
             "num_parameters": 10, "trained_parameters": 10,
             "seconds": {"timed": sum(r["seconds"] for r in rows if r["timed"])},
             "metrics": {BYTES: planted.get("bytes", 100), "recompiles": 0},
@@ -255,8 +256,28 @@ def test_a_commit_that_costs_more_beside_its_steps_is_a_regression(judged, plant
 def test_sources_and_revision_may_differ_between_commits(judged):
     found, _ = judged(candidate={"source": "t"})
     assert (found.status, found.revision) == ("pass", "")
+    found, _ = judged(candidate={"source": "t", "factor": 0.9, "revisions": {"torch.experts": 2}})
+    assert (found.status, found.revision) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("files", "paths"),
+    [
+        ({}, "torch"),
+        ({"exit_codes.py": "1"}, "torch"),
+        ({"torch/kernels/permute.py": "1"}, "torch.experts"),
+        ({"torch/parallel/dispatch.py": "1", "exit_codes.py": "1"}, "torch.experts"),
+        ({"data/packing.py": "1", "torch/model/vision.py": "1"}, "data"),
+        ({"loop.py": "1", "torch/engine.py": "1"}, "loop and torch"),
+    ],
+)
+def test_the_paths_to_raise_are_those_that_ran_and_whose_files_changed(judged, tmp_path, files, paths):
+    for name, text in files.items():
+        path = tmp_path / "new" / "trainer" / "playbook_trainer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     found, _ = judged(candidate={"source": "t", "factor": 0.9})
-    assert (found.status, "raise PERFORMANCE_REVISION['torch']" in found.revision) == ("pass", True)
+    assert f"raise the revision of {paths} in playbook_trainer/revision.py" in found.revision
 
 
 @pytest.mark.parametrize(
