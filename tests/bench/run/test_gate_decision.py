@@ -12,6 +12,7 @@ import pytest
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook_bench.judge import statistics
+from playbook_bench.judge.clocks import OUTSIDE
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
@@ -55,7 +56,7 @@ class Invented:
             "revisions": planted.get("revisions", {}), "data_sha": planted.get("data", "d"),
             "num_parameters": 10, "trained_parameters": 10,
             "seconds": {"timed": sum(r["seconds"] for r in rows if r["timed"])},
-            "metrics": {BYTES: planted.get("bytes", 100), "recompiles": 0},
+            "metrics": {BYTES: planted.get("bytes", 100), "recompiles": 0, OUTSIDE: 10.0 + planted.get("outside", 0.0)},
             "receipt": {"numbers": {"layers": 4}, "collectives": [{"op": planted.get("collective", "all_to_all"), "count": 4}], "counters": {"recompiles": 0}},
             "env": {"strict": {"torch": "none"}},
         }  # fmt: skip
@@ -251,6 +252,11 @@ def test_a_commit_that_costs_more_beside_its_steps_is_a_regression(judged, plant
     assert (found.status, says in found.sentence) == ("regression", True), found.sentence
     allowed = gate.Limits(allowed={"memory": 0.05, "process": 9.0})
     assert judged(candidate=planted, limits=allowed)[0].status == "pass"
+
+
+def test_steps_that_slow_down_are_a_regression_whatever_is_saved_beside_them(judged):
+    found, _ = judged(baseline={"outside": 0.15}, candidate={"factor": 1.2})
+    assert found.status == "regression", found.sentence
 
 
 def test_sources_and_revision_may_differ_between_commits(judged):
