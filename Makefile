@@ -5,6 +5,7 @@
 #   make test-all every test that needs no GPU, no Slurm and no browser
 #   make targets  the trainers that plans are exported to, unpacked into .venv/targets; tests read exports back with their code
 #   make test-slurm  jobs of a real Slurm, two virtual nodes on this machine; needs Debian's slurm-wlm and munge
+#   make bench-tests  how long commands and searches take; on a machine that does nothing else
 #   make check    lint, types, import rules, schemas, cards, skills
 #   make parity   the tables of parity, anew from the tests that make the comparisons
 #   make docs     the site, strictly, into site/
@@ -23,7 +24,7 @@ SOURCES := playbook app/playbook_app bench/playbook_bench trainer/playbook_train
 # Tests of one module share what its fixtures have launched, so a module stays on one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope
 
-.PHONY: help demo targets test test-all test-rest test-slurm test-browser check docs parity clean
+.PHONY: help demo targets test test-all test-rest test-slurm test-browser bench-tests check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -61,6 +62,9 @@ test-all: test test-rest
 
 test-slurm: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/whole/slurm
+
+bench-tests: $(VENV)/.dev
+	$(BIN)/python -m pytest -m benchmark tests/test_benchmarks.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import sys
-import time
 from datetime import date
 
 import anyio
@@ -29,7 +28,6 @@ from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
 from playbook.records.read import Reader
-from playbook_app.mcp.library import library_here
 from playbook_app.mcp.server import MAX_CHARS, server
 from tests.support.mcp_calls import ask
 
@@ -49,8 +47,6 @@ TOOLS = {
 MAX_DEFINITIONS = 13_000
 """Characters of all tool definitions together, which every client puts before each of its model's answers."""
 MAX_SUMMARY = 6000
-WARM_S = 0.05
-"""Over four times what the slowest call takes on a quiet machine, and a tenth of reading the evidence anew."""
 LAYOUT = {"gpus": 8, "model": "qwen3_30b_a3b", "settings": ["seq_len=4096", "mbs=1", "gbs=8"]}
 
 
@@ -104,26 +100,6 @@ def test_the_definitions_are_short(library):
 
     size = sum(len(json.dumps(t.model_dump(mode="json", by_alias=True, exclude_none=True))) for t in anyio.run(look))
     assert size < MAX_DEFINITIONS
-
-
-def test_a_warm_call_takes_milliseconds(library):
-    """With the evidence that ships, read once. The least of three, in seconds of a core: other work on the machine only adds."""
-    serving = server(library_here())
-
-    async def talk():
-        took = {}
-        async with Client(serving) as client:
-            for tool in TOOLS:
-                each = []
-                for _ in range(4):
-                    began = time.process_time()
-                    assert not (await client.call_tool(tool, VALID[tool])).is_error
-                    each.append(time.process_time() - began)
-                took[tool] = min(each[1:])
-        return took
-
-    took = anyio.run(talk)
-    assert max(took.values()) < WARM_S, took
 
 
 def test_an_answer_stands_once_and_its_text_is_a_summary(library):
