@@ -31,7 +31,7 @@ def ab(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("lie", ["halved", "between", "unsynchronised", "before", "after", "at the end"])
-@pytest.mark.sample("halved", "after")
+@pytest.mark.sample("halved")
 def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie):
     alone = lie in ("before", "after", "at the end")  # no line arrives when its step ends, or as much time lies outside of all lines
     words = [*COMMAND, "--takes", "0.04" if alone else "0.005"]  # beyond what a start varies by on a busy machine
