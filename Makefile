@@ -52,7 +52,6 @@ $(VENV)/.targets: Makefile | $(VENV)/.dev
 
 test: $(VENV)/.dev $(VENV)/.targets
 	$(PYTEST)
-	$(BIN)/playbook cards check
 
 # One worker more than cores, for these tests wait for their ranks a quarter of the time; modules in the order of tests/conftest.py, the longest first.
 test-rest: $(VENV)/.dev $(VENV)/.targets

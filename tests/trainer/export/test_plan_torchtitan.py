@@ -110,7 +110,7 @@ def drawn(seed: int) -> Iterator[Plan]:
             choices = search(Question(MODELS[name], name, gpu, gpus, seq_len, backend="torch", fixed=fixed), 3).choices
         except ConfigError:
             continue
-        for plan in chance.sample([c.plan for c in choices], min(1, len(choices))):
+        for plan in chance.sample([c.plan for c in choices], len(choices)):
             try:
                 launchable(plan, gpu.name)
             except ConfigError:
@@ -118,11 +118,11 @@ def drawn(seed: int) -> Iterator[Plan]:
             yield plan
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(100, marks=pytest.mark.full)])
-def test_torchtitan_accepts_what_the_search_finds(number: int) -> None:
+@pytest.mark.full
+def test_torchtitan_accepts_what_the_search_finds() -> None:
     found = drawn(42)
-    plans = [next(found) for _ in range(number)]
-    assert len({plan.model for plan in plans}) > number // 10
+    plans = [next(found) for _ in range(100)]
+    assert len({plan.model for plan in plans}) > 10
     compare(plans)
 
 
