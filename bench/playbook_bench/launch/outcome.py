@@ -110,5 +110,5 @@ def tail(log: Path) -> str:
             text = confidential.hidden(f.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""
-    home = os.path.expanduser("~").rstrip("/")
+    home = os.environ.get("HOME", "").rstrip("/")
     return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\s\"':,)]|$)", "~", text) if home else text
