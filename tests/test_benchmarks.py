@@ -16,6 +16,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -100,7 +101,7 @@ def test_a_plan_takes_seconds(command: str, capsys: pytest.CaptureFixture[str]) 
     assert time.process_time() - began < 5 * slower()
 
 
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "search": {"query": "out of memory", "hardware": "h200x4", "model": "qwen3_30b_a3b", "gpus": 4},
     "list_cards": {},
     "get_card": {"card_id": "vlm-real-data", "section": "answer"},
