@@ -22,7 +22,8 @@ SETUP := pyproject.toml constraints.txt
 SOURCES := playbook app/playbook_app bench/playbook_bench trainer/playbook_trainer
 
 # Tests of one module share what its fixtures have launched, so a module stays on one worker; modules in the order of tests/conftest.py, the longest first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
+# One worker more than cores, for tests wait for their ranks a quarter of the time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(( $$(nproc) + 1 )) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help demo targets test test-all test-rest test-slurm test-browser bench-tests check docs parity clean
 
@@ -53,9 +54,8 @@ $(VENV)/.targets: Makefile | $(VENV)/.dev
 test: $(VENV)/.dev $(VENV)/.targets
 	$(PYTEST)
 
-# One worker more than cores, for these tests wait for their ranks a quarter of the time.
 test-rest: $(VENV)/.dev $(VENV)/.targets
-	$(PYTEST) -n $$(( $$(nproc) + 1 )) -m full
+	$(PYTEST) -m full
 
 test-all: test test-rest
 
