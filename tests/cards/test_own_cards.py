@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from playbook import schemas
+from playbook.cards import load as card_files
 from playbook.cards.load import load_all, read_cards
 from playbook.errors import ConfigError, FileError
 from playbook.paths import DEFAULT_RESULTS, data_root, default_results, folders
@@ -58,6 +59,7 @@ def test_ones_own_go_through_their_schemas_in_every_command_and_what_ships_in_th
     run("cards", "init", "our-loader")
     monkeypatch.setattr(schemas, "check", lambda data, name: seen.append((name, data["id"])) or [])
     seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(card_files, "load", card_files.load.__wrapped__)  # each anew: other tests have read them
     _shipped.cache_clear()
     load_all()
     for case in ("our-loader", "moe-dispatch-bytes"):
