@@ -23,7 +23,7 @@ from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.named import counted, of_text
-from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
+from playbook.planner.models import MODELS, from_fields, named, not_known
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, parse
 from playbook.planner.shapes import Shape
@@ -63,9 +63,9 @@ def shape_of(model: str) -> Shape:
     if model.lstrip().startswith("{"):
         try:
             data: Any = json.loads(model)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise PlaybookError(f"the model's text is no JSON: {str(e)[:100]}; give a preset's name or a whole config.json") from e
-        return from_huggingface(data, "given") if "model_type" in data else from_preset(data, "given")
+        return from_fields(data, "given")
     name = named(model)
     if not name:
         raise PlaybookError(f"{not_known(model)}; or give the text of a config.json")
