@@ -207,7 +207,7 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
         ("search", {"query": "x" * 100_000}, "at most 2000"),
         ("search", {"query": "?!"}, "holds no word"),
         ("search", {"query": "dispatcher", "status": "proven"}, "Input should be"),
-        ("search", {"query": "dispatcher", "model": "foo"}, "is not known; expected one of deepseek_v2, "),
+        ("search", {"query": "dispatcher", "model": "foo"}, "is not known; expected one of aya_23_8b, "),
         ("search", {"query": "dispatcher", "hardware": "foo"}, "hardware 'foo' is not known; expected one of a100, "),
         ("check_layout", {**LAYOUT, "model": "gpt5"}, "or give the text of a config.json"),
         ("plan_layout", {"model": "qwen3_8b", "gpus": 8, "hardware": "a100", "allow": ["fp8"]}, "allow fp8: a100 has no 8-bit products"),

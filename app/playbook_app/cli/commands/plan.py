@@ -23,14 +23,13 @@ from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
-from playbook.planner.shapes import DEEPEST
 from playbook.planner.time.step import network_share
 from playbook.text import count
-from playbook_app.cli.options import AsJson, Imbalance, Network, commands
+from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import USAGE, print_json, print_table, say
 from playbook_app.cli.quantities import machines, tokens
 from playbook_app.services.predicted_case import case_of, text_of
@@ -91,9 +90,6 @@ _Published = Annotated[
     bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
 ]
 _Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
-_Layers = Annotated[
-    int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")
-]
 _Export = Annotated[
     str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
 ]
@@ -139,7 +135,8 @@ def plan_for(
     anchor: _Anchor = None,
     published: _Published = True,
     top: _Top = 5,
-    layers: _Layers = None,
+    layers: Layers = None,
+    experts: Experts = None,
     export: _Export = None,
     slurm: _Slurm = False,
     emit_case: _EmitCase = None,
@@ -151,7 +148,7 @@ def plan_for(
 
     Numerics stay BF16 with float32 master weights, gradients and moments unless --allow widens them. Exit code 2 where nothing fits.
     """
-    shape = find(model) if layers is None else find(model).of_depth(layers)
+    shape, _, _ = cut(find(model), cuts(layers, experts))
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
     fixed = tuple(_words(fix or []))
     if export is not None:
