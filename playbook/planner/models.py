@@ -72,9 +72,13 @@ def file_of(path: Path) -> Path | None:
 
 def not_known(model: str) -> str:
     """That no preset has a name: the nearest one, or all of them."""
+    return f"model '{model[:80]}' is not known{nearest(model) or '; expected one of ' + ', '.join(MODELS)}"
+
+
+def nearest(model: str) -> str:
+    """The preset whose name is likest to one that is not known, as a question; empty where none is near."""
     near = get_close_matches(_names(model)[-1], _spelled(), n=1, cutoff=_NEAR)
-    hint = f"; did you mean '{_spelled()[near[0]]}'?" if near else f"; expected one of {', '.join(MODELS)}"
-    return f"model '{model[:80]}' is not known{hint}"
+    return f"; did you mean '{_spelled()[near[0]]}'?" if near else ""
 
 
 def named(model: str) -> str:

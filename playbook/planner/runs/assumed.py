@@ -13,7 +13,7 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner.choice import unknowns
-from playbook.planner.models import file_of, from_file, named, not_known, published
+from playbook.planner.models import file_of, from_file, named, nearest, published
 from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, Options
 from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import spelling
@@ -164,7 +164,7 @@ def _found(name: str, folder: str) -> Shape:
     file = file_of(Path(folder, name))
     if file is not None:
         return from_file(file)
-    raise Unexpressed(f"{not_known(name)}; or name the path of a config.json beside the table")
+    raise Unexpressed(f"model '{name[:80]}' is not known{nearest(name)}; name a preset, or the path of a config.json beside the table")
 
 
 @lru_cache(maxsize=4096)
