@@ -153,7 +153,10 @@ def _shape(run: Run) -> Shape:
         raise Unexpressed("no model is named")
     if named(name) in _UNMODELLED:
         raise Unexpressed(_UNMODELLED[named(name)])
-    return _found(name, str(run.folder))
+    shape, layers = _found(name, str(run.folder)), run.count("layers")
+    if layers and layers > shape.layers:
+        raise Unexpressed(f"{layers} layers; {name[:80]} has {shape.layers}, and `layers` cuts it")
+    return shape.of_depth(layers) if layers else shape
 
 
 @lru_cache(maxsize=256)
