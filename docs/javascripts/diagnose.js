@@ -1,4 +1,5 @@
-// The short form of `playbook diagnose`: where a run stands between published runs and the prediction, for settings whose plan was asked beforehand.
+// The short form of `playbook diagnose`: where a run stands between published runs of any GPU and the prediction. Plans were asked beforehand for some
+// numbers of GPUs; between two of them the speed lies between theirs, evenly by the logarithm of the number.
 (function () {
   "use strict";
   const form = document.getElementById("pb-diagnose"), answer = document.getElementById("pb-diagnosis");
@@ -29,7 +30,7 @@
       said.push(`${words} (${runs.shared}, ${range(runs)}${more > EVEN ? `; the fastest is ${percent(more)} faster` : ""})`);
     }
     const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "within";
-    said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
+    if (row.speed) said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
     if (runs && runs.predicted) {
       const [low, high] = runs.predicted.map(percent);
       said.push(`of what is published here the planner predicts ${low === high ? low : `${low} to ${high}`}`);
@@ -37,13 +38,38 @@
     return said.join("; ");
   }
 
+  const sentence = (words) => words ? `${words[0].toUpperCase()}${words.slice(1)}.` : "No published run and no plan of this model is near.";
+
+  // The row of so many GPUs: asked, between two that were, or without a prediction. Undefined where no plan fits.
+  function rowOf(number) {
+    const same = rows.filter((r) => r.model === read("model") && r.hardware === read("gpu"));
+    const exact = same.find((r) => r.asked && r.gpus === number);
+    if (exact) return exact.speed ? exact : undefined;
+    const below = same.findLast((r) => r.asked && r.gpus < number), above = same.find((r) => r.asked && r.gpus > number);
+    const near = below || above || same[0];
+    const row = {...near, gpus: number, step_tokens: near.step_tokens * near.gpus / number, speed: 0, between: null};
+    if (!below || !above || !below.speed || !above.speed) return row;
+    const part = Math.log(number / below.gpus) / Math.log(above.gpus / below.gpus);
+    const lerp = (key) => below[key] * (above[key] / below[key]) ** part;
+    return {...row, speed: lerp("speed"), mfu: lerp("mfu"), low: Math.min(below.low, above.low), high: Math.max(below.high, above.high), between: [below, above]};
+  }
+
+  function fastest(row) {
+    if (!row.speed) return "not asked beforehand; the command below plans it";
+    const speed = `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU`;
+    if (!row.between) return `${speed}, ${whole(row.gib)} GiB: ${row.settings}`;
+    return `${speed}: between ${row.between.map((r) => `${whole(r.speed)} on ${r.gpus} GPUs (${r.settings})`).join(" and ")}`;
+  }
+
   function show() {
-    const row = rows.find((r) => r.model === read("model") && String(r.gpus) === read("gpus") && r.hardware === read("gpu"));
+    const number = Number(read("gpus"));
+    if (!(number >= 1 && Number.isInteger(number))) return answer.replaceChildren(element("p", "Say on how many GPUs it runs: a whole number from 1."));
+    const row = rowOf(number);
     const given = Number(read("speed")), unit = read("unit");
     if (!row) return answer.replaceChildren(element("p", "No plan of this model fits so few of these GPUs, by the planner; choose more."));
     const tokens = {"% MFU": given / 100 * row.tokens_per_mfu, "tokens/s per GPU": given, "seconds a step": row.step_tokens / given}[unit];
     const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
-    const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
+    const lines = [["fastest", fastest(row)]];
     for (const run of row.published ? row.published.rows : []) {
       lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.other ? `; ${run.other}` : ""}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
@@ -55,7 +81,7 @@
     const speed = given > 0 && isFinite(tokens);
     if (speed) lines.unshift(["you", `${whole(tokens)} tokens/s/GPU, ${percent(tokens / row.tokens_per_mfu)} MFU, ${(row.step_tokens / tokens).toFixed(2)} s a step`]);
     answer.replaceChildren(
-      element("p", element("strong", speed ? position(row, tokens).replace(/^you/, "You") + "." : "Say how fast it runs."), {id: "pb-position"}),
+      element("p", element("strong", speed ? sentence(position(row, tokens)) : "Say how fast it runs."), {id: "pb-position"}),
       element("dl", lines.flatMap(([name, words]) => [element("dt", name), element("dd", words)]), {className: "pb-lines"}),
       element("p", ["Likely wall, and what to try first, with verdict, gain, flags and test: ",
         element("code", `playbook diagnose --model ${row.model} --gpus ${row.gpus} --gpu ${row.hardware}${speed ? ` ${option}` : ""}`)]),
