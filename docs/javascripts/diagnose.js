@@ -4,7 +4,7 @@
   "use strict";
   const form = document.getElementById("pb-diagnose"), answer = document.getElementById("pb-diagnosis");
   if (!form) return;
-  const rows = JSON.parse(document.getElementById("pb-settings").textContent);
+  const {rows, silent, names} = JSON.parse(document.getElementById("pb-settings").textContent);
   const NEAR = 0.05, EVEN = 0.05;
   const whole = (value) => Math.round(value).toLocaleString("en-US"), percent = (value) => `${Math.round(100 * value)}%`;
   const read = (name) => form.elements[name].value;
@@ -40,6 +40,19 @@
 
   const sentence = (words) => words ? `${words[0].toUpperCase()}${words.slice(1)}.` : "No published run and no plan of this model is near.";
 
+  // What a pasted file says: the kind of GPU that it names, and the best product that a calibration measured, in FLOP/s. Null of nothing, and of what names no known GPU.
+  function pasted(text) {
+    const whole = text.slice(0, 5e6), stated = whole.match(/^["{\s]*gpu"?\s*:\s*["']?([^"'#\n,}]+)/m);
+    let name = stated ? stated[1] : "", best = 0;
+    try {
+      const data = JSON.parse(whole);
+      name = data.gpu || data.device.name;
+      for (const row of data.rows || []) if (row.kind === "linear" && row.flops_per_s > best) best = row.flops_per_s;
+    } catch { /* a hardware file may be YAML */ }
+    const plain = String(name).slice(0, 200).toLowerCase().replace(/^([0-9]+)x/, "$1x ").replace(/[^a-z0-9]+/g, " ").replace(new RegExp(silent, "g"), "").replaceAll(" ", "");
+    return Object.hasOwn(names, plain) ? {gpu: names[plain], best} : null;
+  }
+
   // The row of so many GPUs: asked, between two that were, or without a prediction. Undefined where no plan fits.
   function rowOf(number) {
     const same = rows.filter((r) => r.model === read("model") && r.hardware === read("gpu"));
@@ -64,6 +77,9 @@
   function show() {
     const number = Number(read("gpus"));
     if (!(number >= 1 && Number.isInteger(number))) return answer.replaceChildren(element("p", "Say on how many GPUs it runs: a whole number from 1."));
+    const text = read("file").trim(), file = text ? pasted(text) : null;
+    if (text && !file) return answer.replaceChildren(element("p", "The file names no GPU that is known: expected a calibration of playbook calibrate, or a hardware file with gpu: KIND."));
+    if (file) form.elements.gpu.value = file.gpu;
     const row = rowOf(number);
     const given = Number(read("speed")), unit = read("unit");
     if (!row) return answer.replaceChildren(element("p", "No plan of this model fits so few of these GPUs, by the planner; choose more."));
@@ -73,18 +89,19 @@
     for (const run of row.published ? row.published.rows : []) {
       lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.other ? `; ${run.other}` : ""}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
-    const share = tokens / row.tokens_per_mfu;
-    if (share > row.reached) {
-      const check = `expected at most ${percent(row.reached)}, which the best matrix product reaches. Check your token count: batch, GPUs, and that tokens/s are of one GPU`;
+    const share = tokens / row.tokens_per_mfu, reached = Math.max(row.reached, file ? file.best / row.peak : 0);
+    if (share > reached) {
+      const check = `expected at most ${percent(reached)}, which the best matrix product reaches. Check your token count: batch, GPUs, and that tokens/s are of one GPU`;
       return answer.replaceChildren(element("p", `That means ${whole(tokens)} tokens/s on each GPU, ${percent(share)} of its peak; ${check}.`, {id: "pb-position"}));
     }
     const speed = given > 0 && isFinite(tokens);
     if (speed) lines.unshift(["you", `${whole(tokens)} tokens/s/GPU, ${percent(tokens / row.tokens_per_mfu)} MFU, ${(row.step_tokens / tokens).toFixed(2)} s a step`]);
+    if (file) lines.push(["file", `names ${file.gpu}${file.best ? `, its products reach ${percent(file.best / row.peak)} of the peak` : ""}; the prediction here is of the table's ${file.gpu}, the command's is of the file`]);
     answer.replaceChildren(
       element("p", element("strong", speed ? sentence(position(row, tokens)) : "Say how fast it runs."), {id: "pb-position"}),
       element("dl", lines.flatMap(([name, words]) => [element("dt", name), element("dd", words)]), {className: "pb-lines"}),
       element("p", ["Likely wall, and what to try first, with verdict, gain, flags and test: ",
-        element("code", `playbook diagnose --model ${row.model} --gpus ${row.gpus} --gpu ${row.hardware}${speed ? ` ${option}` : ""}`)]),
+        element("code", `playbook diagnose --model ${row.model} --gpus ${row.gpus} --gpu ${file ? "FILE" : row.hardware}${speed ? ` ${option}` : ""}`)]),
     );
   }
 

@@ -28,7 +28,7 @@ from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import setting
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS
-from playbook.planner.time.cluster import clusters
+from playbook.planner.time.cluster import cluster, clusters
 from playbook_app.site.planned.answers import read
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
@@ -218,6 +218,30 @@ def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: s
             assert "of the prediction" not in position
     page.fill("#pb-diagnose input[name=gpus]", "2.5")
     assert "a whole number from 1" in page.inner_text("#pb-diagnosis")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "says"),
+    [
+        ((repo_root() / "playbook" / "clusters" / "h200.json").read_text(), "h200", "its products reach"),
+        ("# ours\ngpu: NVIDIA H100 PCIe 80GB\nnetwork: 100GbE\n", "h100_pcie", "the prediction here is of the table's h100_pcie"),
+        ('{"gpu": "Radeon"}', "", "names no GPU that is known"),
+        ("gpu: __proto__", "", "names no GPU that is known"),
+        ("{[", "", "names no GPU that is known"),
+    ],
+    ids=["calibration", "hardware", "unknown", "prototype", "noise"],
+)
+def test_the_form_takes_a_pasted_file(page: Any, site_root: str, text: str, gpu: str, says: str) -> None:
+    page.goto(f"{site_root}/guide/diagnose.html")
+    page.fill("#pb-diagnose textarea[name=file]", text)
+    assert says in page.inner_text("#pb-diagnosis")
+    if gpu:
+        assert cluster(machine_name(text)).name == gpu == page.input_value("#pb-diagnose select[name=gpu]")
+        assert "--gpus 64 --gpu FILE --mfu 25" in page.inner_text("#pb-diagnosis")
+
+
+def machine_name(text: str) -> str:
+    return str(json.loads(text)["device"]["name"] if text.startswith("{") else yaml.safe_load(text)["gpu"])
 
 
 def shown(page: Any, selector: str) -> int:

@@ -76,7 +76,7 @@ def test_between_two_numbers_of_gpus_the_speed_lies_between_theirs(model: str, g
 
 
 def test_the_form_has_every_gpu_and_published_runs_of_those_that_were_not_asked() -> None:
-    rows = json.loads(form(PLANS).partition('id="pb-settings">')[2].partition("</script>")[0])
+    rows = json.loads(form(PLANS).partition('id="pb-settings">')[2].partition("</script>")[0])["rows"]
     assert {r["hardware"] for r in rows} == set(clusters())
     gb300 = next(r for r in rows if (r["model"], r["hardware"]) == ("deepseek_v3", "gb300"))
     assert not gb300["asked"]

@@ -115,6 +115,11 @@ def _plain(name: str) -> str:
     return _SILENT.sub("", words).replace(" ", "")
 
 
+def spelled() -> tuple[str, Mapping[str, str]]:
+    """For who reads names elsewhere: the pattern of what is left out of a name, and the cluster of each name without it."""
+    return _SILENT.pattern, _names()
+
+
 @cache
 def _file() -> Any:
     return read(repo_root() / "playbook" / "clusters" / _GPUS)[0]

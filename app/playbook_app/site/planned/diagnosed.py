@@ -10,7 +10,7 @@ from typing import Any
 from playbook.diagnosis.published import nearest
 from playbook.diagnosis.setting import setting
 from playbook.planner.models import MODELS
-from playbook.planner.time.cluster import clusters
+from playbook.planner.time.cluster import clusters, spelled
 from playbook_app.site.planned.answers import Answered, Asked, read
 from playbook_app.site.text import attribute
 
@@ -24,7 +24,8 @@ def form(path: Path) -> str:
     found = [a for a in read(path) if a.asked.seq_len == 4096]
     if not found:
         return ""
-    data = json.dumps(settings(found), separators=(",", ":")).replace("<", "\\u003c")
+    silent, names = spelled()
+    data = json.dumps({"rows": settings(found), "silent": silent, "names": dict(names)}, separators=(",", ":")).replace("<", "\\u003c")
     models = list(dict.fromkeys(a.asked.model for a in found))
     return (
         '<form id="pb-diagnose" class="pb-filters pb-diagnose" data-search-exclude hidden>'
@@ -32,7 +33,8 @@ def form(path: Path) -> str:
         f'<label>GPUs<input name="gpus" type="number" min="1" max="{_MOST}" step="1" value="{_START[1]}" inputmode="numeric"></label>'
         f"{_select('gpu', 'of kind', list(clusters()), _START[2])}"
         '<label>Your speed<input name="speed" type="number" min="0" step="any" value="25" inputmode="decimal"></label>'
-        f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}</form>\n"
+        f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}"
+        '<label>or paste a calibration or a hardware file<textarea name="file" rows="1" spellcheck="false"></textarea></label></form>\n'
         '<div id="pb-diagnosis" aria-live="polite"></div>\n'
         f'<script type="application/json" id="pb-settings">{data}</script>'
     )
@@ -66,6 +68,7 @@ def _row(a: Answered) -> dict[str, Any]:
         "settings": " ".join(a.settings),
         "tokens_per_mfu": where.peak / where.flops_per_token,
         "reached": where.reached,
+        "peak": where.peak,
         "step_tokens": where.question.global_batch * a.asked.seq_len / a.asked.gpus,
         "published": {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "predicted": runs.predicted, "rows": rows}
         if runs
