@@ -152,9 +152,12 @@ def _shape(run: Run) -> Shape:
         raise Unexpressed("no model is named")
     if named(name) in _UNMODELLED:
         raise Unexpressed(_UNMODELLED[named(name)])
-    whole = _found(name, str(run.folder))
-    words = [f"{column}={count}" for column in ("layers", "experts") if (count := run.count(column))]
-    return cut(whole, words)[0]
+    shape = _found(name, str(run.folder))
+    sizes = {column: count for column in ("layers", "experts") if (count := run.count(column))}
+    for column, count in sizes.items():
+        if count > getattr(shape, column):
+            raise Unexpressed(f"{count} {column}; {name[:80]} has {getattr(shape, column)}, and `{column}` cuts it")
+    return cut(shape, [f"{column}={count}" for column, count in sizes.items()])[0]
 
 
 @lru_cache(maxsize=256)

@@ -424,7 +424,14 @@ def _show_runs(rows: list[accuracy.Row]) -> None:
     say(
         f"{count(len(rows), 'run')}: {len(told)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
     )
-    if told and len(rows) <= _LISTED:
+    written = [r.run.sealed for r in rows if r.run.sealed]
+    if written:
+        days = sorted({s.day for s in written})
+        open_ = sum(not r.counts for r in told)
+        say(
+            f"written down {' to '.join(dict.fromkeys((days[0], days[-1])))}, seal {written[-1].seal[:16]} holds; {count(open_, 'row')} without a figure yet"
+        )
+    if told and (written or len(rows) <= _LISTED):
         print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
         say("")
     for note in dict.fromkeys(w for r in told if r.prediction for w in r.prediction.cluster.notes):
