@@ -153,9 +153,9 @@ def test_questions_find_their_card(index: search.Index, half: str) -> None:
 FIRST_LOOK = {
     "tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39),
     "eleventh": (50 / 67, 58 / 67, 33 / 49, 62 / 67),
-    "blind": (149 / 222, 186 / 222, 79 / 173, 198 / 222),
+    "blind": (150 / 222, 185 / 222, 81 / 173, 198 / 222),
 }
-"""The same of the newest batches: what the first look gave, but for one question without a card; it stays below the aims, and may not get worse."""
+"""The same of the newest batches: what the first look gave, but for one question without a card, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
 
 
 @pytest.mark.parametrize("batch", NEWEST)

@@ -18,12 +18,12 @@ from mcp.shared.exceptions import MCPError
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.errors import PlaybookError
-from playbook.paths import data_root, repo_root
+from playbook.paths import repo_root
 from playbook.planner import memory
 from playbook.planner.choice import plain_data
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
-from playbook.planner.models import MODELS
+from playbook.planner.models import MODELS, fields_of
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
@@ -183,7 +183,7 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
         ("search", {"query": "x" * 100_000}, "at most 2000"),
         ("search", {"query": "?!"}, "holds no word"),
         ("search", {"query": "dispatcher", "status": "proven"}, "Input should be"),
-        ("search", {"query": "dispatcher", "model": "foo"}, "is not known; expected one of deepseek_v2, "),
+        ("search", {"query": "dispatcher", "model": "foo"}, "is not known; expected one of aya_23_8b, "),
         ("search", {"query": "dispatcher", "hardware": "foo"}, "hardware 'foo' is not known; expected one of a100, "),
         ("check_layout", {**LAYOUT, "model": "gpt5"}, "or give the text of a config.json"),
         ("plan_layout", {"model": "qwen3_8b", "gpus": 8, "hardware": "a100", "allow": ["fp8"]}, "allow fp8: a100 has no 8-bit products"),
@@ -281,7 +281,7 @@ def test_a_layout_is_planned_as_the_command_plans_it(library):
 
 
 def test_a_model_may_be_the_text_of_its_configuration(library):
-    text = (data_root("tables") / "models" / "llama3_8b.json").read_text()
+    text = json.dumps(fields_of("llama3_8b"))
     asked = {"gpus": 8, "settings": ["tp=2"]}
     named = answer(library, "estimate_memory", model="llama3_8b", **asked)
     for model in (text, "meta-llama/Llama-3.1-8B-Instruct", "Llama3-8B"):
