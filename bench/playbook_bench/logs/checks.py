@@ -18,7 +18,7 @@ _MAX_STEPS = 1_000_000
 _LARGEST_STEP = 2**53
 _BURST_S = 5e-5
 """Lines closer than this were written at once, whatever the steps took."""
-FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s")
+FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s")
 _NOT_WHEN_SKIPPED = frozenset({"loss", "grad_norm"})
 _ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
 _NEXT_LINE = 1.5

@@ -32,7 +32,14 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     ),
     "skipped": (("skipped", 1.0), ("number of skipped iterations", 1.0)),
     "nan": (("nan", 1.0), ("number of nan iterations", 1.0)),
-    "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "throughput(tps)")),
+    "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "tok/s", "tokens/s")),
+    "tokens_per_s_per_gpu": tuple(
+        (n, 1.0)
+        for n in (
+            *("tokens_per_s_per_gpu", "tokens_per_second_per_gpu", "tokens/s/gpu", "tok/s/gpu", "throughput(tps)", "throughput/device/TPS"),
+            *("tokens/train_per_sec_per_gpu",),
+        )
+    ),
     "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
     "epoch": (("epoch", 1.0),),
 }

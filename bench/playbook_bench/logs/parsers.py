@@ -29,7 +29,7 @@ _MEGATRON_TIME = "elapsed time per iteration (ms):"
 _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 """What Lightning's ThroughputMonitor counts from the start of training on, where others mean a step's."""
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
-_TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\b")
+_TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3,6})\b")
 _TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
 
 
@@ -150,6 +150,7 @@ def torchtitan(text: str) -> Iterator[Row]:
         if memory := _TITAN_MEMORY.fullmatch(row.pop("memory", "")):
             row["memory_gib"] = memory[1]
         row |= {n: row[n].replace(",", "") for n in ("tps", "wps", "tflops") if n in row}
+        row["tokens_per_s_per_gpu"] = row.pop("tps", row.pop("wps", None))
         if moments := _TITAN_TIME.findall(line[: start.start()]):
             row["timestamp"] = _moment(moments[-1])
         yield number, row

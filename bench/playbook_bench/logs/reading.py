@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from playbook.errors import LogError
-from playbook_bench.logs import parsers, text
+from playbook_bench.logs import facts, parsers, text
 from playbook_bench.logs.adapters import ADAPTERS, Adapter
 from playbook_bench.logs.checks import Wanted, step_log
 from playbook_bench.logs.model import StepLog
@@ -46,7 +47,8 @@ def read(
     chosen = _chosen(adapter, content)
     source = _source(chosen, content)
     arrived = arrivals if chosen.printed else None
-    return step_log(chosen.parse(source), Wanted(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
+    found = step_log(chosen.parse(source), Wanted(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
+    return found if chosen.binary else replace(found, facts=facts.of(source))
 
 
 def _file(path: Path) -> Path:

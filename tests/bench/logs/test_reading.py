@@ -41,12 +41,12 @@ def test_seconds_and_losses_are_those_of_the_log(kind: str) -> None:
 
 
 UNKNOWN = {
-    "jsonl": {"grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s"},
-    "playbook": {"memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s"},
-    "megatron": {"tokens", "memory_bytes", "tokens_per_s"},
-    "torchtitan": {"tokens", "skipped", "samples"},
-    "hf": {"memory_bytes", "skipped", "samples", "flops_per_s"},
-    "lightning": {"tokens", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s"},
+    "jsonl": {"grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+    "playbook": {"memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+    "megatron": {"tokens", "memory_bytes", "tokens_per_s", "tokens_per_s_per_gpu"},
+    "torchtitan": {"tokens", "skipped", "samples", "tokens_per_s"},
+    "hf": {"memory_bytes", "skipped", "samples", "tokens_per_s_per_gpu", "flops_per_s"},
+    "lightning": {"tokens", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
 }
 
 
@@ -59,7 +59,11 @@ def test_figures_come_in_our_units() -> None:
     step = read(logs.megatron()).steps[-1]
     assert (step.samples, step.flops_per_s, step.grad_norm, step.skipped) == (128, pytest.approx(220.4e12), 2.853, False)
     step = read(logs.torchtitan()).steps[-1]
-    assert (step.memory_bytes, step.tokens_per_s, step.flops_per_s) == (pytest.approx(9.46 * 2**30), 7282, pytest.approx(1000.52e12))
+    assert (step.memory_bytes, step.tokens_per_s_per_gpu, step.flops_per_s) == (
+        pytest.approx(9.46 * 2**30),
+        7282,
+        pytest.approx(1000.52e12),
+    )
     assert read(logs.trainer_state()).steps[-1].tokens == logs.TOKENS
 
 
