@@ -94,3 +94,9 @@ def test_what_the_log_contradicts_is_a_message_and_no_figure(capsys, tmp_path, t
     code, out, err = run(capsys, str(tmp_path / "run.log"), *MODEL, *words)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_a_pattern_reads_any_log(capsys, tmp_path):
+    text = "".join(f"it {i} took 4000ms\n" for i in range(1, 21))
+    shown = asked(capsys, tmp_path, text, "--gpus", "8", "--gbs", "64", "--log", r"regex:it (?P<step>\d+) took (?P<ms>\d+)ms")
+    assert shown["measured"]["step_s"] == pytest.approx(4)

@@ -35,8 +35,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     ),
     Adapter(
         "jsonl",
-        'JSON lines with named fields: `{"step": 1, "seconds": 0.5, "loss": 2.3, "tokens": 4096}`',
-        ("log.jsonl",),
+        'JSON lines with named fields: `{"step": 1, "seconds": 0.5, "loss": 2.3, "tokens": 4096}`; those of ms-swift and LLaMA-Factory',
+        ("log.jsonl", "logging.jsonl", "trainer_log.jsonl"),
         parsers.json_lines,
         "one line printed for each step",
         "Print `seconds` of the step, or `elapsed` since the start",
@@ -56,6 +56,14 @@ ADAPTERS: tuple[Adapter, ...] = (
         parsers.torchtitan,
         "`--metrics.log_freq 1`",
         "Keep the logger's time stamps before the lines",
+    ),
+    Adapter(
+        "nanogpt",
+        "`iter 10: loss ..., time ...ms` lines of nanoGPT, and `step:10/1750 train_time:...ms` lines of modded-nanoGPT",
+        (),
+        parsers.nanogpt,
+        "`--log_interval=1`",
+        "lines hold it",
     ),
     Adapter(
         "hf",

@@ -12,7 +12,7 @@ from statistics import median
 from playbook.errors import LogError
 from playbook_bench.logs.fields import figures
 from playbook_bench.logs.model import Clock, LoggedStep, StepLog
-from playbook_bench.logs.parsers import Row
+from playbook_bench.logs.parsers import Row, Unfinished
 
 _MAX_STEPS = 1_000_000
 _LARGEST_STEP = 2**53
@@ -58,7 +58,14 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
     Raises:
         LogError: it is not the whole and sound log of one run.
     """
-    found = [(number, figures(row)) for number, row in itertools.islice(rows, _MAX_STEPS + 1)]
+    found: list[tuple[int, dict[str, float]]] = []
+    left: list[str] = []
+    try:
+        found.extend((number, figures(row)) for number, row in itertools.islice(rows, _MAX_STEPS + 1))
+    except Unfinished as e:
+        if not wanted.running:
+            raise
+        left.append(f"the log has no end ({e}): the run goes on, or ended early")
     if len(found) > _MAX_STEPS:
         raise LogError(f"{wanted.adapter}: the log has more than {_MAX_STEPS} lines about steps; expected the log of one short run")
     if len(found) < 2:
@@ -69,7 +76,7 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
     kept, sparse = _fields(found, wanted)
     lines = _numbered(found, wanted)
     every = _interval(lines, wanted)
-    left = _end(lines, every, wanted)
+    left = _end(lines, every, wanted) or left
     clock, seconds = _seconds(lines, kept, wanted)
     tokens = _tokens(lines, kept, wanted)
     begin = int(clock != "logged" or ("tokens_total" in kept and "tokens" not in kept))
@@ -86,7 +93,7 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
         if i >= begin
     )
     unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
-    return StepLog(wanted.adapter, steps, unknown, every, clock, (*left, *_caveats(every, clock, sparse, wanted)))
+    return StepLog(wanted.adapter, steps, unknown, every, clock, (*left, *_caveats(lines, every, clock, sparse, wanted)))
 
 
 def _arrived(line: _Line, arrivals: Sequence[float] | None) -> float | None:
@@ -186,11 +193,11 @@ def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
                 f"{wanted.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), where every {every} is logged; "
                 "steps are missing from the log"
             )
-    allowed = {0, 1, every - 1, every} if wanted.first is None else range(wanted.first, wanted.first + every)
-    if lines[0].step not in allowed:
+    begin = lines[0].step
+    if wanted.first is not None and begin not in range(wanted.first, wanted.first + every):
         raise LogError(
-            f"{wanted.adapter}: the first step logged is {lines[0].step} on line {lines[0].number}, where every {every} is logged; "
-            f"expected {' or '.join(map(str, sorted(allowed)[:4]))}: the beginning is missing, or the run resumed another"
+            f"{wanted.adapter}: the first step logged is {begin} on line {lines[0].number}, where every {every} is logged; "
+            f"expected {wanted.first} or less than {every} after it: the beginning is missing, or the run resumed another"
         )
     return every
 
@@ -201,11 +208,19 @@ def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> list[str]:
     expected = wanted.steps if wanted.steps is not None else int(named) if 0 < named < _LARGEST_STEP and wanted.first is None else None
     if expected is None:
         return []
-    origin = wanted.first if wanted.first is not None else int(lines[0].step not in (0, every - 1) or lines[0].step == 1)
-    last = lines[-1].step
-    if last + every <= origin + expected - 1:
+    begin, last = lines[0].step, lines[-1].step
+    # What the caller expects counts from a late beginning; the number that a log names, from the first step of all.
+    late = wanted.steps is not None and _late(lines, every, wanted)
+    origin = wanted.first if wanted.first is not None else begin if late else int(begin not in (0, every - 1) or begin == 1)
+    least = origin + expected - 1 - (every - 1 if late else 0)
+    if last + every <= least:
         if wanted.running:
             return [f"the log ends at step {last} of {expected}: the run goes on, or ended early"]
+        if late:
+            raise LogError(
+                f"{wanted.adapter}: the first step logged is {begin} on line {lines[0].number}, the last is {last}; expected {expected} steps. "
+                "The beginning is missing, or the run ended early"
+            )
         raise LogError(
             f"{wanted.adapter}: the log ends at step {last} (line {lines[-1].number}); expected {expected} steps. "
             "The run ended early, whatever its exit code said, or its last lines were not written"
@@ -217,14 +232,22 @@ def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> list[str]:
     return []
 
 
+def _late(lines: Sequence[_Line], every: int, wanted: Wanted) -> bool:
+    """Whether the log begins after the first steps, as that of a run which goes on from a checkpoint does."""
+    return wanted.first is None and lines[0].step not in {0, 1, every - 1, every}
+
+
 def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Clock, list[float]]:
     """Where seconds come from, and those of each line; the first line of a clock only starts it."""
     clock: Clock = "logged"
+    coarse = _whole_seconds(lines)
     if "seconds" in kept:
         seconds = [line.values["seconds"] for line in lines]
-    elif "clock" in kept:
+    elif "clock" in kept and not (coarse and wanted.arrivals is not None):
         clock = "differences"
         seconds = _rates([line.values["clock"] for line in lines], lines)
+        if coarse and wanted.running:
+            seconds = [_steady(lines)] * len(lines)
     elif wanted.arrivals is not None:
         clock = "arrival"
         if max(line.number for line in lines) > len(wanted.arrivals):
@@ -250,6 +273,17 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
     return clock, seconds
 
 
+def _whole_seconds(lines: Sequence[_Line]) -> bool:
+    """Whether the log's clock has no more than whole seconds."""
+    return all(line.values.get("clock", math.nan).is_integer() for line in lines)
+
+
+def _steady(lines: Sequence[_Line]) -> float:
+    """Seconds of a step, on average after the first fifth."""
+    begin, end = lines[(len(lines) - 1) // 5], lines[-1]
+    return (end.values["clock"] - begin.values["clock"]) / (end.step - begin.step)
+
+
 def _tokens(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> list[float | None]:
     if "tokens" in kept:
         tokens: list[float | None] = [line.values["tokens"] for line in lines]
@@ -272,7 +306,11 @@ def _rates(totals: Sequence[float], lines: Sequence[_Line]) -> list[float]:
     return [0.0, *grown]
 
 
-def _caveats(every: int, clock: Clock, sparse: Sequence[str], wanted: Wanted) -> Iterable[str]:
+def _caveats(lines: Sequence[_Line], every: int, clock: Clock, sparse: Sequence[str], wanted: Wanted) -> Iterable[str]:
+    if _late(lines, every, wanted):
+        yield f"the log begins at step {lines[0].step}: the run went on from a checkpoint, or the beginning is missing"
+    if clock == "differences" and wanted.running and _whole_seconds(lines):
+        yield "the log's clock has whole seconds: each step has the mean of all after the first fifth"
     if every > 1:
         yield f"each line covers {every} steps, so what a single step took does not show. To see each: {wanted.each_step}"
     if clock == "differences":

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_OF = ("global_step/max_steps", "steps[global_step/max_steps]")
 NAMES: dict[str, tuple[tuple[str, float], ...]] = {
-    "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step")),
+    "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step", "current_steps", *_OF)),
     "total": (("total_steps", 1.0), ("max_steps", 1.0), ("train_iters", 1.0)),
     "seconds": (
         *((n, 1.0) for n in ("seconds", "step_time", "step_seconds", "step_time_s", "time_per_step", "seconds_per_step", "sec_per_step")),
@@ -18,8 +19,13 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
         ),
         ("elapsed time per iteration (ms)", 1e-3),
     ),
-    "clock": tuple(
-        (n, 1.0) for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
+    "clock": (
+        *(
+            (n, 1.0)
+            for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
+        ),
+        *((n, 1.0) for n in ("seconds_total", "elapsed_time")),
+        ("ms_total", 1e-3),
     ),
     "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "num_tokens", "tokens_per_step", "step_tokens")),
     "tokens_total": tuple((n, 1.0) for n in ("tokens_seen", "total_tokens", "consumed tokens", "num_input_tokens_seen", "ntokens_seen")),
@@ -28,7 +34,7 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm")),
     "memory_bytes": (
         *((n, 1.0) for n in ("memory_bytes", "peak_memory_bytes", "max_memory_allocated")),
-        *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)")),
+        *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)", "memory/max_active (GiB)")),
     ),
     "skipped": (("skipped", 1.0), ("number of skipped iterations", 1.0)),
     "nan": (("nan", 1.0), ("number of nan iterations", 1.0)),
@@ -48,6 +54,13 @@ Capitals and punctuation do not matter, nor does a leading `train`. `time`, `sam
 
 _PUNCTUATION = re.compile(r"[^a-z0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+_OF_TOTAL = re.compile(r"(\d{1,15})/(\d{1,15})")
+_DURATIONS = (
+    re.compile(r"(?:(\d{1,5}) days?, )?(\d{1,3}):(\d\d):(\d\d)"),
+    re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,3})h ?)?(?:(\d{1,3})m ?)?(\d{1,5})s"),
+)
+"""Days, hours, minutes and seconds as the Trainers of LLaMA-Factory and ms-swift write them."""
+_SECONDS = (86400, 3600, 60, 1)
 _LONGEST = 40
 """Characters of a number."""
 
@@ -73,14 +86,27 @@ def number(value: Any) -> float | None:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one line, in our units."""
+    """The figures of one line, in our units. A step may be written with the number of all, as `3/100`, and a clock as `1m 30s`."""
     found: dict[str, tuple[int, float]] = {}
     for name, raw in row.items():
         known = _figure(name)
-        value = number(raw)
-        if known is not None and value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
+        if known is None:
+            continue
+        if known[0] == "step" and isinstance(raw, str) and (both := _OF_TOTAL.fullmatch(raw.strip())):
+            raw = both[1]
+            found.setdefault("total", (len(NAMES["total"]), float(both[2])))
+        value = number(raw) if known[0] != "clock" or not isinstance(raw, str) else _moment(raw)
+        if value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
             found[known[0]] = (known[1], value * known[2])
     return {figure: value for figure, (_, value) in found.items()}
+
+
+def _moment(text: str) -> float | None:
+    """Seconds on some clock: a number, or a duration."""
+    if (value := number(text)) is not None:
+        return value
+    match = next((m for each in _DURATIONS if (m := each.fullmatch(text.strip()))), None)
+    return None if match is None else float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), _SECONDS, strict=True)))
 
 
 def _figure(name: str) -> tuple[str, int, float] | None:

@@ -13,6 +13,7 @@ from typing import Any
 import regex
 
 from playbook.errors import LogError
+from playbook_bench.logs import fields
 from playbook_bench.logs.fields import figures
 from playbook_bench.logs.text import Lines, lines, shown
 
@@ -23,14 +24,25 @@ Parser = Callable[[str], Iterator[Row]]
 _REGEX_S = 10.0
 """Seconds that a user's pattern may take over a whole log."""
 _LONGEST_PATTERN = 2000
-_HF_ITEM = re.compile(r"'([\w./|-]{1,100})': '?([^'\",{}]{0,100})'?")
+_HF_ITEM = re.compile(r"'([\w./|()\[\] -]{1,100})': '?([^'\",{}]{0,100})'?")
 _MEGATRON = re.compile(r"\biteration\s+(\d{1,15})/\s*(\d{1,15}) \|")
 _MEGATRON_TIME = "elapsed time per iteration (ms):"
 _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 """What Lightning's ThroughputMonitor counts from the start of training on, where others mean a step's."""
+_SPEED = "train_speed(iter/s)"
+_VALIDATION = re.compile(r"(?:eval|val|valid|validation|test)(?:$|[_/.])")
+"""Names that only a line of a validation has."""
+_NANOGPT = re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms")
+_MODDED = re.compile(
+    r"\bstep:(?P<step>\d{1,15})/(?P<total>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
+)
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
 _TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3,6})\b")
 _TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
+
+
+class Unfinished(LogError):
+    """The lines were read, and the one that ends a run is missing."""
 
 
 class _Twice(ValueError):
@@ -57,10 +69,25 @@ def json_lines(text: str) -> Iterator[Row]:
         if (
             isinstance(row, dict)
             and "log_history" not in row
+            and not _beside(row)
             and "step" in (named := figures(row))
             and named.keys() - {"epoch", "total", "step"}
         ):
-            yield number, row
+            yield number, _timed(row)
+
+
+def _beside(row: dict[str, Any]) -> bool:
+    """Whether a line is of a validation, or of the run's end."""
+    names = [name for name, value in row.items() if value is not None]
+    if "train_runtime" in names and "loss" not in names:
+        return True
+    return "loss" not in figures(dict.fromkeys(names, 0.0)) and any(_VALIDATION.match(name) for name in names)
+
+
+def _timed(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of ms-swift before it wrote `elapsed_time`: its speed is the mean since the start."""
+    named, speed = figures(row), fields.number(row.get(_SPEED))
+    return {**row, "elapsed": named["step"] / speed} if speed and "clock" not in named and "seconds" not in named else row
 
 
 def playbook(text: str) -> Iterator[Row]:
@@ -103,7 +130,9 @@ def _trainer_console(found: Lines) -> Iterator[Row]:
             began = True
             yield number, row
     if began and not ended:
-        raise LogError("hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early")
+        raise Unfinished(
+            "hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early"
+        )
 
 
 def lightning(text: str) -> Iterator[Row]:
@@ -176,6 +205,14 @@ def megatron(text: str) -> Iterator[Row]:
         row: dict[str, Any] = {name.strip(): value.strip().partition("/")[0] for name, _, value in parts}
         if len(row) == len(parts):
             yield number, {"iteration": start[1], "train_iters": start[2], **row}
+
+
+def nanogpt(text: str) -> Iterator[Row]:
+    """`iter 10: loss 2.9, time 345.1ms, mfu 38.2%`, and modded-nanoGPT's `step:10/1750 train_time:1234ms step_avg:123.4ms`, a time since the start."""
+    for number, line in lines(text):
+        match = _NANOGPT.search(line) or _MODDED.search(line)
+        if match is not None:
+            yield number, match.groupdict()
 
 
 def by_pattern(pattern: str) -> Parser:

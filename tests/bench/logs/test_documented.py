@@ -29,6 +29,7 @@ def test_each_adapter_has_its_row_with_what_it_holds(tmp_path: Path) -> None:
         "jsonl": logs.json_lines(),
         "megatron": logs.megatron(),
         "torchtitan": logs.torchtitan(),
+        "nanogpt": logs.nanogpt(),
         "hf": logs.trainer_state(),
         "lightning": logs.lightning(),
         "tensorboard": written(tmp_path),

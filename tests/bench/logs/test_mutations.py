@@ -25,6 +25,10 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "console": (logs.trainer_console(), None),
     "lightning": (logs.lightning(), None),
     "monitor": (logs.lightning(monitor=True), None),
+    "swift": (logs.swift(), None),
+    "nanogpt": (logs.nanogpt(), None),
+    "modded": (logs.modded_nanogpt(), None),
+    "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }
 NUMBER = re.compile(r"[\w+.\-]*\d[\w+.\-]*")

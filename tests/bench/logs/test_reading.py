@@ -23,6 +23,8 @@ ALL: dict[str, tuple[Callable[[], str], str | None, str]] = {
     "hf": (logs.trainer_state, None, "differences"),
     "lightning": (logs.lightning, None, "logged"),
     "lightning monitor": (lambda: logs.lightning(monitor=True), None, "differences"),
+    "nanogpt": (logs.nanogpt, None, "logged"),
+    "nanogpt modded": (logs.modded_nanogpt, None, "differences"),
     "regex": (logs.own_format, logs.OWN_PATTERN, "logged"),
 }
 
@@ -36,7 +38,7 @@ def test_seconds_and_losses_are_those_of_the_log(kind: str) -> None:
     assert (log.clock, log.every) == (clock, 1)
     assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[begin:], abs=1e-6)
     assert [s.loss for s in log.steps] == pytest.approx(logs.LOSSES[begin:])
-    origin = 0 if log.adapter in ("lightning", "regex") else 1
+    origin = 0 if kind in ("lightning", "lightning monitor", "nanogpt", "regex") else 1
     assert [s.step for s in log.steps] == list(range(origin + begin, origin + 8))
 
 
@@ -169,13 +171,16 @@ def test_a_log_that_names_its_length_needs_no_telling() -> None:
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_told_apart_from_a_lost_beginning() -> None:
     text = "".join(f'{{"step": {n}, "seconds": 0.5}}\n' for n in range(101, 111))
-    with pytest.raises(LogError, match="first step logged is 101"):
-        read(text, steps=10)
-    assert [s.step for s in read(text, steps=10, first=101).steps] == list(range(101, 111))
+    for log in (read(text, steps=10), read(text, steps=10, first=101)):
+        assert [s.step for s in log.steps] == list(range(101, 111))
+    with pytest.raises(LogError, match=r"first step logged is 102 .* expected 10 steps"):
+        read(without(text, "101"), steps=10)
+    with pytest.raises(LogError, match="first step logged is 102"):
+        read(without(text, "101"), first=101)
 
 
 def test_an_unknown_adapter_names_the_known_ones() -> None:
-    with pytest.raises(LogError, match="jsonl, megatron, torchtitan, hf, lightning"):
+    with pytest.raises(LogError, match="jsonl, megatron, torchtitan, nanogpt, hf, lightning"):
         read(J, "nemo")
 
 

@@ -113,6 +113,39 @@ def trainer_console() -> str:
     return "".join(out)
 
 
+def swift(old: bool = False) -> str:
+    """ms-swift's `logging.jsonl`, with a validation, its closing line and the whole history at the end; old: with a speed in place of a clock."""
+    rows = []
+    for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1):
+        clock = (
+            {"global_step": i}
+            if old
+            else {"global_step/max_steps": f"{i}/8", "percentage": f"{i * 12.5:.2f}%", "elapsed_time": f"{at:.0f}s"}
+        )
+        rows.append({"loss": x, "grad_norm": 1.5, "memory(GiB)": 20.5, "train_speed(iter/s)": round(i / at, 6), "epoch": i / 8} | clock)
+    end = {"epoch": 1.0, "global_step/max_steps": "8/8", "elapsed_time": "4s"}
+    rows += [{"eval_loss": 2.2, "eval_runtime": 0.5} | end, {"train_runtime": 4.5, "train_loss": 2.3} | end]
+    rows += [{"last_model_checkpoint": "output/checkpoint-8", "global_step": 8, "log_history": [{"loss": 2.5, "step": 1}]}]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def nanogpt(first: int = 0) -> str:
+    """nanoGPT's lines, with its validation between them."""
+    rows = [
+        f"iter {first + i}: loss {x:.4f}, time {s * 1000:.2f}ms, mfu 38.20%" for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True))
+    ]
+    return "\n".join(["step 0: train loss 10.9886, val loss 10.9898", *rows]) + "\n"
+
+
+def modded_nanogpt() -> str:
+    """modded-nanoGPT's lines of early 2025: milliseconds since the start."""
+    rows = [
+        f"step:{i}/8 train_loss:{x:.4f} train_time:{at * 1000:.0f}ms step_avg:{at * 1000 / i:.2f}ms"
+        for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1)
+    ]
+    return "\n".join([*rows, "step:8/8 val_loss:3.2784 train_time:4300ms step_avg:537.50ms"]) + "\n"
+
+
 def lightning(monitor: bool = False) -> str:
     """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation and callbacks in rows of their own."""
     if not monitor:

@@ -125,6 +125,9 @@ def diagnose_run(
         Path | None,
         typer.Option("--trace", help="A trace of some steps: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace."),
     ] = None,
+    log: Annotated[
+        str | None, typer.Option("--log", help="Kind of RUN's log, such as jsonl, hf, megatron or regex:PATTERN; found out, if not given.")
+    ] = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
     ] = None,
@@ -135,15 +138,20 @@ def diagnose_run(
     asked = _Asked(
         model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network, imbalance
     )
-    log = _log(run) if run else None
-    where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
+    logged = _log(run, log) if run else None
+    where = replace(_where(_with_log(asked, logged), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
-    if log is not None and figures == Figures():
-        figures = Figures(step_s=log.seconds, tokens_per_s_per_gpu=_rate(log, where), said=str(run))
+    if logged is not None and figures == Figures():
+        figures = Figures(step_s=logged.seconds, tokens_per_s_per_gpu=_rate(logged, where), said=str(run))
     speed = measured(where, figures)
-    if log is not None and speed is not None and figures.said:
-        _agree(where, speed, log)
-    seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None, log.grown if log else None)
+    if logged is not None and speed is not None and figures.said:
+        _agree(where, speed, logged)
+    seen = Seen(
+        _walls(trace) if trace else None,
+        logged.notes if logged else (),
+        logged.uneven if logged else None,
+        logged.grown if logged else None,
+    )
     stock = stock_here()
     found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
     print_json(found) if as_json else _show(found)
@@ -288,12 +296,12 @@ def _seconds(text: str) -> float:
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
-def _log(path: Path) -> _Log:
+def _log(path: Path, adapter: str | None) -> _Log:
     """The steady part of a log."""
     if not path.exists():
         raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
     try:
-        found = read(path, running=True)
+        found = read(path, adapter, running=True)
     except NoAdapter as e:
         raise LogError(
             f"{path}: no line tells of a step; expected the log of one of {e.known}, or JSON lines with step and seconds"
