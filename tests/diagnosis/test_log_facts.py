@@ -100,3 +100,20 @@ def test_a_pattern_reads_any_log(capsys, tmp_path):
     text = "".join(f"it {i} took 4000ms\n" for i in range(1, 21))
     shown = asked(capsys, tmp_path, text, "--gpus", "8", "--gbs", "64", "--log", r"regex:it (?P<step>\d+) took (?P<ms>\d+)ms")
     assert shown["measured"]["step_s"] == pytest.approx(4)
+
+
+def test_a_log_without_time_gives_what_it_has(capsys, tmp_path):
+    text = "".join(json.dumps({"step": i, "loss": 2.0, "tokens_per_s_per_gpu": 9000}) + "\n" for i in range(1, 21))
+    shown = asked(capsys, tmp_path, text, "--gpus", "8", "--gbs", "64")
+    assert shown["measured"]["tokens_per_s_per_gpu"] == pytest.approx(9000)
+    assert any("no time, which `playbook ab` needs" in words for words in shown["assumptions"])
+    shown = asked(capsys, tmp_path, text.replace("tokens_per_s_per_gpu", "x"), "--gpus", "8", "--gbs", "64")
+    assert shown["measured"] is None
+    assert "a speed" in shown["confidence"]["unknown"]
+
+
+def test_an_unknown_log_is_answered_with_a_pattern(capsys, tmp_path):
+    (tmp_path / "run.log").write_text("".join(f"it {i} loss=2.{i} (4.{i} s/it)\n" for i in range(1, 9)))
+    code, _, err = run(capsys, str(tmp_path / "run.log"), *MODEL, "--gpus", "8")
+    assert code == 2
+    assert "this fits its lines: --log 'regex:" in err

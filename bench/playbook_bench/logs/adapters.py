@@ -66,12 +66,28 @@ ADAPTERS: tuple[Adapter, ...] = (
         "lines hold it",
     ),
     Adapter(
+        "olmo-core",
+        "blocks of OLMo-core's console, `[step=10/1000,epoch=1]` and one figure a line below it",
+        (),
+        parsers.olmo_core,
+        "`metrics_log_interval=1` of ConsoleLoggerCallback",
+        "Keep the logger's time stamps before the lines",
+    ),
+    Adapter(
         "hf",
         "`trainer_state.json` of the Hugging Face Trainer, or the dictionaries that it prints",
         ("trainer_state.json",),
         parsers.hugging_face,
         "`logging_steps=1`",
         "With `include_num_input_tokens_seen='all'`, trainer_state.json holds `train_runtime` and tokens for each step logged",
+    ),
+    Adapter(
+        "deepspeed",
+        "`epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=...` lines of DeepSpeed",
+        (),
+        parsers.deepspeed,
+        '`"steps_per_print": 1`',
+        "Keep the logger's time stamps before the lines",
     ),
     Adapter(
         "lightning",

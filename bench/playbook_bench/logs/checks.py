@@ -23,6 +23,9 @@ _NOT_WHEN_SKIPPED = frozenset({"loss", "grad_norm"})
 _ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
 _NEXT_LINE = 1.5
 """A line further in epochs than this many usual ones stands after a missing one."""
+_MANY = 8
+_CLOSING = 0.005
+"""Share by which the number of steps is uncertain that the closing line's rounded time and rate imply."""
 _ROUNDING = 1e-6
 
 
@@ -49,7 +52,7 @@ class Wanted:
     timed: str
     """What makes the trainer say how long steps take."""
     running: bool = False
-    """Whether the run may go on."""
+    """Whether the run may go on, and its log need not tell all that a comparison needs."""
 
 
 def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
@@ -73,12 +76,15 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
             f"{wanted.adapter}: the log has {len(found)} lines about steps; expected at least 2. "
             f"Look at what the command printed, name the right adapter, and let it log each step: {wanted.each_step}"
         )
+    if wanted.running and not any(values.keys() & {"seconds", "clock"} for _, values in found):
+        found = [(number, values | ({"clock": values["bar_clock"]} if "bar_clock" in values else {})) for number, values in found]
     kept, sparse = _fields(found, wanted)
     lines = _numbered(found, wanted)
     every = _interval(lines, wanted)
     left = _end(lines, every, wanted) or left
     clock, seconds = _seconds(lines, kept, wanted)
     tokens = _tokens(lines, kept, wanted)
+    covered = [min(every, max(1, lines[0].step)), *(b.step - a.step for a, b in itertools.pairwise(lines))]
     begin = int(clock != "logged" or ("tokens_total" in kept and "tokens" not in kept))
     steps = tuple(
         LoggedStep(
@@ -86,14 +92,15 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
             seconds[i],
             tokens[i],
             **{name: _optional(line, name, kept) for name in FIELDS if name not in ("tokens", "skipped")},
-            skipped=bool(line.values["skipped"]) if "skipped" in kept else None,
+            skipped=line.values["skipped"] >= covered[i] if "skipped" in kept else None,
             arrived=_arrived(line, wanted.arrivals),
         )
         for i, line in enumerate(lines)
         if i >= begin
     )
     unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
-    return StepLog(wanted.adapter, steps, unknown, every, clock, (*left, *_caveats(lines, every, clock, sparse, wanted)))
+    caveats = (*left, *_skipped(lines, sum(covered)), *_caveats(lines, every, clock, sparse, wanted))
+    return StepLog(wanted.adapter, steps, unknown, every, clock, caveats)
 
 
 def _arrived(line: _Line, arrivals: Sequence[float] | None) -> float | None:
@@ -136,15 +143,34 @@ def _numbered(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) -> 
     """Lines with their steps; where they have none, counted, if their epochs show that none is missing."""
     if any("step" in values for _, values in found):
         return [_Line(number, _whole(values["step"], number, wanted), values) for number, values in found]
-    if wanted.steps is not None and wanted.steps % len(found):
-        raise LogError(
-            f"{wanted.adapter}: the log has {len(found)} lines about steps, which does not divide the {wanted.steps} steps expected; "
-            f"lines are missing or doubled. Let each step be logged: {wanted.each_step}"
-        )
+    origin, every = _uncounted([values for _, values in found], wanted)
     _even_epochs(found, wanted)
-    every = wanted.steps // len(found) if wanted.steps else 1
-    origin = 1 if wanted.first is None else wanted.first
-    return [_Line(number, origin - 1 + every * i, values) for i, (number, values) in enumerate(found, start=1)]
+    return [_Line(number, origin + every * i, values) for i, (number, values) in enumerate(found)]
+
+
+def _uncounted(rows: Sequence[Mapping[str, float]], wanted: Wanted) -> tuple[int, int]:
+    """The first step and the steps of a line, where lines have none: by the number expected, or by what the closing line implies."""
+    n = len(rows)
+    first = 0 if wanted.first is None else wanted.first - 1
+    if wanted.steps is not None:
+        if wanted.steps % n:
+            raise LogError(
+                f"{wanted.adapter}: the log has {n} lines about steps, which does not divide the {wanted.steps} steps expected; "
+                f"lines are missing or doubled. Let each step be logged: {wanted.each_step}"
+            )
+        every = wanted.steps // n
+        return first + every, every
+    if "run_steps" in rows[0]:
+        steps = rows[0]["run_steps"]
+        least, most = steps * (1 - _CLOSING) - 1, steps * (1 + _CLOSING) + 1
+        fits = [e for e in range(1, int(most / n) + 1) if least < e * (n + 1) and e * n < most]
+        if len(fits) != 1:
+            raise LogError(
+                f"{wanted.adapter}: the log has {n} lines about steps, and its closing line tells of about {steps:.0f} steps, which leaves open how many "
+                f"a line covers; expected the number of steps as well, or a line for each: {wanted.each_step}"
+            )
+        return first + fits[0], fits[0]
+    return first + 1, 1
 
 
 def _whole(value: float, number: int, wanted: Wanted) -> int:
@@ -174,7 +200,7 @@ def _even_epochs(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) 
 
 
 def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
-    """Steps from line to line; the first step may have a line of its own."""
+    """Steps from line to line; the first step and the last may have a line of their own."""
     for a, b in itertools.pairwise(lines):
         if b.step == a.step:
             raise LogError(
@@ -185,10 +211,12 @@ def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
             raise LogError(
                 f"{wanted.adapter}: step {b.step} on line {b.number} comes after step {a.step}; expected steps in order, from one run"
             )
-    every = min(b.step - a.step for a, b in itertools.pairwise(lines[1:])) if len(lines) > 2 else lines[1].step - lines[0].step
+    gaps = [b.step - a.step for a, b in itertools.pairwise(lines)]
+    every = min(gaps[1:-1] or gaps[1:] or gaps)
     for i, (a, b) in enumerate(itertools.pairwise(lines)):
         own_line = i == 0 and a.step == (min(a.step, 1) if wanted.first is None else wanted.first) and b.step - a.step < every
-        if b.step - a.step != every and not own_line:
+        cut_short = i == len(gaps) - 1 > 1 and b.step - a.step < every
+        if b.step - a.step != every and not own_line and not cut_short:
             raise LogError(
                 f"{wanted.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), where every {every} is logged; "
                 "steps are missing from the log"
@@ -260,6 +288,8 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
             raise LogError(
                 f"{wanted.adapter}: lines arrived in bursts, so the command buffers what it prints; expected each as its step ends. Set PYTHONUNBUFFERED=1, or flush"
             )
+    elif wanted.running:
+        return "none", [math.nan] * len(lines)
     else:
         known = ", ".join(sorted(kept)) or "nothing known here"
         raise LogError(
@@ -285,6 +315,8 @@ def _steady(lines: Sequence[_Line]) -> float:
 
 
 def _tokens(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> list[float | None]:
+    if "tokens" in kept and _is_total([line.values["tokens"] for line in lines]):
+        return [None, *_rates([line.values["tokens"] for line in lines], lines)[1:]]
     if "tokens" in kept:
         tokens: list[float | None] = [line.values["tokens"] for line in lines]
     elif "tokens_total" in kept:
@@ -297,6 +329,11 @@ def _tokens(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> list[floa
     return tokens
 
 
+def _is_total(values: Sequence[float]) -> bool:
+    """Whether figures are a running total, which those of single steps never look like: they grow on each of many lines."""
+    return len(values) >= _MANY and all(b > a for a, b in itertools.pairwise(values))
+
+
 def _rates(totals: Sequence[float], lines: Sequence[_Line]) -> list[float]:
     """Growth for each step; 0 for the first line, whose own cannot be known."""
     grown = [
@@ -304,6 +341,14 @@ def _rates(totals: Sequence[float], lines: Sequence[_Line]) -> list[float]:
         for (a, b), (before, after) in zip(itertools.pairwise(totals), itertools.pairwise(lines), strict=True)
     ]
     return [0.0, *grown]
+
+
+def _skipped(lines: Sequence[_Line], steps: int) -> Iterable[str]:
+    """What is to be said of steps without an update."""
+    skipped = sum(line.values.get("skipped", 0.0) for line in lines)
+    if skipped:
+        share = "no step made an update" if skipped >= steps else f"{skipped:.0f} of {steps} steps made no update"
+        yield f"{share}: their gradients were not finite under the loss scale, and the optimizer's work is missing from their time"
 
 
 def _caveats(lines: Sequence[_Line], every: int, clock: Clock, sparse: Sequence[str], wanted: Wanted) -> Iterable[str]:
@@ -315,6 +360,8 @@ def _caveats(lines: Sequence[_Line], every: int, clock: Clock, sparse: Sequence[
         yield f"each line covers {every} steps, so what a single step took does not show. To see each: {wanted.each_step}"
     if clock == "differences":
         yield "seconds lie between the log's own time stamps: what happens between steps, such as a checkpoint, counts"
+    if clock == "none":
+        yield f"the log holds no time, which `playbook ab` needs. {wanted.timed}; {_ARRIVAL}"
     if clock == "arrival":
         yield "seconds lie between the arrivals of the log's lines: what happens between steps, such as a checkpoint, counts"
     if sparse:

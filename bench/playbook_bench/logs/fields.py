@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 _OF = ("global_step/max_steps", "steps[global_step/max_steps]")
+_DATES = ("time", "datetime", "date", "asctime", "created_at", "ts")
+"""Names of a clock only where they hold a date: as numbers they mean too many things."""
 NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step", "current_steps", *_OF)),
     "total": (("total_steps", 1.0), ("max_steps", 1.0), ("train_iters", 1.0)),
@@ -25,18 +28,32 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
             for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
         ),
         *((n, 1.0) for n in ("seconds_total", "elapsed_time")),
+        *((n, 1.0) for n in _DATES),
         ("ms_total", 1e-3),
     ),
-    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "num_tokens", "tokens_per_step", "step_tokens")),
-    "tokens_total": tuple((n, 1.0) for n in ("tokens_seen", "total_tokens", "consumed tokens", "num_input_tokens_seen", "ntokens_seen")),
+    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "tokens_per_step", "step_tokens")),
+    "tokens_total": tuple(
+        (n, 1.0)
+        for n in (
+            "tokens_seen",
+            "total_tokens",
+            "consumed tokens",
+            "num_input_tokens_seen",
+            "ntokens_seen",
+            "num_tokens",
+            "tokens_total",
+            "throughput/total tokens",
+        )
+    ),
     "samples": (("global batch size", 1.0), ("samples_per_step", 1.0)),
-    "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss")),
-    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm")),
+    "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss", "CE loss")),
+    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm", "optim/total grad norm")),
     "memory_bytes": (
         *((n, 1.0) for n in ("memory_bytes", "peak_memory_bytes", "max_memory_allocated")),
         *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)", "memory/max_active (GiB)")),
+        ("gpu_memory/GPU active mem (GiB)", 2.0**30),
     ),
-    "skipped": (("skipped", 1.0), ("number of skipped iterations", 1.0)),
+    "skipped": (("skipped", 1.0), ("optim/step skipped", 1.0), ("number of skipped iterations", 1.0)),
     "nan": (("nan", 1.0), ("number of nan iterations", 1.0)),
     "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "tok/s", "tokens/s")),
     "tokens_per_s_per_gpu": tuple(
@@ -48,6 +65,8 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     ),
     "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
     "epoch": (("epoch", 1.0),),
+    "bar_clock": (("progress bar's clock", 1.0),),
+    "run_steps": (("steps by the closing line", 1.0),),
 }
 """For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
 Capitals and punctuation do not matter, nor does a leading `train`. `time`, `samples` and `throughput` are left out: they mean too many things."""
@@ -60,6 +79,7 @@ _DURATIONS = (
     re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,3})h ?)?(?:(\d{1,3})m ?)?(\d{1,5})s"),
 )
 """Days, hours, minutes and seconds as the Trainers of LLaMA-Factory and ms-swift write them."""
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _SECONDS = (86400, 3600, 60, 1)
 _LONGEST = 40
 """Characters of a number."""
@@ -95,18 +115,27 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
         if known[0] == "step" and isinstance(raw, str) and (both := _OF_TOTAL.fullmatch(raw.strip())):
             raw = both[1]
             found.setdefault("total", (len(NAMES["total"]), float(both[2])))
-        value = number(raw) if known[0] != "clock" or not isinstance(raw, str) else _moment(raw)
+        value = number(raw) if known[0] != "clock" else _moment(name, raw)
         if value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
             found[known[0]] = (known[1], value * known[2])
     return {figure: value for figure, (_, value) in found.items()}
 
 
-def _moment(text: str) -> float | None:
-    """Seconds on some clock: a number, or a duration."""
-    if (value := number(text)) is not None:
-        return value
-    match = next((m for each in _DURATIONS if (m := each.fullmatch(text.strip()))), None)
-    return None if match is None else float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), _SECONDS, strict=True)))
+def _moment(name: str, raw: Any) -> float | None:
+    """Seconds on some clock: a number, a duration, or a date."""
+    if (value := number(raw)) is not None or not isinstance(raw, str):
+        return None if _plain(name).removeprefix("train_") in _DATES else value
+    text = raw.strip()[:_LONGEST]
+    match = next((m for each in _DURATIONS if (m := each.fullmatch(text))), None)
+    if match is not None:
+        return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), _SECONDS, strict=True)))
+    if not _DATE.match(text):
+        return None
+    try:
+        moment = datetime.fromisoformat(text.replace(",", "."))
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
 
 
 def _figure(name: str) -> tuple[str, int, float] | None:

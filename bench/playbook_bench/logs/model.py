@@ -7,8 +7,9 @@ from typing import Literal
 
 from playbook_bench.logs.facts import Facts
 
-Clock = Literal["logged", "differences", "arrival"]
-"""Where seconds come from: the log states them; they lie between the log's own time stamps; they lie between the moments at which its lines arrived."""
+Clock = Literal["logged", "differences", "arrival", "none"]
+"""Where seconds come from: the log states them; they lie between the log's own time stamps; they lie between the moments at which its lines arrived;
+it holds none, and seconds are NaN."""
 
 
 @dataclass(frozen=True)

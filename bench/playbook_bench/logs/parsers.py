@@ -32,10 +32,21 @@ _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 _SPEED = "train_speed(iter/s)"
 _VALIDATION = re.compile(r"(?:eval|val|valid|validation|test)(?:$|[_/.])")
 """Names that only a line of a validation has."""
+_SPLIT = ("split", "mode", "phase", "stage", "type")
+_OTHER_SPLITS = frozenset({"eval", "val", "valid", "validation", "test"})
+"""What a line of a validation has under one of those names."""
 _NANOGPT = re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms")
 _MODDED = re.compile(
-    r"\bstep:(?P<step>\d{1,15})/(?P<total>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
+    r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
 )
+_DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3,6}")
+_DEEPSPEED = re.compile(
+    r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, MemAllocated=[\d.]{1,20}GB, "
+    r"MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
+)
+_OLMO = re.compile(r"\[step=(\d{1,15})/(\d{1,15}),epoch=\d{1,15}[^\]\n]{0,100}\]")
+_OLMO_FIGURE = re.compile(r"\s+([\w .()/-]{1,80})=([-+.,\deE]{1,30})")
+_BAR = re.compile(r"\| (\d{1,15})/(\d{1,15}) \[(?:(\d{1,5}):)?(\d{1,2}):(\d\d)<")
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
 _TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3,6})\b")
 _TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
@@ -81,6 +92,8 @@ def _beside(row: dict[str, Any]) -> bool:
     names = [name for name, value in row.items() if value is not None]
     if "train_runtime" in names and "loss" not in names:
         return True
+    if any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT):
+        return True
     return "loss" not in figures(dict.fromkeys(names, 0.0)) and any(_VALIDATION.match(name) for name in names)
 
 
@@ -116,23 +129,41 @@ def _trainer_state(text: str) -> Iterator[Row]:
 
 
 def _trainer_console(found: Lines) -> Iterator[Row]:
-    began = ended = False
+    """The dictionaries that the Trainer prints. They have no step: its progress bar has, which it draws anew after each, and its closing line."""
+    rows: list[Row] = []
+    bars: list[dict[str, Any] | None] = []
+    closing: dict[str, float] = {}
     for number, line in found:
         start = line.find("{'")
         body = line[start:].rstrip()
         if start < 0 or not body.endswith("}"):
+            bar = _BAR.search(line)
+            if bar and bars and bars[-1] is None:
+                bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": _bar_seconds(bar)}
             continue
         items = [_HF_ITEM.fullmatch(item) for item in body[1:-1].split(", ")]
-        ended = ended or line.startswith("{'train_runtime'", start)
         # What the console shows of `train_runtime` has four digits: no clock.
         row = {item[1]: item[2] for item in items if item and item[1] != "train_runtime"}
+        if line.startswith("{'train_runtime'", start):
+            closing = {item[1]: fields.number(item[2]) or 0.0 for item in items if item}
         if all(items) and "loss" in row:
-            began = True
-            yield number, row
-    if began and not ended:
+            rows.append((number, row))
+            bars.append(None)
+    if not closing and len(bars) > 1 and all(bars[:-1]) and bars[-1] is None:  # cut off before the bar was drawn anew
+        rows.pop()
+        bars.pop()
+    drawn = all(bars) and len({bar["max_steps"] for bar in bars if bar}) == 1
+    steps = closing.get("train_runtime", 0.0) * closing.get("train_steps_per_second", 0.0)
+    ahead = {"steps by the closing line": steps} if steps else {}
+    yield from ((number, row | ((bar or {}) if drawn else ahead)) for (number, row), bar in zip(rows, bars, strict=True))
+    if rows and not closing:
         raise Unfinished(
             "hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early"
         )
+
+
+def _bar_seconds(bar: re.Match[str]) -> int:
+    return int(bar[3] or 0) * 3600 + int(bar[4]) * 60 + int(bar[5])
 
 
 def lightning(text: str) -> Iterator[Row]:
@@ -213,6 +244,35 @@ def nanogpt(text: str) -> Iterator[Row]:
         match = _NANOGPT.search(line) or _MODDED.search(line)
         if match is not None:
             yield number, match.groupdict()
+
+
+def deepspeed(text: str) -> Iterator[Row]:
+    """The throughput timer's lines of DeepSpeed, `epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=...`; the logger's time is the clock."""
+    for number, line in lines(text):
+        match = _DEEPSPEED.search(line)
+        if match is not None:
+            moments = _DATE.findall(line[: match.start()])
+            yield number, match.groupdict() | ({"timestamp": moments[-1]} if moments else {})
+
+
+def olmo_core(text: str) -> Iterator[Row]:
+    """Blocks of OLMo-core's console: `[step=10/1000,epoch=1]`, and below it one figure a line, further in."""
+    pending: Row | None = None
+    for number, line in lines(text):
+        head, figure = _OLMO.search(line), _OLMO_FIGURE.fullmatch(line.rstrip())
+        if pending is not None and figure is not None and head is None:
+            if figure[1] in pending[1]:
+                raise LogError(
+                    f"olmo-core: line {number} names {shown(figure[1])} twice for one step; the log is damaged, or two processes write into it"
+                )
+            pending[1][figure[1]] = figure[2].replace(",", "")
+            continue
+        if pending is not None:
+            yield pending
+        moments = _DATE.findall(line[: head.start()]) if head else []
+        pending = (number, {"step": head[1], "total_steps": head[2]} | ({"timestamp": moments[-1]} if moments else {})) if head else None
+    if pending is not None:
+        yield pending
 
 
 def by_pattern(pattern: str) -> Parser:

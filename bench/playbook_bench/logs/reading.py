@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from playbook.errors import LogError
-from playbook_bench.logs import facts, parsers, text
+from playbook_bench.logs import facts, parsers, proposal, text
 from playbook_bench.logs.adapters import ADAPTERS, Adapter
 from playbook_bench.logs.checks import Wanted, step_log
 from playbook_bench.logs.model import StepLog
@@ -22,6 +23,11 @@ class NoAdapter(LogError):
 
     known = _NAMES
     """Those that were tried."""
+
+    def __init__(self, message: str, pattern: str) -> None:
+        super().__init__(message)
+        self.pattern = pattern
+        """A regular expression that fits the log, as `regex:...`; empty where none was found."""
 
 
 def read(
@@ -38,7 +44,7 @@ def read(
     `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make: only
     with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that is neither
     0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs that hold no time.
-    `running`: the run may go on, so that a log which ends early is one, with a caveat.
+    `running`: the run may go on, so that a log which ends early is one, with a caveat; so is one without times, whose seconds are NaN.
 
     Raises:
         LogError: the log is not the whole and sound log of one run, or does not say how long its steps took.
@@ -101,9 +107,13 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
     whole = text.load(content) if isinstance(content, Path) else content
     found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
     if found is None:
-        raise NoAdapter(
-            f"no adapter knows a line of this log; expected one of {_KNOWN}. JSON lines with step, seconds, loss and tokens are read without options"
+        fitting = f"{_PATTERN}{proposed}" if (proposed := proposal.pattern(whole)) else ""
+        hint = (
+            f"This pattern fits its lines: {shlex.quote(fitting)}"
+            if fitting
+            else "JSON lines with step, seconds, loss and tokens are read without options"
         )
+        raise NoAdapter(f"no adapter knows a line of this log; expected one of {_KNOWN}. {hint}", fitting)
     return found
 
 

@@ -30,6 +30,8 @@ def test_each_adapter_has_its_row_with_what_it_holds(tmp_path: Path) -> None:
         "megatron": logs.megatron(),
         "torchtitan": logs.torchtitan(),
         "nanogpt": logs.nanogpt(),
+        "deepspeed": logs.deepspeed(),
+        "olmo-core": logs.olmo_core(),
         "hf": logs.trainer_state(),
         "lightning": logs.lightning(),
         "tensorboard": written(tmp_path),

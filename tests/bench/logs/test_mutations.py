@@ -28,6 +28,8 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "swift": (logs.swift(), None),
     "nanogpt": (logs.nanogpt(), None),
     "modded": (logs.modded_nanogpt(), None),
+    "deepspeed": (logs.deepspeed(), None),
+    "olmo": (logs.olmo_core(), None),
     "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }
@@ -95,6 +97,8 @@ def check(kind: str, seed: int) -> bool:
     rng = random.Random(f"{kind} {seed}")
     mutated = rng.choice(MUTATIONS)(rng, text)
     found = attempt(mutated, adapter)
+    if kind == "olmo" and sorted(mutated.split("\n")) == sorted(text.split("\n")):
+        return False  # figures of a block on lines of their own, which changed places: nothing can show it
     if isinstance(found, str):
         assert len(found) > 30
         assert found.isprintable()

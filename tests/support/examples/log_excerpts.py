@@ -146,6 +146,33 @@ def modded_nanogpt() -> str:
     return "\n".join([*rows, "step:8/8 val_loss:3.2784 train_time:4300ms step_avg:537.50ms"]) + "\n"
 
 
+def deepspeed() -> str:
+    """DeepSpeed's two lines a step: what its optimizer did, and its timer."""
+    out = []
+    for i, at in enumerate(moments(), 1):
+        second, milli = divmod(round(at * 1000), 1000)
+        moment = f"[2023-11-07 01:55:{second:02d},{milli:03d}] [INFO]"
+        out.append(f"{moment} [logging.py:96:log_dist] [Rank 0] step={i}, skipped=0, lr=[4.9e-05, 4.9e-05], mom=[(0.9, 0.95), (0.9, 0.95)]")
+        out.append(
+            f"{moment} [timer.py:260:stop] epoch=0/micro_step={4 * i}/global_step={i}, RunningAvgSamplesPerSec=25.025771473496132,"
+            f" CurrSamplesPerSec=25.704280480541442, MemAllocated=4.32GB, MaxMemAllocated=38.5GB"
+        )
+    return "\n".join(out) + "\n"
+
+
+def olmo_core() -> str:
+    """Blocks of OLMo-core's console, one a step."""
+    out = []
+    for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1):
+        second, milli = divmod(round(at * 1000), 1000)
+        where = "host:0\tolmo_core.train.callbacks.console_logger:91\tINFO"
+        out.append(f"2025-06-01 12:00:{second:02d}.{milli:03d}\t{where}\t[step={i}/8,epoch=1,eta=0:00:0{8 - i}]")
+        out += [f"    optim/total grad norm={1.5}", f"    train/CE loss={x}", "    throughput/device/TPS=8,192"]
+        out += [f"    throughput/total tokens={TOKENS * i:,}", "    gpu_memory/GPU active mem (GiB)=38.50"]
+    out.append(f"2025-06-01 12:00:09.000\t{where}\tTraining complete")
+    return "\n".join(out) + "\n"
+
+
 def lightning(monitor: bool = False) -> str:
     """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation and callbacks in rows of their own."""
     if not monitor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
@@ -74,7 +75,7 @@ _AB = "playbook ab -- COMMAND --vs"
 class _Log:
     """What a log says of the speed. Units: seconds; tokens per second and GPU, or tokens of a step of the whole job."""
 
-    seconds: float
+    seconds: float | None
     tokens: float | None
     rate: float | None
     rate_of_any: float | None
@@ -188,7 +189,7 @@ def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
             asked = replace(asked, **{key: stated})
     gpus = _named(asked, "gpus", "gpus")
     rate = log.rate or (log.rate_of_any if gpus == 1 else None)
-    tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus else None)
+    tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus and log.seconds else None)
     if _named(asked, "gbs", "gbs") or not (tokens and asked.model):
         return asked
     each = _named(asked, "seq", "seq_len") or _SEQ
@@ -209,13 +210,15 @@ def _rate(log: _Log, where: Setting) -> float | None:
         ConfigError: a rate may be of the job or of one GPU, and nothing says which.
     """
     q = where.question
-    if log.tokens:
+    if log.tokens and log.seconds:
         return log.tokens / log.seconds / q.gpus
     if log.rate or not log.rate_of_any:
         return log.rate
     named = _NO_BATCH not in "".join(where.assumed)
-    job = q.global_batch * q.seq_len / log.seconds
-    each = next((r for r in (log.rate_of_any, log.rate_of_any / q.gpus) if abs(r * q.gpus / job - 1) < _LIKE), None)
+    job = q.global_batch * q.seq_len / log.seconds if log.seconds else 0.0
+    if q.gpus == 1:
+        return log.rate_of_any
+    each = next((r for r in (log.rate_of_any, log.rate_of_any / q.gpus) if job and abs(r * q.gpus / job - 1) < _LIKE), None)
     if named and each:
         return each
     raise ConfigError(
@@ -303,13 +306,12 @@ def _log(path: Path, adapter: str | None) -> _Log:
     try:
         found = read(path, adapter, running=True)
     except NoAdapter as e:
-        raise LogError(
-            f"{path}: no line tells of a step; expected the log of one of {e.known}, or JSON lines with step and seconds"
-        ) from None
+        hint = f"this fits its lines: --log {shlex.quote(e.pattern)}" if e.pattern else "or JSON lines with step and seconds"
+        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.known}, {hint}") from None
     steps = found.steps[len(found.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
-    middle = median(seconds)
-    uneven = quantiles(seconds, n=20)[-1] / middle if len(seconds) >= _FEW and found.every == 1 else None
+    middle = None if found.clock == "none" else median(seconds)
+    uneven = quantiles(seconds, n=20)[-1] / middle if middle and len(seconds) >= _FEW and found.every == 1 else None
     notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
     held = [s.memory_bytes for s in steps if s.memory_bytes]
     first, last = (max(part, default=0.0) for part in (held[: len(held) // 4], held[-(len(held) // 4) :] if len(held) >= _FEW else []))
