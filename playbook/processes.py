@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -30,10 +30,13 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
     return ask
 
 
-def adopting() -> Callable[[], None]:
+def adopting(stays: Callable[[], Collection[int]] = frozenset) -> Callable[[], None]:
     """From now on this process adopts whatever the processes that it starts leave behind, such as a daemon; the function that comes back kills all of them that live, and ends that.
 
-    Only Linux can. The caller starts nothing else meanwhile that is to stay.
+    Only Linux can.
+
+    Args:
+        stays: the processes that the caller itself has started meanwhile and goes on with.
     """
     if not sys.platform.startswith("linux"):
         return lambda: None
@@ -43,7 +46,7 @@ def adopting() -> Callable[[], None]:
 
     def kill() -> None:
         deadline = time.monotonic() + _KILL_S
-        while (left := _children() - before) and time.monotonic() < deadline:  # the children of one that was killed come in the next round
+        while (left := _children() - before - set(stays())) and time.monotonic() < deadline:  # the children of one that was killed come in the next round
             for pid in left:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)

@@ -136,9 +136,10 @@ def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path, mo
     case = tmp_path / "cases" / "ours.yaml"
     case.write_text(case.read_text().replace("[python,", f"[{sys.executable},"))
     (tmp_path / "train.py").write_text(
-        "import json, pathlib, random, sys\nworkers, launches = int(sys.argv[2]), pathlib.Path(__file__).with_name('launches')\n"
-        "number = len(launches.read_text()) if launches.exists() else 0\nlaunches.write_text('.' * (number + 1))\nrandom.seed(number)\nlaunch = 0.8 / workers * (1 + random.gauss(0, 0.003))\n"
-        "for i in range(50): print(json.dumps({'step': i, 'seconds': launch * (1 + random.gauss(0, 0.01)), 'loss': 1.0, 'tokens': 8}))\n"
+        "import json, pathlib, random, sys, time\nworkers, launches = int(sys.argv[2]), pathlib.Path(__file__).with_name('launches')\n"
+        "number = len(launches.read_text()) if launches.exists() else 0\nlaunches.write_text('.' * (number + 1))\nrandom.seed(number)\nlaunch = 0.08 / workers * (1 + random.gauss(0, 0.003))\n"
+        "for i in range(50):\n    began = time.perf_counter()\n    time.sleep(launch * (1 + random.gauss(0, 0.01)))\n"
+        "    print(json.dumps({'step': i, 'seconds': time.perf_counter() - began, 'loss': 1.0, 'tokens': 8}), flush=True)\n"
     )
     code, told = run("confirm", "ours", "--profile", "cpu", "--seed", "1")
     assert code == 0, told

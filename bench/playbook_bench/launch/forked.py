@@ -15,7 +15,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +127,9 @@ class ForkLauncher(LocalLauncher):
             if server is not None:
                 server.close()
         self.servers.clear()
+
+    def _staying(self) -> Collection[int]:
+        return [server.process.pid for server in self.servers.values() if server is not None]
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         try:

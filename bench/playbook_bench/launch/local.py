@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -141,7 +141,7 @@ class LocalLauncher:
         environment = rank_environment(spec)
         started, clock = time.time(), time.monotonic()
         ranks: list[Rank] = []
-        kill_orphans = adopting()
+        kill_orphans = adopting(self._staying)
         try:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
@@ -157,6 +157,10 @@ class LocalLauncher:
         else:
             found = judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
         return replace(found, launched=_launched(ranks))
+
+    def _staying(self) -> Collection[int]:
+        """Processes that outlive a launch."""
+        return ()
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         log = spec.folder / f"rank{index}.log"

@@ -33,6 +33,7 @@ from playbook.text import count
 from playbook_app.cli.options import AsJson, Imbalance, Network, commands
 from playbook_app.cli.output import USAGE, print_json, print_table, say
 from playbook_app.cli.quantities import machines, tokens
+from playbook_app.services.predicted_case import case_of, text_of
 
 _GIB = 1 << 30
 _TOP_PARTS = 5
@@ -207,8 +208,6 @@ def _words(given: list[str]) -> list[str]:
 
 
 def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
-    from playbook_app.services.predicted_case import case_of, text_of
-
     q = found.question
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*\.yaml", path.name):
         raise ConfigError(

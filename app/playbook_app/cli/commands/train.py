@@ -15,7 +15,6 @@ from playbook.planner.choice.routing import measured
 from playbook.planner.hardware.named import machine
 from playbook.planner.memory import StageBytes, verdict
 from playbook.planner.time.step import StepTime
-from playbook_app.cli import jobs
 from playbook_app.cli.options import ClusterFile, Imbalance, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_trainer.__main__ import main as run_trainer
@@ -73,6 +72,8 @@ def train(
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
     if context.get_parameter_source("gpus").name == "COMMANDLINE":
         raise PlaybookError("--gpus is part of a dry run; say --dry-run too, or start that many ranks with torchrun or --launcher slurm")
+    from playbook_app.cli import jobs
+
     request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
     jobs.check_request(launcher, request, ranks_per_node)
     if launcher != "local":
