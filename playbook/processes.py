@@ -46,7 +46,9 @@ def adopting(stays: Callable[[], Collection[int]] = frozenset) -> Callable[[], N
 
     def kill() -> None:
         deadline = time.monotonic() + _KILL_S
-        while (left := _children() - before - set(stays())) and time.monotonic() < deadline:  # the children of one that was killed come in the next round
+        while (
+            left := _children() - before - set(stays())
+        ) and time.monotonic() < deadline:  # the children of one that was killed come in the next round
             for pid in left:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)

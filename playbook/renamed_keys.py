@@ -105,7 +105,8 @@ def _section(data: Any, names: Sequence[str]) -> Any:
 def _own(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The section, as a copy in `data` that may be changed; an empty one where there is none."""
     for name in names:
-        inner = dict(data.get(name) or {})
+        section = data.get(name)
+        inner = dict(section) if isinstance(section, Mapping) else {}
         data[name] = inner
         data = inner
     return data

@@ -13,9 +13,9 @@ from playbook.diagnosis import seen as sight
 from playbook.diagnosis.actions import Action, Gain, actions
 from playbook.diagnosis.claims import Knowledge, Said
 from playbook.diagnosis.setting import Measured, Setting
-from playbook.planner.choice import explain, plain_data, unknowns
+from playbook.planner.choice import plain_data, unknowns
 from playbook.planner.choice.anchored import anchored, scale_of, scaled
-from playbook.planner.choice.search import Choice
+from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
@@ -107,9 +107,9 @@ def _place(wall: str, entry: Mapping[str, Any]) -> tuple[bool, int, float, float
 
 
 @lru_cache(maxsize=16)
-def _planned(question: Question) -> explain.Answer:
+def _planned(question: Question) -> Answer:
     """The planner's answer; a server is asked about one setting several times."""
-    return anchored(explain.answer(question, 3))
+    return anchored(plan_layouts(question, 3))
 
 
 def _time(where: Setting) -> StepTime | None:
@@ -132,7 +132,7 @@ def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
+def _obstacle(found: Answer) -> dict[str, Any] | None:
     near = found.obstacle
     return {"settings": plain_data.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
 

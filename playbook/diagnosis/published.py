@@ -11,7 +11,7 @@ from typing import Any
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.errors import ConfigError
 from playbook.planner import flops
-from playbook.planner.choice.explain import Answer
+from playbook.planner.choice.search import Answer
 from playbook.planner.choice.space import Question
 from playbook.planner.models import named
 from playbook.planner.models import published as shape_of

@@ -19,6 +19,8 @@ from playbook.yaml_files import Strict
 
 SCHEMA_VERSION: Literal["evidence/1"] = "evidence/1"
 BASELINE_VERSION: Literal["baseline/1"] = "baseline/1"
+FIRST_REVISION = 1
+"""The revision at which each of the trainer's paths began, but for the backends' own."""
 
 Variant = str
 """`baseline` or `candidate` of a pair, a value of a sweep, a cell of an interaction; see `Case.variants`."""
@@ -148,6 +150,9 @@ class Run(Strict):
     strict_sha: str = ""
     data_sha: str | None = None
     performance_revision: int | None = None
+    """That of the trainer's backend; None where it was not our trainer, or never ended."""
+    revisions: dict[str, int] = Field(default_factory=dict)
+    """The performance revision of each other path of the trainer that it took; one that is not named was at FIRST_REVISION."""
     parameters_of: Literal["rank", "model"] = "rank"
     """Whether the counts are of the whole model, or of what rank 0 holds under tensor and pipeline parallelism."""
     num_parameters: int | None = None
@@ -157,6 +162,11 @@ class Run(Strict):
     metrics: dict[str, float | None] = Field(default_factory=dict)
     observed: Observed | None = None
     telemetry: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def raised(self) -> dict[str, int]:
+        """Those of `revisions` that are past the first."""
+        return {path: number for path, number in self.revisions.items() if number != FIRST_REVISION}
 
 
 class Baseline(Strict):
@@ -446,16 +456,17 @@ def stored_sha(data: Mapping[str, Any]) -> str:
 
 
 def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a stored A/A must share with a series: environment, performance revision, configuration and ranks.
+    """What a stored A/A must share with a series: environment, performance revisions, configuration and ranks.
 
-    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either. So is the host's
+    The trainer's source hash is left out: a commit that does not move a performance revision does not move the noise either. So is the host's
     memory, which no A/A from before knows.
     """
     env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
     for part, left_out in (("trainer", "source_sha"), ("machine", "memory_gib")):
         if isinstance(env.get(part), dict):
             env[part].pop(left_out, None)
-    return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
+    raised = {"revisions": run.raised} if run.raised else {}
+    return digest({"env": env, "config": run.config_sha, "ranks": run.ranks, **raised}, 16)
 
 
 def workload(run: Run, config: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
 from playbook.records.machine import kind, told_apart
-from playbook.records.staleness import Here, updates_since
+from playbook.records.staleness import Here, Paths, revised, updates_since
 from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean
@@ -52,11 +52,13 @@ class Present:
     """The state of today, against which verdicts are found stale. A field that is None is not compared."""
 
     revisions: Mapping[str, int] = field(default_factory=dict)
-    """The performance revision of each of the trainer's backends today; a backend that is missing here makes nothing stale."""
+    """The performance revision of each of the trainer's paths today; a path that is missing here makes nothing stale."""
     here: Here | None = None
     """The reader's machine, where there is one: a page of the site is for every reader."""
     case_changes: Callable[[Measured], list[str]] | None = None
     """A function of the harness that lists how a record's test differs from today's."""
+    paths: Paths = lambda config, ranks: ()
+    """A function of the trainer that names the paths of a run. Its backend's is one, whatever this names."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Record:
         yield from _expired(self.content.expires, today)
         if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim):
             yield "the claim has changed since"
-        yield from _revised(self.runs, self.content.measured.configs, self.present.revisions)
+        yield from revised(self.content.measured, self.present.revisions, self.present.paths)
         yield from updates_since(self._strict, self.present.here) if self.present.here else []
         if self._edits:
             yield f"its test has been edited since: {', '.join(self._edits)}"
@@ -256,19 +258,6 @@ def speaks_for(measured: Measured, card: str, claim: Claim | MechanismCheck) -> 
 def _expired(expires: str, today: date) -> list[str]:
     until = _day(expires)
     return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
-
-
-def _revised(runs: Iterable[Run], configs: Mapping[str, Mapping[str, Any]], revisions: Mapping[str, int]) -> list[str]:
-    """A line for each backend that has another performance revision today than one of the runs on it."""
-    then: dict[str, set[int]] = {}
-    for run in runs:
-        backend, revision = str(configs.get(run.config_sha, {}).get("backend", "torch")), run.performance_revision
-        if revision is not None and revision != revisions.get(backend, revision):
-            then.setdefault(backend, set()).add(revision)
-    return [
-        f"the {backend} backend is at performance revision {revisions[backend]}, the runs at {', '.join(map(str, sorted(found)))}"
-        for backend, found in sorted(then.items())
-    ]
 
 
 class Reader:

@@ -1,10 +1,15 @@
-"""What has moved on, on a reader's machine, since a verdict from such a machine was measured."""
+"""What has moved on since a verdict was measured: the trainer, and the software of a reader's machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from playbook.records.evidence import FIRST_REVISION, Measured
+
+Paths = Callable[[Mapping[str, Any], int], Collection[str]]
+"""The paths through the trainer that a run takes, by its resolved configuration and its ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,29 @@ def updates_since(strict: Mapping[str, Any], here: Here) -> list[str]:
     out = [f"{name} {was} -> {here.packages[name]}" for name, was in then.items() if _minor(was) != _minor(here.packages[name])]
     driver = machine.get("driver")
     return out + ([f"driver {driver} -> {here.driver}"] if here.driver and driver not in (None, here.driver) else [])
+
+
+def revised(measured: Measured, today: Mapping[str, int], paths: Paths) -> list[str]:
+    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks has none.
+
+    A run has the paths that it names and those that its configuration takes today. An older record has the number of its backend alone.
+    """
+    then: dict[str, set[int]] = {}
+    taken: dict[tuple[str, int], Collection[str]] = {}
+    for run in measured.runs:
+        if run.performance_revision is None:
+            continue
+        config, key = measured.configs.get(run.config_sha, {}), (run.config_sha, run.ranks)
+        if key not in taken:
+            taken[key] = paths(config, run.ranks)
+        backend = {str(config.get("backend", "torch")): run.performance_revision}
+        for path, number in {**dict.fromkeys(taken[key], FIRST_REVISION), **run.revisions, **backend}.items():
+            if number != today.get(path, number):
+                then.setdefault(path, set()).add(number)
+    return [
+        f"the trainer's path {path} is at performance revision {today[path]}, the runs at {', '.join(map(str, sorted(found)))}"
+        for path, found in sorted(then.items())
+    ]
 
 
 def _part(strict: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -422,7 +422,7 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
     plan = known.measured.plan and known.measured.plan.model_copy(update={"rules": 2})  # a new record may not claim the first rules
     measured = known.measured.model_copy(update={"plan": plan})
     store.write(store.evidence_of(measured, refuted, known.command, known.seconds, known), DEFAULT_RESULTS)
-    monkeypatch.setattr(revision, "PERFORMANCE_REVISION", {"torch": 99})
+    monkeypatch.setattr(revision, "numbers", lambda: {"torch": 99})
     _, out, _ = run(capsys, "cards", "show", "vlm-tuning-knobs", "--json")
     found = {v["machine"]: v for v in json.loads(out)["status"]["V8.m"]["verdicts"]}
     assert found["h200x1"]["status"] == "refuted"

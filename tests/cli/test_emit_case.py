@@ -18,7 +18,7 @@ from playbook.records.case import load_case
 from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
 from playbook_bench.run import prove, replay
-from playbook_bench.run.variants import configurations
+from playbook_bench.variants.resolve import configurations
 from playbook_trainer.config.dry_run import dry_run, predicted
 
 TINY = ("qwen3_moe_tiny", "--gpus", "2", "--seq", "256", "--gbs", "8", "--backend", "torch", "--fix", "recompute=,ep=1,tp=1,cp=1,pp=1")

@@ -11,7 +11,7 @@ from playbook.diagnosis.seen import composition, of_trace, parsed
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.planner.choice import plain_data, unknowns
-from playbook.planner.choice.explain import answer
+from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.networks import on_network
 from playbook.planner.memory import GIB, verdict
@@ -256,7 +256,7 @@ def test_no_wall_is_claimed_where_nothing_is_known_of_the_run(capsys):
 
 @pytest.mark.parametrize(("model", "gpus"), [(MOE, 64), ("llama3_405b", 1024), ("deepseek_v3", 1024)])
 def test_a_plan_is_the_same_plan_once_its_words_are_read_again(model, gpus):
-    for choice in answer(Question(MODELS[model], model, cluster("h100"), gpus), 3).choices:
+    for choice in plan_layouts(Question(MODELS[model], model, cluster("h100"), gpus), 3).choices:
         where = setting(MODELS[model], model, "h100", None, seq_len=None, gbs=None, known=plain_data.words(choice.plan))
         assert plain_data.words(where.plan) == plain_data.words(choice.plan)
 

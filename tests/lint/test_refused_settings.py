@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playbook_bench.statements.arithmetic.refused_together import refused_together
+from playbook_bench.statements.layouts import refused_together
 
 FULL = {"settings": {"recompute_granularity": "full", "cuda_graph": ["attn"]}, "refused": True}
 CHEAP = {"settings": {"recompute": ["layernorm", "moe_act"], "cuda_graph": ["attn"]}, "refused": False}

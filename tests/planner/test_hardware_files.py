@@ -10,8 +10,7 @@ import pytest
 from playbook.errors import PlaybookError
 from playbook.paths import repo_root
 from playbook.planner.choice.anchored import anchored
-from playbook.planner.choice.explain import answer
-from playbook.planner.choice.search import search
+from playbook.planner.choice.search import plan_layouts, search
 from playbook.planner.choice.space import Question, layouts
 from playbook.planner.hardware.named import counted, machine, of_text
 from playbook.planner.hardware.networks import on_network
@@ -185,8 +184,8 @@ def test_a_slow_network_keeps_experts_and_tensors_within_a_node():
 
 def test_published_runs_do_not_scale_a_machine_that_was_measured():
     asked = Question(MODELS["qwen3_30b_a3b"], "qwen3_30b_a3b", cluster("h100"), 8, gbs=64)
-    assert anchored(answer(asked, 1)).anchored
-    assert not anchored(answer(replace(asked, cluster=replace(asked.cluster, calibrated=True)), 1)).anchored
+    assert anchored(plan_layouts(asked, 1)).anchored
+    assert not anchored(plan_layouts(replace(asked, cluster=replace(asked.cluster, calibrated=True)), 1)).anchored
 
 
 def test_a_table_of_runs_is_predicted_for_the_machine_that_is_named(tmp_path):

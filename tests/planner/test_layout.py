@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from playbook.planner import layout
-from playbook_bench.statements.arithmetic.batch_pressure import batch_pressure
-from playbook_bench.statements.arithmetic.dp_floor import dp_floor
-from playbook_bench.statements.arithmetic.min_gpus_families import min_gpus_families
+from playbook_bench.statements.layouts import batch_pressure, dp_floor, min_gpus_families
 
 TINY = {"heads": 4, "kv_heads": 2, "layers": 4, "experts": 8, "seq_len": 256, "micro_batch_size": 1, "global_batch_size": 8}
 power = st.sampled_from([1, 2, 4, 8])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from playbook.errors import ConfigError
 from playbook.planner import traffic
-from playbook_bench.statements.arithmetic.hot_inside import hot_inside
+from playbook_bench.statements.layouts import hot_inside
 
 HOST = {"domain": 8, "fast_bytes_per_s": 450e9, "slow_bytes_per_s": 50e9}
 

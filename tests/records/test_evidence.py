@@ -105,7 +105,7 @@ def test_a_broken_file_among_the_records_is_an_error(tmp_path, text):
     ("present", "today", "said"),
     [
         ({"revisions": {"torch": 1, "megatron": 9}}, TODAY, []),
-        ({"revisions": {"torch": 2}}, TODAY, ["the torch backend is at performance revision 2, the runs at 1"]),
+        ({"revisions": {"torch": 2}}, TODAY, ["the trainer's path torch is at performance revision 2, the runs at 1"]),
         ({"here": Here(None, {"torch": "2.13.4+cpu", "triton": "9"}, "1")}, TODAY, []),
         ({"here": Here(None, {"torch": "2.14.0"})}, TODAY, ["torch 2.13.0 -> 2.14.0"]),
         ({"here": Here(None, {}, "2")}, TODAY, ["driver 1 -> 2"]),
@@ -116,7 +116,7 @@ def test_a_broken_file_among_the_records_is_an_error(tmp_path, text):
         (
             {"revisions": {"torch": 2}},
             date(2027, 1, 1),
-            ["expired on 2026-06-01", "the torch backend is at performance revision 2, the runs at 1"],
+            ["expired on 2026-06-01", "the trainer's path torch is at performance revision 2, the runs at 1"],
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_makes_a_verdict_stale(tmp_path, present, today, said):
 @pytest.mark.parametrize(("now", "said"), [({"torch": 1}, "2"), ({"torch": 3}, "1, 2"), ({}, None)])
 def test_one_run_of_another_revision_is_enough(tmp_path, now, said):
     runs = [long_run(), long_run().model_copy(update={"run_id": "later", "position": 1, "performance_revision": 2})]
-    wanted = [f"the torch backend is at performance revision {now['torch']}, the runs at {said}"] if said else []
+    wanted = [f"the trainer's path torch is at performance revision {now['torch']}, the runs at {said}"] if said else []
     assert reasons(tmp_path, record(runs=runs), revisions=now) == wanted
 
 
@@ -137,7 +137,7 @@ def test_a_run_ages_with_its_own_backend_alone(tmp_path, now, stale):
     evidence, run = record(), long_run()
     own = evidence.measured.model_copy(update={"runs": [run], "configs": {run.config_sha: {"backend": "megatron"}}})
     found = reasons(tmp_path, seal(evidence.model_copy(update={"measured": own})), revisions=now)
-    assert found == [f"the {name} backend is at performance revision 2, the runs at 1" for name in stale]
+    assert found == [f"the trainer's path {name} is at performance revision 2, the runs at 1" for name in stale]
 
 
 @pytest.mark.parametrize("strict", [{}, {"s": {"machine": "a string", "packages": 1}}])

@@ -17,7 +17,7 @@ from playbook.records.consistency import contradictions
 from playbook.records.evidence import Evidence, Measured
 from playbook_bench.judge import outdated
 from playbook_bench.run import replay, schedule, series, store
-from playbook_bench.statements.planted import planted
+from playbook_bench.statements.rules import planted
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     home, claim = by_claim(shelf)[ran.claim]
     # Nothing else makes it stale.
     monkeypatch.setattr(
-        revision, "PERFORMANCE_REVISION", dict.fromkeys(("torch", "megatron"), ran.get("measured", "runs")[0]["performance_revision"])
+        revision, "numbers", lambda: dict.fromkeys(revision.BACKENDS, ran.get("measured", "runs")[0]["performance_revision"])
     )
     monkeypatch.setattr(outdated, "case_changes", lambda _: [])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))

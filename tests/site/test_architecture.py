@@ -19,7 +19,7 @@ def there(path: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"`((?:playbook(?:_app|_bench|_trainer)?|run|judge|launch|machine|observe)(?:\.\w+)+)`", PAGE)))
+    "name", sorted(set(re.findall(r"`((?:playbook(?:_app|_bench|_trainer)?|run|judge|variants|launch|machine|observe)(?:\.\w+)+)`", PAGE)))
 )
 def test_modules_exist(name: str) -> None:
     path = name.replace(".", "/")

@@ -107,7 +107,7 @@ def test_numbers_link_to_their_record(built: Path) -> None:
 
 @pytest.mark.full
 def test_reference_pages_come_from_their_tables(built: Path) -> None:
-    from playbook_bench.judge.metrics import METRICS
+    from playbook_bench.metrics import METRICS
 
     shown = words(built / "_generated" / "metrics.html")
     assert all(name in shown for name in METRICS)

@@ -10,10 +10,10 @@ from ranks import SUPPORT, environment
 from playbook.paths import repo_root
 from playbook.records.case import load_case
 from playbook_bench import logs
-from playbook_bench.commands import proof
 from playbook_bench.machine import requirements
 from playbook_bench.run import prove
-from playbook_bench.run.variants import resolve_all
+from playbook_bench.variants import proof
+from playbook_bench.variants.resolve import resolve_all
 
 FILES = sorted((repo_root() / "tools" / "cases").glob("*.yaml"))
 

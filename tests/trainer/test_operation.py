@@ -17,7 +17,7 @@ from forking import Forks
 from ranks import SUPPORT, free_port, run, steps, summary
 
 from playbook_bench.launch.local import LocalLauncher, Spec
-from playbook_bench.statements.offline_runs import offline_run
+from playbook_bench.statements.training import offline_run
 from playbook_trainer.config.tree import load
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"

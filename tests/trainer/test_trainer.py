@@ -11,8 +11,10 @@ import pytest
 import yaml
 from ranks import ROOT, run, steps, summary
 
+from playbook_bench.run.series import read_run
 from playbook_trainer.__main__ import main
 from playbook_trainer.observe.metrics import SHOWN_DATA
+from playbook_trainer.revision import PATHS
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 
@@ -53,6 +55,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     s = summary(out)
     assert {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r} == {e["step"]: e["loss"] for e in s["eval"]}
     assert s["window"] == {"first": 3, "last": 6}
+    assert read_run(out).fields["revisions"] == s["revisions"] == {p: PATHS[p].revision for p in ("loop", "data", "torch.experts")}
     assert [e["step"] for e in s["eval"]] == [3, 6]
     assert s["seconds"]["timed"] == pytest.approx(sum(r["seconds"] for r in rows if r["timed"]))
     assert yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"] == 6

@@ -16,7 +16,7 @@ from playbook.records.read import read
 from playbook.records.untested import untested_claims, untraced_verdicts
 from playbook_app.cli.app import main
 from playbook_bench.launch import local
-from playbook_bench.run import confirm
+from playbook_bench.run import confirm, tracing
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 
@@ -168,7 +168,7 @@ def test_what_has_a_trace_or_was_not_timed_on_gpus_of_its_own_waits_for_none():
 
 
 def test_verdicts_of_earlier_calls_are_traced_before_the_first_series(tmp_path, monkeypatch):
-    monkeypatch.setattr(confirm, "_trace", lambda case, records, *_: told.append((case.id, records)))
+    monkeypatch.setattr(tracing, "follow_up", lambda case, records, *_: told.append((case.id, records)))
     told = []
     noting = Noting()
     noting.finished = lambda outcome: told.append(outcome.name)

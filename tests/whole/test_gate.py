@@ -19,8 +19,9 @@ from playbook_bench.judge import slowdown
 from playbook_bench.launch.local import Interrupted, LocalLauncher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
-from playbook_bench.run import bisect, checkout, gate
+from playbook_bench.run import bisect, gate
 from playbook_bench.run.options import Options
+from playbook_bench.variants import checkout
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "support" / "ranks" / "planted.py"))
 
@@ -349,7 +350,7 @@ def test_a_tree_that_does_not_read_the_configuration_does_not_pass(repo, tmp_pat
 def test_a_gate_that_is_killed_leaves_no_worktree_and_the_next_removes_its_files(repo, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    command = "import sys, os; from pathlib import Path; from playbook_bench.run import checkout\n"
+    command = "import sys, os; from pathlib import Path; from playbook_bench.variants import checkout\n"
     command += "with checkout.files_of(Path(sys.argv[1]), 'HEAD') as tree: print(tree, flush=True); os.kill(os.getpid(), 9)"
     done = subprocess.run(
         [sys.executable, "-c", command, str(repo.root)],

@@ -23,7 +23,7 @@ from playbook_bench.judge import verdict
 from playbook_bench.machine import requirements
 from playbook_bench.run import replay, store
 from playbook_bench.statements import table
-from playbook_bench.statements.planted import planted as planted_record
+from playbook_bench.statements.rules import planted as planted_record
 
 FOUND = {r.path: r.content for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE}
 RECORDS = list(FOUND)

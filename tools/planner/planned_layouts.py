@@ -34,7 +34,7 @@ from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa
 from playbook.planner.time.cluster import cluster  # noqa: E402
 from playbook.records.case import load_case  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
-from playbook_bench.run import variants  # noqa: E402
+from playbook_bench.variants import resolve  # noqa: E402
 from playbook_trainer import fork_server  # noqa: E402
 from playbook_trainer.config import dry_run, tree  # noqa: E402
 
@@ -126,8 +126,8 @@ def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
     for case in map(load_case, names):
         told = {value.name: value.predicted for value in case.values}
         for variant in case.variants:
-            asked, ranks = variants.overrides(case, variant, f"{USUAL}x{gpus}")
-            said, config = told.get(variant), variants.trainer_path(case)
+            asked, ranks = resolve.overrides(case, variant, f"{USUAL}x{gpus}")
+            said, config = told.get(variant), resolve.trainer_path(case)
             if said is None or case.metric != "useful_tokens_per_s_per_gpu" or case.delta.environment or ranks != gpus:
                 raise SystemExit(f"{case.id} {variant}: expected a speed predicted for {gpus} GPUs, without variables of the environment")
             row = {"gpus": gpus, "model": case.id, "layout": variant, "config": str(config), "settings": asked}

@@ -5,6 +5,7 @@ The kernels are those of `playbook_trainer.calibrate` at one shape each, so that
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import statistics
@@ -50,18 +51,17 @@ def place(environment: Mapping[str, str]) -> Place | None:
     """Where torchrun, or `srun` with several tasks, has put this process; None where it was started alone.
 
     Raises:
-        ConfigError: the step's first node is not known.
+        ConfigError: variables of a launcher are missing or are no numbers.
     """
-    if int(environment.get("WORLD_SIZE", "1")) > 1:
-        host = environment.get("SLURMD_NODENAME") or socket.gethostname()
-        return Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", "0")), host)
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return Place(
-            int(environment["SLURM_PROCID"]),
-            int(environment["SLURM_STEP_NUM_TASKS"]),
-            int(environment["SLURM_LOCALID"]),
-            environment["SLURMD_NODENAME"],
-        )
+    for names in (("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")):
+        texts = [environment.get(name, "") for name in names]
+        if texts[0] in ("", "1"):
+            continue
+        if not all(text.isascii() and text.isdigit() for text in texts):
+            found = ", ".join(f"{name} '{text[:20]}'" for name, text in zip(names, texts, strict=True))
+            raise ConfigError(f"found {found}; expected three numbers, as torchrun and srun set them")
+        ranks, rank, local = map(int, texts)
+        return Place(rank, ranks, local, environment.get("SLURMD_NODENAME") or socket.gethostname())
     return None
 
 
@@ -83,7 +83,7 @@ def readings(seconds: float, here: Place | None) -> list[dict[str, Any]] | None:
         if ranks == 1:
             return _rank(Place(0, 1, 0, socket.gethostname()), dist.FileStore(f"{folder}/store", 1), seconds)
         multiprocessing.spawn(_spawned, (ranks, folder, seconds), nprocs=ranks)
-        return list(torch.load(Path(folder) / "readings", weights_only=False))
+        return list(json.loads((Path(folder) / "readings.json").read_text(encoding="utf-8")))
 
 
 def _meeting(environment: Mapping[str, str]) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _meeting(environment: Mapping[str, str]) -> dict[str, str]:
 def _spawned(rank: int, ranks: int, folder: str, seconds: float) -> None:
     found = _rank(Place(rank, ranks, rank, socket.gethostname()), dist.FileStore(f"{folder}/store", ranks), seconds)
     if found is not None:
-        torch.save(found, Path(folder) / "readings")
+        (Path(folder) / "readings.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def _rank(here: Place, store: dist.Store, seconds: float) -> list[dict[str, Any]] | None:

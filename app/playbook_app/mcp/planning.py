@@ -18,8 +18,9 @@ from playbook.diagnosis.seen import parsed
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import PlaybookError
 from playbook.planner import layout, memory
-from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
+from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.named import counted, of_text
 from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
@@ -152,7 +153,7 @@ def plan_answer(
     shape, name, gpu = shape_of(model), named(model) or "given", of_text(counted(hardware, gpus)[0], network)
     try:
         question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
-        chosen = anchored(explain.answer(question, top))
+        chosen = anchored(plan_layouts(question, top))
         runs = of_plan(chosen)
         found = plain_data.document(chosen, runs.document(question) if runs else None)
     except PlaybookError as e:

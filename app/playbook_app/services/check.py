@@ -25,11 +25,11 @@ from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
-from playbook_bench.judge.metrics import METRICS
 from playbook_bench.machine.requirements import check_name, shares_a_gpu
+from playbook_bench.metrics import METRICS
 from playbook_bench.run import replay
-from playbook_bench.run.variants import configurations, resolve_all, trainer_path
 from playbook_bench.statements import table as logic
+from playbook_bench.variants.resolve import configurations, resolve_all, trainer_path
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.neutral import trainer_keys

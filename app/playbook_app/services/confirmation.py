@@ -13,11 +13,11 @@ from playbook.paths import data_root, default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Baseline
 from playbook.records.machine import CPU
-from playbook_bench.judge import metrics
+from playbook_bench import metrics
 from playbook_bench.run import schedule
 from playbook_bench.run.store import load_baseline
 from playbook_bench.run.targets import tasks_of_card
-from playbook_bench.run.variants import overrides
+from playbook_bench.variants.resolve import overrides
 
 
 class PlannedProfile(BaseModel):

@@ -12,8 +12,8 @@ import yaml
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner import memory
-from playbook.planner.choice.explain import Answer
 from playbook.planner.choice.scaled import deepest, scaled
+from playbook.planner.choice.search import Answer
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.text import count

@@ -35,7 +35,7 @@ def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | N
 
 def present(mine: Here | None) -> Present:
     """What this version of the playbook compares verdicts with."""
-    return Present(revision.PERFORMANCE_REVISION, mine, _case_changes)
+    return Present(revision.numbers(), mine, _case_changes, revision.paths)
 
 
 def _case_changes(measured: Measured) -> list[str]:

@@ -1,1 +1,1 @@
-"""From runs to a verdict: statistics, guards, receipts, metrics."""
+"""From runs to a verdict: statistics, guards, receipts."""

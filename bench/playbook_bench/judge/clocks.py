@@ -7,10 +7,8 @@ import statistics as plain
 from collections.abc import Sequence
 
 from playbook.records.evidence import Condition, Run
-from playbook_bench.judge.metrics import METRICS, Metric
+from playbook_bench.metrics import METRICS, OUTSIDE, WALL_STEP, Metric
 
-WALL_STEP, OUTSIDE = "wall_step_seconds", "outside_seconds"
-"""Figures of a launch, which `playbook_bench.commands.clocks` measures; records from before have neither."""
 _MARGIN = 0.02
 """Share by which two clocks may differ."""
 _DOUBT = 0.01

@@ -16,8 +16,8 @@ from playbook.records.evidence import Comparison, Condition, Contrast, Curve, Pl
 from playbook_bench.judge import design, guards, statistics
 from playbook_bench.judge.curve_rules import Asked, asked, over, question
 from playbook_bench.judge.guards import Block
-from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.verdict_rules import Rules
+from playbook_bench.metrics import Metric
 
 _CARRY_ALPHA = 0.01
 """Error rate of the interval of a carry-over, over all pairs of variants."""

@@ -9,10 +9,11 @@ from typing import Any
 from playbook.records.case import Case
 from playbook.records.commands import fill
 from playbook.records.evidence import Baseline, Condition, Run, Variant
-from playbook_bench.judge import loss_curves, metrics, statistics
-from playbook_bench.judge.metrics import Metric, timed
+from playbook_bench import metrics
+from playbook_bench.judge import loss_curves, statistics
 from playbook_bench.judge.verdict_rules import Rules
-from playbook_bench.run.variants import undeclared
+from playbook_bench.metrics import Metric, timed
+from playbook_bench.variants.resolve import undeclared
 from playbook_trainer.config.tree import flatten
 
 WORK_TOLERANCE = 1e-9

@@ -8,7 +8,7 @@ import statistics as plain
 from collections.abc import Sequence
 
 from playbook.records.evidence import Run
-from playbook_bench.judge.metrics import timed
+from playbook_bench.metrics import timed
 
 _FEWEST = 5
 """Steps from which on the noise of a curve is known well enough."""

@@ -11,7 +11,7 @@ from playbook.records.case import Case, is_shipped, load_case
 from playbook.records.evidence import Check, Measured
 from playbook.renamed_keys import modern
 from playbook_bench.judge.receipt import in_words, judge_case
-from playbook_bench.run.variants import resolve
+from playbook_bench.variants.resolve import resolve
 
 _SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})

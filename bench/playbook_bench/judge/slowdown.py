@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook.records.evidence import Comparison, Condition, Run, Sample
-from playbook_bench.judge import design, effects, guards, metrics, receipt, statistics
+from playbook_bench import metrics
+from playbook_bench.judge import design, effects, guards, receipt, statistics
 from playbook_bench.judge.guards import Pair
-from playbook_bench.judge.metrics import timed
 from playbook_bench.judge.verdict_rules import Rules
+from playbook_bench.metrics import timed
 
 LIMIT = 0.03
 """A slowdown above 3 % is a regression, where nothing else is said."""
@@ -112,19 +113,28 @@ def cause_of_noise(runs: Sequence[Run], deviation: float) -> str:
     return "; ".join(causes)
 
 
-def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mapping[str, Any]], backend: str) -> str:
-    """Advice to raise the performance revision, if the newer commit's trainer is faster or slower for certain and has the older one's revision; else "".
+def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mapping[str, Any]], paths: Sequence[str]) -> str:
+    """Advice to raise a performance revision, if the newer commit's trainer is faster or slower for certain and has the older one's revisions; else "".
 
-    An effect is certain where all of its interval lies beyond MOVED. `strict` holds the environments that the runs name.
+    An effect is certain where all of its interval lies beyond MOVED. `strict` holds the environments that the runs name, `paths` are those that may have moved it.
     """
     sources = {strict.get(r.strict_sha, {}).get("trainer", {}).get("source_sha") for r in runs}
-    revisions = {r.performance_revision for r in runs}
-    if len(sources) < 2 or len(revisions) > 1 or None in revisions or found.design == "deterministic" or found.scale != "log_ratio":
+    revisions = {(r.performance_revision, *sorted(r.raised.items())) for r in runs}
+    if (
+        len(sources) < 2
+        or len(revisions) > 1
+        or runs[0].performance_revision is None
+        or found.design == "deterministic"
+        or found.scale != "log_ratio"
+    ):
         return ""
     if found.low is None or found.high is None or (found.low <= _MOVED and found.high >= -_MOVED):
         return ""
     shown = effects.show_effect(found, between=True)
-    return f"{found.metric} moved by {shown}; if that is meant, raise PERFORMANCE_REVISION['{backend}'] so that older verdicts go stale"
+    return (
+        f"{found.metric} moved by {shown}; if that is meant, raise the revision of {' and '.join(paths)} in playbook_trainer/revision.py, "
+        "so that older verdicts go stale"
+    )
 
 
 def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allowed: float) -> bool:

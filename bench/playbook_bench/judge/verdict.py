@@ -15,11 +15,11 @@ from playbook.cards.model import Expect, in_words
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
-from playbook_bench.judge import clocks, curve_rules, effects, guards, metrics, receipt, rules_v1, rules_v2
+from playbook_bench import metrics
+from playbook_bench.judge import clocks, curve_rules, effects, guards, receipt, rules_v1, rules_v2
 from playbook_bench.judge.guards import Block
-from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.verdict_rules import VERSION, Rules
-from playbook_bench.statements import Statement
+from playbook_bench.metrics import Metric
 
 RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), 2: rules_v2.RulesV2(), VERSION: Rules()}
 """The rules of judging, by version; a record's plan names its version."""
@@ -50,6 +50,10 @@ STATES: dict[Reason, tuple[str, str]] = {
     "power": ("inconclusive", "the last look is taken, or peak memory was compared, and an interval still contains the margin"),
 }
 """By reason: the state that follows, and when. In the order in which they are asked."""
+
+
+Statement = tuple[bool, str, dict[str, Any]]
+"""What the function of a case that launches nothing gives: whether its claim holds, one sentence that says why, and the figures behind it."""
 
 
 def derive(measured: Measured, statement: Statement | None = None) -> Derived:

@@ -15,14 +15,14 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from playbook.errors import ConfigError
 from playbook.processes import die_with_parent
 from playbook.records.evidence import digest
-from playbook_bench.launch.local import LocalLauncher, Rank, Spec, place
+from playbook_bench.launch.local import Launcher, LocalLauncher, Rank, Spec, place
 from playbook_trainer.config import environment as trainer_environment
 
 _IMPORT_S = 120.0
@@ -163,6 +163,16 @@ class ForkLauncher(LocalLauncher):
             server.close()
             return None
         return server
+
+
+@contextlib.contextmanager
+def closing(launcher: Launcher) -> Iterator[None]:
+    """End the servers of a launcher that forks ranks, whatever happens."""
+    try:
+        yield
+    finally:
+        if isinstance(launcher, ForkLauncher):
+            launcher.close()
 
 
 def _imports(spec: Spec, given: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +11,16 @@ from pathlib import Path
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import LAUNCHED_KINDS, load_case
 from playbook.records.evidence import Baseline, Run, Variant, noise_key
-from playbook_bench.judge import guards, metrics, statistics
-from playbook_bench.judge.metrics import Metric
+from playbook_bench import metrics
+from playbook_bench.judge import guards, statistics
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, requirements
-from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import checkout, journal, schedule, series, store
+from playbook_bench.metrics import Metric
+from playbook_bench.run import schedule, series, store
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import resolve_all
+from playbook_bench.run.series import Progress, Request, Series, Silent
+from playbook_bench.variants import checkout
+from playbook_bench.variants.resolve import resolve_all
 
 
 @dataclass(frozen=True)
@@ -54,36 +54,20 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
         raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; there is no noise to measure")
     chosen = requirements.require_profile(case, machine, options.profile)
     row = metrics.get(case.metric or "")
-    work = local.new_folder(options.results / "work", f"{case.id}-aa")
     code = checkout.code_of(options.launcher, bool(case.command))
-    words = ["bench aa", case.id, str(pairs), *(code or [])]
-    kept = None if code is None else journal.of_command(options.results, words, detect.place(), detect.exported())
-    with local.interruptible(resumes=kept is not None), Telemetry(machine, chosen, work) as telemetry:
-        running = Series(
-            case=case,
-            profile=chosen,
-            machine=requirements.restrict(machine, chosen),
-            variants=resolve_all(case, chosen),
-            plan=schedule.plan(case, secrets.randbelow(2**31), None, None),
-            launcher=options.launcher,
-            work=work,
-            cache=options.results / "cache",
-            progress=progress or Silent(),
-            deadline=time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS),
-            telemetry=telemetry,
-            expected=1 + 2 * pairs,
-            journal=kept.series(case, chosen, 0, 1) if kept else None,
-        )
+    kept = options.journal_of(["bench aa", case.id, str(pairs)], code)
+    variants = resolve_all(case, chosen)
+    deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
+    request = Request(f"{case.id}-aa", case, chosen, machine, variants, options, progress or Silent(), journal=kept, deadline=deadline)
+    with local.interruptible(resumes=kept is not None), Series.open(request) as running:
+        running.expected = 1 + 2 * pairs
         running.progress.series(f"{case.id} A/A", running.expected)
         first = next(iter(case.variants))
         burn_in = running.run(schedule.burn_in([first])[0])
         runs = [burn_in] if burn_in.outcome != "ok" else measure(running, row, pairs, variant=first)
-    (work / "telemetry.csv").unlink(missing_ok=True)
     _check(runs, pairs, running)
     if kept:
         kept.remove()
-    if not any(work.iterdir()):
-        work.rmdir()
     differences = guards.aa_differences(runs, row)
     mean = sum(differences) / len(differences)
     baseline, contaminated = _baseline(running, runs), statistics.contaminated(differences, None)

@@ -7,54 +7,24 @@ the configuration, fails in another way than the bad one, or differs by too litt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook.records.case import Case, load_case
+from playbook_bench.judge.bisection import NONE, SLOWER, UNKNOWN, Found, Judged, search
 from playbook_bench.launch import local
-from playbook_bench.run import checkout, gate
+from playbook_bench.run import gate
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress
+from playbook_bench.variants import checkout
 
-NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
-"""What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
-EXIT_CODES = {"found": 0, "suspects": 3, "no_trouble": 3}
 _ANY = 9.99
 """An allowance for which no launch is too long."""
 _LEFT_OPEN = frozenset({"ok", "refused"})
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One commit and what the gate says of it."""
-
-    commit: str
-    trouble: str
-    sentence: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """The first commit with the trouble, or the few among which it is."""
-
-    suspects: list[str]
-    """Oldest first; one where the commit is found, none where the bad commit shows no trouble."""
-    trouble: str
-    judged: list[Judged]
-
-    @property
-    def status(self) -> str:
-        """found, suspects or no_trouble."""
-        return "no_trouble" if not self.suspects else "found" if len(self.suspects) == 1 else "suspects"
-
-    @property
-    def exit_code(self) -> int:
-        """0 found; 3 otherwise."""
-        return EXIT_CODES[self.status]
 
 
 def run(
@@ -98,30 +68,6 @@ def run(
 
     with local.interruptible():  # between two gates too, or SIGTERM would leave the commit's files behind
         return search(history, judge, told)
-
-
-def search(history: Sequence[str], judge: Callable[[str], Judged], told: Callable[[Judged, int], None] | None = None) -> Found:
-    """The first commit of `history` (oldest first, all after the good one) whose trouble is that of the last; about log2(n) + 1 judgements."""
-    known: dict[int, Judged] = {}
-
-    def look(i: int, left: int) -> str:
-        known[i] = judge(history[i])
-        if told is not None:
-            told(known[i], left)
-        return known[i].trouble
-
-    last = len(history) - 1
-    wanted = look(last, last)
-    low, high = -1, last  # low is good, high has the trouble
-    while wanted not in (NONE, UNKNOWN):
-        middle = (low + high) // 2
-        open_ = sorted((i for i in range(low + 1, high) if i not in known), key=lambda i: abs(i - middle))
-        if not open_:
-            break
-        trouble = look(open_[0], len(open_) - 1)
-        low, high = (open_[0], high) if trouble == NONE else (low, open_[0]) if trouble == wanted else (low, high)
-    suspects = [] if wanted in (NONE, UNKNOWN) else list(history[low + 1 : high + 1])
-    return Found(suspects, wanted, list(known.values()))
 
 
 def trouble_of(found: gate.GateResult) -> str:

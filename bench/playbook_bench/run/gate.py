@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,19 +17,20 @@ from typing import Any, Literal
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, case_file, load_case
-from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical, digest
-from playbook_bench.commands import trees
-from playbook_bench.commands.variant import Command
-from playbook_bench.judge import design, effects, guards, metrics, receipt, slowdown, verdict
-from playbook_bench.judge.metrics import Metric
+from playbook.records.evidence import Comparison, Condition, Run, canonical, digest
+from playbook_bench import metrics
+from playbook_bench.judge import design, effects, guards, receipt, slowdown, verdict
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, occupied, requirements
-from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import checkout, journal, schedule, series
+from playbook_bench.metrics import Metric
+from playbook_bench.run import schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
+from playbook_bench.run.series import Progress, Request, Series, Silent
+from playbook_bench.variants import checkout, trees
+from playbook_bench.variants.command import Command
+from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
+from playbook_trainer import revision
 from playbook_trainer.config.tree import flatten
 
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
@@ -77,7 +77,7 @@ class GateResult:
     differences: list[str] = field(default_factory=list)
     """Configuration keys that the two trees resolve to different values, with both."""
     revision: str = ""
-    """Advice to raise the performance revision, where older verdicts should go stale and would not; else ""."""
+    """Advice to raise a performance revision, where older verdicts should go stale and would not; else ""."""
     anchor: GateResult | None = None
     """The result against the anchor, the oldest accepted commit, if the case has one."""
 
@@ -145,27 +145,35 @@ def _run(
         blank = GateResult("error", "", case.id, baseline, profile, limits.limit)
         states: dict[str, str | Path | None] = {**references, "candidate": judged}
         try:
-            variants = (
-                _commands(case, profile, repository, states) if case.command else _resolve(case, profile, _files(stack, repository, states))
-            )
+            folders = {} if case.command else _files(stack, repository, states)
+            variants = _commands(case, profile, repository, states) if case.command else _resolve(case, profile, folders)
+            changed = {v: checkout.changed(folders[v], folders["candidate"]) for v in references if folders}
         except LaunchError as e:
             return replace(blank, sentence=str(e))
         blank = replace(blank, differences=_differences(variants))
         if blank.differences:
             progress.note(f"the commits resolve the configuration differently: {'; '.join(blank.differences)}")
-        work = local.new_folder(options.results / "work", f"{case.id}-gate")
         if warning := occupied.claim(requirements.restrict(machine, profile)):
             progress.note(warning)
-        with Telemetry(machine, profile, work) as telemetry:
-            running = _series(case, profile, machine, variants, options, progress, work, telemetry)
-            kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
-            if kept:
-                running.journal = kept.series(case, profile, running.plan.seed, len(variants))
-                running.plan = running.plan.model_copy(update={"seed": running.journal.seed})
+        kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
+        deadline = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
+        request = Request(
+            f"{case.id}-gate",
+            case,
+            profile,
+            machine,
+            variants,
+            options,
+            progress,
+            journal=kept,
+            deadline=deadline,
+            looks=_looks(case, options.pairs),
+        )
+        with Series.open(request) as running:
             _measure(running, metric, limits)
     if kept and options.journal is None and running.plan.stopped != "budget":
         kept.remove()
-    found = _judge_all(running, metric, limits, blank, anchor)
+    found = _judge_all(running, metric, limits, blank, anchor, changed)
     if not _changed(repository, baseline, judged):
         found = replace(found, sentence=f"nothing changed since {baseline}, and any difference is noise; {found.sentence}")
     return found
@@ -197,8 +205,8 @@ def _default_journal(
     candidate = variants["candidate"]
     state = candidate.files.tree if isinstance(candidate, Command) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
-    words = ["gate", digest(case.model_dump(mode="json"), 16), *commits, state, str(options.pairs), str(options.seed)]
-    return journal.of_command(options.results, words, detect.place(), detect.exported())
+    words = ["gate", digest(case.model_dump(mode="json"), 16), str(options.pairs), str(options.seed)]
+    return options.journal_of(words, [*commits, state])
 
 
 def _files(stack: contextlib.ExitStack, root: Path, states: Mapping[str, str | Path | None]) -> dict[str, Path]:
@@ -274,37 +282,11 @@ def _differences(variants: Mapping[str, Runnable]) -> list[str]:
     return [f"{k}: {old.get(k, 'no such key')} -> {new.get(k, 'no such key')}" for k in differing(before, now)]
 
 
-def _series(
-    case: Case,
-    profile: str,
-    machine: Any,
-    variants: dict[str, Runnable],
-    options: Options,
-    progress: Progress,
-    work: Path,
-    telemetry: Telemetry,
-) -> Series:
-    own = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
-    return Series(
-        case=case,
-        profile=profile,
-        machine=requirements.restrict(machine, profile),
-        variants=variants,
-        plan=_plan(case, secrets.randbelow(2**31) if options.seed is None else options.seed, options),
-        launcher=options.launcher,
-        work=work,
-        cache=options.results / "cache",
-        progress=progress,
-        deadline=own,
-        telemetry=telemetry,
-    )
-
-
-def _plan(case: Case, seed: int, options: Options) -> Plan:
+def _looks(case: Case, pairs: int | None) -> list[int]:
     """The case's looks, and further ones at the same distance where more pairs were asked for; fixed before the data, like the others."""
-    plan = schedule.plan(case, seed, options.pairs, options.budget_s)
-    step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
-    return plan.model_copy(update={"looks": [*plan.looks, *range(plan.looks[-1] + step, (options.pairs or 0) + 1, step)]})
+    looks = case.budget.looks
+    step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
+    return [*looks, *range(looks[-1] + step, (pairs or 0) + 1, step)]
 
 
 def _measure(running: Series, metric: Metric, limits: Limits) -> None:
@@ -373,12 +355,14 @@ def _worst(*answers: Status) -> Status:
     return min(answers, key=_WORST_FIRST.index)
 
 
-def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None) -> GateResult:
-    """The answer against the baseline, and against the anchor; the worse of the two counts."""
-    found = _judge(running, metric, limits, blank, "baseline")
+def _judge_all(
+    running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None, changed: Mapping[str, Sequence[str]]
+) -> GateResult:
+    """The answer against the baseline, and against the anchor; the worse of the two counts. `changed` are the trainer's files that differ from each."""
+    found = _judge(running, metric, limits, blank, "baseline", changed.get("baseline", ()))
     if anchor is None or found.status == "error":
         return found
-    since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor")
+    since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor", changed.get("anchor", ()))
     status = _worst(found.status, since.status)
     needed = [r.pairs_needed for r in (found, since) if r.status == "undecided"]
     more = None if not needed or None in needed else max(n for n in needed if n is not None)
@@ -391,7 +375,7 @@ def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResul
     )
 
 
-def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str) -> GateResult:
+def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str, changed: Sequence[str]) -> GateResult:
     runs = _against(running.runs, reference)
     blank = replace(blank, runs=list(running.runs))
     if problem := _problem(running, runs, metric):
@@ -411,8 +395,9 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
     found = _slowdown(running, metric, limits, reference)
-    effect, backend = _effect(running, metric, runs), str(running.variants["candidate"].dump.get("backend", "torch"))
-    blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, backend))
+    effect, candidate = _effect(running, metric, runs), running.variants["candidate"]
+    paths = revision.touched(changed, candidate.dump, candidate.ranks)
+    blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, paths))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
     rest = _rest(running, limits, reference)
@@ -453,7 +438,8 @@ def _alike(
         return [guards.work(running.case, metric, pairs)]
     measured = running.measured().model_copy(update={"runs": list(runs)})
     found = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
-    return [*(g for g in found if g.name != "configuration"), *slowdown.same_training(pairs, runs, limits.allowed)]
+    # What is outside of steps has its own limit here (`_rest`), and steps that slow down are a regression whatever it does.
+    return [*(g for g in found if g.name not in ("configuration", "whole_launch")), *slowdown.same_training(pairs, runs, limits.allowed)]
 
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:

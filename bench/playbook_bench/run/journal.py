@@ -25,6 +25,8 @@ from playbook.records.case import Case
 from playbook.records.evidence import ClaimRef, Derived, Measured, Run, RunOutcome, digest
 from playbook_bench.run import store
 from playbook_bench.run.schedule import RunSpec
+from playbook_bench.run.store import Outcome
+from playbook_bench.run.targets import Task
 
 _SETTLED = "settled.jsonl"
 _SEAL = "sha256"
@@ -186,6 +188,13 @@ class Journal:
     def settle(self, paths: Mapping[str, Path]) -> None:
         """Note where the records of a case's claims lie, relative to the journal: both folders may be moved together."""
         self._settled.add({key: os.path.relpath(path, self.folder) for key, path in paths.items()})
+
+    def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[Outcome]:
+        """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still there."""
+        paths = [self.settled.get(task.name) for task in tasks]
+        there = [Outcome(store.load(p), p, t.asked) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
+        same = [answers(o.evidence.measured, t.claim, case, profile, pairs) for o, t in zip(there, tasks, strict=False)]
+        return there if len(same) == len(tasks) and all(same) else []
 
     def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
         """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if not the case's own.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from playbook.paths import default_results
-from playbook.records.evidence import Derived, Evidence
+from playbook.records.evidence import Derived, Evidence, Measured
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
-from playbook_bench.run import schedule
+from playbook_bench.machine import detect
+from playbook_bench.run import journal, schedule
 from playbook_bench.run.journal import Journal
 
 
@@ -66,12 +68,26 @@ class Options:
         """Whether ranks are forked from a process that has imported everything."""
         return isinstance(self.launcher, ForkLauncher)
 
-    def flags(self, limits: bool = True) -> list[str]:
-        """These options as words of a command line; without `limits`, those alone that choose what runs."""
-        given = {"--profile": self.profile}
-        if limits:
-            given |= {
-                "--pairs": None if self.pairs is None else str(self.pairs),
-                "--budget": None if self.budget_s is None else f"{self.budget_s:g}s",
-            }
-        return [word for flag, value in given.items() if value is not None for word in (flag, value)]
+    def journal_of(self, words: Iterable[str], code: Sequence[str] | None) -> Journal | None:
+        """The journal that a command of these words keeps by itself for these machines and this `code`; None where nothing tells what code it is."""
+        if code is None:
+            return None
+        hosts = self.launcher.allocation.hosts if isinstance(self.launcher, SrunLauncher) else detect.place()
+        return journal.of_command(self.results, [*words, *code], [*hosts, *["fork"] * self.forks], detect.exported())
+
+    def command(self, words: Sequence[str]) -> str:
+        """The command line of a command with these options."""
+        pairs = None if self.pairs is None else str(self.pairs)
+        budget = None if self.budget_s is None else f"{self.budget_s:g}s"
+        return _line(words, {"--profile": self.profile, "--pairs": pairs, "--budget": budget}, self.forks)
+
+    def repeated(self, measured: Measured) -> str:
+        """The command line that tests this claim alone, without limits; how ranks start matters only where there are runs."""
+        claim = measured.claim
+        words = ["confirm", f"{claim.card}/{claim.id}" if claim else ""]
+        return _line(words, {"--profile": measured.profile}, bool(measured.runs) and self.forks)
+
+
+def _line(words: Sequence[str], values: Mapping[str, str | None], fork: bool) -> str:
+    flags = [word for flag, value in values.items() if value is not None for word in (flag, value)]
+    return shlex.join(["playbook", *words, *flags, *["--fork"] * fork])

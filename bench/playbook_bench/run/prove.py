@@ -12,9 +12,10 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Check, Observed, Variant
 from playbook_bench.judge.receipt import alike, judge_run
 from playbook_bench.launch.local import TRAINER, LocalLauncher, interruptible
+from playbook_bench.launch.outputs import read_run
 from playbook_bench.machine import detect, requirements
-from playbook_bench.run.series import read_run, threads_per_rank
-from playbook_bench.run.variants import Resolved, Runnable, resolve_all
+from playbook_bench.run.series import threads_per_rank
+from playbook_bench.variants.resolve import Resolved, Runnable, resolve_all
 
 TIMED_STEPS = 1
 _WARMUP_STEPS = 4

@@ -24,7 +24,8 @@ from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit
 from playbook.records.evidence import Check, Comparison, Curve, Evidence, Machine, Measured, Run
 from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, in_markdown, plain
-from playbook_bench.judge import effects, metrics, receipt
+from playbook_bench import metrics
+from playbook_bench.judge import effects, receipt
 from playbook_bench.run import schedule
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import Outcome

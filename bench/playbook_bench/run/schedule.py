@@ -41,9 +41,9 @@ def check_limits(pairs: int | None, budget_s: float | None) -> None:
         raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0, and an end")
 
 
-def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None) -> Plan:
-    """Looks, error rate and limits. A limit never changes how the error rate is spent."""
-    return Plan(rules=VERSION, seed=seed, looks=case.budget.looks, pairs_limit=pairs_limit, budget_s=budget_s)
+def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None, looks: Sequence[int] = ()) -> Plan:
+    """Looks (those of the case, where none are named), error rate and limits. A limit never changes how the error rate is spent."""
+    return Plan(rules=VERSION, seed=seed, looks=list(looks) or case.budget.looks, pairs_limit=pairs_limit, budget_s=budget_s)
 
 
 def burn_in(variants: Iterable[Variant] = PAIR) -> list[RunSpec]:

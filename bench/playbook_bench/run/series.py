@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import math
+import secrets
 import shutil
 import time
 from collections import Counter
@@ -12,38 +13,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
-
-from pydantic import ValidationError
+from typing import Any, Protocol, Self
 
 from playbook.records import confidential
 from playbook.records.case import Case
-from playbook.records.conditions import TIMED_STEPS
 from playbook.records.evidence import (
     CaseRef,
-    Fingerprint,
     Machine,
     Measured,
-    Observed,
     Plan,
     Run,
-    Sample,
     Seconds,
     Variant,
     digest,
 )
-from playbook_bench.launch import local as launch
+from playbook_bench.launch import local, outputs
 from playbook_bench.launch.local import Launcher
-from playbook_bench.launch.outcome import Result, read_summary
-from playbook_bench.machine import detect
+from playbook_bench.launch.outcome import Result
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
-from playbook_bench.run.journal import Kept, SeriesJournal
+from playbook_bench.run.journal import Journal, Kept, SeriesJournal
+from playbook_bench.run.options import Options
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.variants import Runnable
-
-MAX_LINES = 100_000
-"""The most lines of metrics.jsonl that are read."""
+from playbook_bench.variants.resolve import Runnable
 
 
 class Progress(Protocol):
@@ -82,6 +75,28 @@ class Silent:
         """Nothing."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a series is opened with, whoever asks: a claim, the gate or an A/A."""
+
+    name: str
+    """Of its folder, below `<results>/work/`."""
+    case: Case
+    profile: str
+    machine: Machine
+    variants: Mapping[Variant, Runnable]
+    options: Options
+    progress: Progress
+    journal: Journal | None = None
+    """Where launches of the same command, stopped before, are kept."""
+    deadline: float | None = None
+    """When the command's time is spent, on the monotonic clock."""
+    own_s: float | None = None
+    """Seconds for all launches of the series, those of a command that was stopped included; None where only the deadline ends it."""
+    looks: Sequence[int] = ()
+    """After how many pairs to look at the results; those of the case, where there are none."""
+
+
 @dataclass
 class Series:
     """One case on one machine under one profile, while it runs. The caller decides when there are enough pairs."""
@@ -116,12 +131,49 @@ class Series:
     _took: dict[Variant, float] = field(default_factory=dict)
     """Seconds of each variant's last launch."""
 
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, request: Request) -> Iterator[Self]:
+        """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs there.
+
+        Raises:
+            StoreError: the folder or the journal cannot be written.
+        """
+        options, case = request.options, request.case
+        seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+        kept = request.journal.series(case, request.profile, seed, len(request.variants)) if request.journal else None
+        own = None if request.own_s is None else time.monotonic() + request.own_s - (kept.spent_s if kept else 0.0)
+        deadline = min((moment for moment in (own, request.deadline) if moment is not None), default=None)
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        work = local.new_folder(options.results / "work", request.name)
+        try:
+            with Telemetry(request.machine, request.profile, work) as telemetry:
+                yield cls(
+                    case=case,
+                    profile=request.profile,
+                    machine=requirements.restrict(request.machine, request.profile),
+                    variants=request.variants,
+                    plan=schedule.plan(case, kept.seed if kept else seed, options.pairs, left_s, request.looks),
+                    launcher=options.launcher,
+                    work=work,
+                    cache=options.results / "cache",
+                    progress=request.progress,
+                    deadline=deadline,
+                    own_time=own is not None and deadline == own,
+                    telemetry=telemetry,
+                    journal=kept,
+                )
+        finally:
+            (work / "telemetry.csv").unlink(missing_ok=True)
+            if not any(work.iterdir()):
+                shutil.rmtree(work, ignore_errors=True)
+
     def run(self, spec: RunSpec) -> Run:
         """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again."""
         resolved = self.variants[spec.variant]
         if self.journal and (kept := self.journal.take(spec, resolved.sha)):
             return self._again(kept, resolved)
-        folder = launch.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
+        folder = local.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
         settings = resolved.settings(threads_per_rank(self.machine, list(self.variants.values())), self.cache)
         environment = {**detect.visible_devices(self.machine, self.profile), **settings, **resolved.environment}
         number = len(self.launched) + 1
@@ -203,7 +255,7 @@ class Series:
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
         """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs mostly idle."""
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
-        over, begin, end = _window(result, folder)
+        over, begin, end = outputs.window(result, folder)
         found = self.telemetry.between(begin, end) if self.telemetry else {}
         return (found | {"over": over} if found else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
@@ -225,7 +277,7 @@ class Series:
             "telemetry": meanwhile,
         }
         try:
-            seen = read_run(folder)
+            seen = outputs.read_run(folder)
         except ValueError as e:
             text = confidential.hidden(f"the run's files cannot be read: {e}")
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
@@ -249,22 +301,6 @@ class Series:
         )
 
 
-def _window(result: Result, folder: Path) -> tuple[str, float, float]:
-    """When a launch was in its timed steps, in seconds since the epoch; all of it, where its summary does not tell.
-
-    Counted from when the summary was written, for a launch may begin long before its ranks: the first to be forked waits for imports.
-    """
-    seconds = _mapping((read_summary(folder) or {}).get("seconds"))
-    phases = [seconds.get(k) for k in ("total", "start_up", "warm_up", "timed")]
-    numbers = [float(v) for v in phases if isinstance(v, int | float)]
-    if len(numbers) < len(phases) or not numbers[-1] > 0:
-        return "launch", result.started, result.started + result.wall_s
-    total, start_up, warm_up, timed = numbers
-    written = min((folder / "summary.json").stat().st_mtime, result.started + result.wall_s)
-    begin = max(result.started, written - total) + start_up + warm_up
-    return TIMED_STEPS, begin, begin + timed
-
-
 def threads_per_rank(machine: Machine, variants: Sequence[Runnable]) -> int:
     """Threads of each rank for operators on the host, the same for all variants.
 
@@ -274,46 +310,6 @@ def threads_per_rank(machine: Machine, variants: Sequence[Runnable]) -> int:
         return 1
     per_node = -(-max(r.ranks for r in variants) // machine.nodes)
     return max(1, machine.cores // per_node)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a run left in its folder."""
-
-    fields: dict[str, Any]
-    fingerprint: Fingerprint
-
-
-def read_run(folder: Path) -> Seen:
-    """Samples, summary and receipt of a run, as far as the run got.
-
-    Raises:
-        ValueError: a file does not hold what `docs/trainer-files.md` says.
-    """
-    samples = _samples(folder / "metrics.jsonl")
-    summary = read_summary(folder)
-    if summary is None:
-        return Seen({"samples": samples}, Fingerprint())
-    env = _mapping(summary.get("env"))
-    strict = {
-        **_mapping(env.get("strict")),
-        "source_sha": summary.get("source_sha"),
-        "performance_revision": summary.get("performance_revision"),
-        "world_size": summary.get("world_size"),
-    }
-    receipt = _mapping(summary.get("receipt"))
-    fields = {
-        "samples": samples,
-        "data_sha": summary.get("data_sha"),
-        "performance_revision": summary.get("performance_revision"),
-        "parameters_of": "model" if summary.get("parameters_of") == "model" else "rank",
-        "num_parameters": summary.get("num_parameters"),
-        "trained_parameters": summary.get("trained_parameters"),
-        "seconds": Seconds(**{k: float(v) for k, v in _mapping(summary.get("seconds")).items() if k in Seconds.model_fields}),
-        "metrics": {k: float(v) for k, v in _mapping(summary.get("metrics")).items() if isinstance(v, int | float)},
-        "observed": _observed(receipt),
-    }
-    return Seen(fields, Fingerprint(strict=strict, context=_mapping(env.get("context"))))
 
 
 def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
@@ -408,34 +404,3 @@ def totals(every: Sequence[Run]) -> Seconds:
 def _iso(seconds: float) -> str:
     """Seconds since the epoch as UTC text."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def _samples(path: Path) -> list[Sample]:
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if len(lines) > MAX_LINES:
-        raise ValueError(f"metrics.jsonl has {len(lines)} lines; at most {MAX_LINES} are read")
-    out = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line, parse_constant=lambda _: None)
-            out.append(Sample(**{k: v for k, v in _mapping(row).items() if k in Sample.model_fields}))
-        except (ValueError, ValidationError) as e:
-            if number == len(lines):
-                break  # a run that was ended may leave half a line
-            raise ValueError(f"metrics.jsonl line {number}: {str(e).splitlines()[0]}") from e
-    return out
-
-
-def _observed(receipt: Mapping[str, Any]) -> Observed | None:
-    if not any(receipt.get(key) for key in ("numbers", "ranges", "collectives", "logs")):
-        return None
-    try:
-        return Observed.model_validate({k: v for k, v in receipt.items() if k in Observed.model_fields})
-    except ValidationError as e:
-        raise ValueError(f"summary.json, receipt: {e.errors(include_url=False)[0]['loc']}: {e.errors(include_url=False)[0]['msg']}") from e
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

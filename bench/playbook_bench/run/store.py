@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,15 @@ def write(evidence: Evidence, results: Path) -> Path:
     path = place(evidence, results)
     write_once(path, render(evidence))
     return path
+
+
+def keep(evidence: Evidence, results: Path) -> tuple[Path, str]:
+    """Write a record, into the temporary folder where `results` cannot take it. Returns its path and what went wrong, or ""."""
+    try:
+        return write(evidence, results), ""
+    except StoreError as e:
+        path = write(evidence, Path(tempfile.mkdtemp(prefix="playbook-evidence-")))
+        return path, f"{e}; the verdict above stands, and its record is {path}"
 
 
 def place(evidence: Evidence, results: Path) -> Path:

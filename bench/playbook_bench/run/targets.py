@@ -25,6 +25,11 @@ class Task:
     case: str | None
     asked: bool = True
 
+    @property
+    def name(self) -> str:
+        """`CARD/CLAIM`, or the case's."""
+        return f"{self.claim.card}/{self.claim.id}" if self.claim else self.case or ""
+
 
 def tasks_of(target: str) -> list[Task]:
     """The claims, with their mechanism checks, that a target names.

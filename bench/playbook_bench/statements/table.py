@@ -1,30 +1,32 @@
-"""The functions that a case of kind `arithmetic` or `invariant` may name: those of three folders, loaded when they are called.
+"""The functions that a case of kind `arithmetic` or `invariant` may name: those of the modules below that return a `Statement`.
 
-Adding one is adding a module to `arithmetic/`, `numerics/` or `invariants/` with a function of its name, which returns a `Statement`.
+Adding one is adding such a function to the module of its subject.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
+from collections.abc import Callable
 
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.yaml_files import did_you_mean
-from playbook_bench.statements import Statement, arithmetic, invariants, numerics
+from playbook_bench.judge.verdict import Statement
 
-_FOLDERS = {"arithmetic": (arithmetic, numerics), "invariant": (invariants,)}
+_MODULES = {"arithmetic": ("layouts", "numerics", "utilization"), "invariant": ("rules", "training")}
+"""By kind of case. They are imported when a function is asked for: commands that list or judge runs need none of them."""
 
 
 def names(kind: str) -> list[str]:
     """The functions for cases of this kind."""
-    return sorted(_homes(kind))
+    return sorted(_functions(kind))
 
 
-def _homes(kind: str) -> dict[str, str]:
-    """By function, the package that its module lies in."""
-    return {module.name: folder.__name__ for folder in _FOLDERS[kind] for module in pkgutil.iter_modules(folder.__path__)}
+def _functions(kind: str) -> dict[str, Callable[..., Statement]]:
+    modules = [importlib.import_module(f"playbook_bench.statements.{name}") for name in _MODULES[kind]]
+    every = {name: value for module in modules for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
+    return {name: value for name, value in every.items() if getattr(value, "__annotations__", {}).get("return") == "Statement"}
 
 
 def run(case: Case) -> Statement:
@@ -33,12 +35,11 @@ def run(case: Case) -> Statement:
     Raises:
         ConfigError: there is no such function, or its arguments do not fit.
     """
-    name, known = case.function or "", _homes(case.kind)
+    name, known = case.function or "", _functions(case.kind)
     if name not in known:
         raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, known)}")
-    function = getattr(importlib.import_module(f"{known[name]}.{name}"), name)
     try:
-        holds, sentence, figures = function(**case.arguments)
+        holds, sentence, figures = known[name](**case.arguments)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
         raise ConfigError(f"case '{case.id}': {name} does not take these arguments: {type(e).__name__}: {e}") from e
     return bool(holds), sentence, json.loads(json.dumps(figures))

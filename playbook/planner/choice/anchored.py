@@ -8,7 +8,7 @@ from math import exp
 from pathlib import Path
 
 from playbook.errors import ConfigError
-from playbook.planner.choice.explain import Answer
+from playbook.planner.choice.search import Answer
 from playbook.planner.choice.space import Question
 from playbook.planner.runs import published
 from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale

@@ -7,9 +7,9 @@ from typing import Any
 
 from playbook.planner import pipeline
 from playbook.planner.choice import unknowns
-from playbook.planner.choice.explain import Answer, lost, next_run
+from playbook.planner.choice.explain import lost, next_run
 from playbook.planner.choice.routing import routing_share
-from playbook.planner.choice.search import Choice
+from playbook.planner.choice.search import Answer, Choice
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options

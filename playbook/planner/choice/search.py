@@ -1,10 +1,11 @@
-"""The search: every layout that fits, fastest first. Bounds spare most of the work and change no answer."""
+"""The search: `plan_layouts` answers a question with every layout that fits, fastest first. Bounds spare most of the work and change no answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import log
 
 from playbook.planner import memory
 from playbook.planner.choice import space
@@ -12,8 +13,13 @@ from playbook.planner.choice.space import Question
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
+from playbook.planner.time import spread
 from playbook.planner.time.step import StepTime, least_seconds, step_time
 
+_MOST_GPUS = 16384
+_LEAST_GPUS = 8
+_COMPARED = 10
+"""Plans that ties are looked for among."""
 _OVER = 1 + 1e-6
 """So that the order of sums keeps no layout out."""
 
@@ -55,6 +61,46 @@ class Found:
     counts: Counts
 
 
+@dataclass(frozen=True)
+class Obstacle:
+    """The plan that comes nearest where none fits, what it holds, and what would make one fit."""
+
+    plan: Plan
+    stage: StageBytes
+    ways: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Plans for a question, best first. `ties` are places in `choices` that cannot be told from the first.
+
+    `broken` is what most layouts break where none is legal, `anchored` how many runs scaled the speeds, and by what.
+    """
+
+    question: Question
+    choices: list[Choice]
+    counts: Counts
+    ties: list[int]
+    obstacle: Obstacle | None
+    broken: tuple[str, ...] = ()
+    anchored: str = ""
+
+
+def plan_layouts(question: Question, count: int = 5) -> Answer:
+    """The best plans for a question: the layouts that are legal, those that fit, their times; then what ties with the first, or what stands in the way.
+
+    Raises:
+        ConfigError: the question cannot be asked.
+    """
+    space.check(question)
+    if question.goal == "gpus":
+        question = replace(question, gpus=_fewest(question) or question.gpus, goal="tokens/s")
+    found = search(question, max(count, _COMPARED))
+    obstacle = None if found.choices else _obstacle(question)
+    broken = () if found.choices or obstacle else space.most_broken(question)
+    return Answer(question, found.choices[:count], found.counts, [i for i in ties(question, found) if i < count], obstacle, broken)
+
+
 def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
     """The best `count` plans by the question's goal.
 
@@ -74,6 +120,19 @@ def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
         number = len(found)
     found.sort(key=_order)
     return Found(found[:count], Counts(space.enumerated(question), len(legal), number, timer.timed))
+
+
+def ties(question: Question, found: Found) -> list[int]:
+    """Places of plans whose lead over each other lies within what the times may be off; the first is one of them."""
+    if question.goal == "memory" or not found.choices:
+        return [0] if found.choices else []
+    best = found.choices[0]
+    return [i for i, c in enumerate(found.choices) if c is best or _told(best, c) < 1]
+
+
+def _told(best: Choice, other: Choice) -> float:
+    """By how many of an 80 % interval's half widths two plans are apart."""
+    return log(best.speed / other.speed) / (spread.QUANTILE * spread.between(best.time.parts, other.time.parts))
 
 
 def fits(question: Question) -> bool:
@@ -234,3 +293,51 @@ def _order(choice: Choice) -> tuple[float, float, tuple[int, ...]]:
 def _rounded(speed: float) -> float:
     """A speed to nine digits, so that the order of sums decides nothing."""
     return float(f"{speed:.9g}")
+
+
+def _fewest(question: Question) -> int | None:
+    """The smallest number of GPUs, in nodes of eight, that holds any plan; a batch that is not given grows with them."""
+    gpus = _LEAST_GPUS
+    while gpus <= _MOST_GPUS:
+        if fits(_widened(question, gpus)):
+            return _between(question, gpus // 2, gpus)
+        gpus *= 2
+    return None
+
+
+def _between(question: Question, least: int, most: int) -> int:
+    """Between two powers of two, multiples of an eighth of the larger."""
+    step = max(_LEAST_GPUS, most // 8)
+    return next((n for n in range(least + step, most, step) if fits(_widened(question, n))), most)
+
+
+def _widened(question: Question, gpus: int) -> Question:
+    """The question on other GPUs, with a batch that divides over them."""
+    batch = question.global_batch
+    return replace(question, gpus=gpus, gbs=batch if batch % gpus == 0 or question.gbs else -(-batch // gpus) * gpus)
+
+
+def _obstacle(question: Question) -> Obstacle | None:
+    plan = leanest(question)
+    if plan is None:
+        return None
+    held = max(memory.stages(plan), key=lambda s: s.peak)
+    return Obstacle(plan, held, tuple(_ways(question)))
+
+
+def _ways(question: Question) -> list[str]:
+    """What would let a plan fit: permissions that are not given, full sharding, more GPUs."""
+    found = []
+    left = [a for a in ("bf16-moments", "bf16-gradients", "offload") if a not in question.allow and question.backend == "megatron"]
+    for wanted in (*((a,) for a in left), tuple(left)):
+        if wanted and fits(replace(question, allow=question.allow | set(wanted))):
+            found.append(f"--allow {','.join((*sorted(question.allow), *wanted))}")
+            break
+    if (
+        question.backend == "megatron"
+        and "sharding" not in question.kept
+        and fits(replace(question, fixed=(*question.fixed, "sharding=fsdp")))
+    ):
+        found.append("--fix sharding=fsdp")
+    more = next((n for n in (2, 4, 8, 16, 32) if fits(_widened(question, n * question.gpus))), None)
+    return [*found, *([f"--gpus {more * question.gpus}"] if more else [])]

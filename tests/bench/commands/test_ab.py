@@ -11,9 +11,10 @@ import pytest
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError
 from playbook_app.cli.app import main
-from playbook_bench.commands import ab, variant
 from playbook_bench.launch.outcome import Result
-from playbook_bench.run import checkout, replay
+from playbook_bench.run import ab, replay
+from playbook_bench.variants import checkout
+from playbook_bench.variants import command as variant
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py")
 COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]

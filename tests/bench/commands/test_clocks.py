@@ -8,11 +8,10 @@ import pytest
 
 from playbook.errors import LogError
 from playbook_app.cli.app import main
-from playbook_bench import logs
-from playbook_bench.commands import clocks
+from playbook_bench import logs, metrics
 from playbook_bench.judge import clocks as judged
-from playbook_bench.judge import metrics
 from playbook_bench.run import replay
+from playbook_bench.variants import clocks
 
 SCRIPT = str(Path(__file__).with_name("lying_script.py"))
 COMMAND = [sys.executable, SCRIPT]

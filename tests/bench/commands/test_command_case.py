@@ -15,7 +15,7 @@ from playbook.records.case import load_case
 from playbook_app.cli.app import main
 from playbook_bench.run import confirm, prove, replay
 from playbook_bench.run.options import Options
-from playbook_bench.trace.collect import timeline_from_file
+from playbook_bench.trace.reports import timeline_from_file
 
 SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
 CASE = """

@@ -12,9 +12,9 @@ import pytest
 
 from playbook.errors import ConfigError, LaunchError
 from playbook_app.cli.app import main
-from playbook_bench.commands import trees
 from playbook_bench.run import bisect, gate, report
 from playbook_bench.run.options import Options
+from playbook_bench.variants import trees
 
 SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
 CASE = """

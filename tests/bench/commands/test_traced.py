@@ -7,7 +7,7 @@ import pytest
 
 from playbook.errors import ConfigError, LaunchError, PlaybookError
 from playbook_app.cli.app import main
-from playbook_bench.commands import ab, traced
+from playbook_bench.run import ab
 
 SCRIPT = """
 import json, sys, time
@@ -37,7 +37,7 @@ def case(command, a=0.4, b=0.02):
 
 
 def test_the_traced_launches_say_which_wall_each_command_runs_into(command):
-    found = traced.both(case(command), "here", traced.Asked("{run}/t.json", ["--profile", "{run}/t.json"]))
+    found = ab.walls_of(case(command), "here", ab.Tracer("{run}/t.json", ["--profile", "{run}/t.json"]))
     assert {variant: walls.wall for variant, walls in found.items()} == {"baseline": "host-bound", "candidate": "compute-bound"}
     # No range marks a step, so the eight timed steps of the log are what counts: the first two, which are slow to start, do not.
     assert found["baseline"].num_steps == 8
@@ -47,12 +47,12 @@ def test_the_traced_launches_say_which_wall_each_command_runs_into(command):
 
 def test_what_keeps_a_trace_from_being_made_is_one_message(command, monkeypatch):
     with pytest.raises(PlaybookError, match=r"no trace|left no trace"):
-        traced.both(case(command), "here", traced.Asked("{run}/none.json"))
+        ab.walls_of(case(command), "here", ab.Tracer("{run}/none.json"))
     with pytest.raises(LaunchError, match="traced launch of the baseline"):
-        traced.both(case(command, a="x"), "here", traced.Asked("{run}/t.json"))
+        ab.walls_of(case(command, a="x"), "here", ab.Tracer("{run}/t.json"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="nsys is not on PATH"):
-        traced.both(case(command), "here", traced.Asked("nsys"))
+        ab.walls_of(case(command), "here", ab.Tracer("nsys"))
 
 
 @pytest.mark.full

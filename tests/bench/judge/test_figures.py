@@ -14,7 +14,8 @@ from playbook.cards.model import Comparison as Compared
 from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Activation, Case, Receipt, Rule
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan
-from playbook_bench.judge import curve_rules, design, effects, guards, metrics, receipt, rules_v2, slowdown, statistics, verdict
+from playbook_bench import metrics
+from playbook_bench.judge import curve_rules, design, effects, guards, receipt, rules_v2, slowdown, statistics, verdict
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 
 SECONDS = metrics.get("step_seconds")

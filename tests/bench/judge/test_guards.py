@@ -10,7 +10,8 @@ from test_verdict import STEPS, make_case, make_run
 
 from playbook.records.case import Activation, Delta, Guardrails, Loss, Receipt, Rule, Traced
 from playbook.records.evidence import Baseline, CollectiveCount, Condition, Observed, Run, Sample
-from playbook_bench.judge import guards, metrics, receipt, statistics
+from playbook_bench import metrics
+from playbook_bench.judge import guards, receipt, statistics
 from playbook_bench.judge.verdict_rules import Rules
 
 RULES = Rules()

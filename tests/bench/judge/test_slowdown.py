@@ -10,7 +10,8 @@ from scipy import stats
 from test_verdict import make_run
 
 from playbook.records.evidence import Comparison, Observed, Run, Sample
-from playbook_bench.judge import design, metrics, slowdown, statistics
+from playbook_bench import metrics
+from playbook_bench.judge import design, slowdown, statistics
 from playbook_bench.judge.guards import Pair
 
 LOOKS = (4, 8, 12)
@@ -327,15 +328,19 @@ def effect(low: float | None, high: float | None, **fields: object) -> Compariso
     return Comparison(**{**base, "effect": mean, "low": low, "high": high, "pairs": 4, **fields})
 
 
-def commits(before: str = "a", after: str = "b", revisions: tuple[int | None, int | None] = (3, 3)) -> tuple[list[Run], dict]:
-    runs = [make_run(v, strict_sha=v, performance_revision=r) for v, r in zip(("baseline", "candidate"), revisions, strict=True)]
+def commits(
+    before: str = "a", after: str = "b", revisions: tuple[int | None, int | None] = (3, 3), paths: tuple[dict, dict] = ({}, {"torch.ep": 1})
+) -> tuple[list[Run], dict]:
+    numbered = zip(("baseline", "candidate"), revisions, paths, strict=True)
+    runs = [make_run(v, strict_sha=v, performance_revision=r, revisions=p) for v, r, p in numbered]
     return runs, {v: {"trainer": {"source_sha": s}} for v, s in (("baseline", before), ("candidate", after))}
 
 
 @pytest.mark.parametrize(("low", "high", "shown"), [(0.011, 0.031, "+2.1 % [1.1, 3.1]"), (-0.031, -0.011, "-2.1 % [-3.1, -1.1]")])
 def test_a_commit_that_moves_speed_and_no_revision_is_told_to_raise_it(low: float, high: float, shown: str) -> None:
-    assert slowdown.unraised(effect(low, high), *commits(), "megatron") == (
-        f"step_seconds moved by {shown}; if that is meant, raise PERFORMANCE_REVISION['megatron'] so that older verdicts go stale"
+    assert slowdown.unraised(effect(low, high), *commits(), ["torch", "torch.ep"]) == (
+        f"step_seconds moved by {shown}; if that is meant, raise the revision of torch and torch.ep in playbook_trainer/revision.py, "
+        "so that older verdicts go stale"
     )
 
 
@@ -351,12 +356,13 @@ def test_a_commit_that_moves_speed_and_no_revision_is_told_to_raise_it(low: floa
         (effect(0.1, 0.2), commits(after="a")),
         (effect(0.1, 0.2), commits(revisions=(3, 4))),
         (effect(0.1, 0.2), commits(revisions=(None, None))),
+        (effect(0.1, 0.2), commits(paths=({}, {"torch.ep": 2}))),
     ],
 )
 def test_no_revision_is_asked_for_where_speed_is_not_sure_to_move_or_the_trainer_is_the_same(
     found: Comparison, made: tuple[list[Run], dict]
 ) -> None:
-    assert slowdown.unraised(found, *made, "torch") == ""
+    assert slowdown.unraised(found, *made, ["torch"]) == ""
 
 
 def test_norms_of_nothing_are_alike() -> None:

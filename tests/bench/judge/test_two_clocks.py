@@ -6,7 +6,8 @@ import pytest
 from test_verdict import make_run
 
 from playbook.records.evidence import Run
-from playbook_bench.judge import clocks, metrics
+from playbook_bench import metrics
+from playbook_bench.judge import clocks
 
 NOISE = (0.6, 1.7, 1.2, 0.9)
 """Lines of one launch arrive in this many times the time of another."""
@@ -16,7 +17,7 @@ def pairs(log: float, arrival: float, noise: tuple[float, ...] = (1.0,) * 4) -> 
     """Four pairs whose candidate takes these shares of the baseline's second a step, by its log and by the arrival of its lines."""
 
     def run(variant: str, step: float, wall: float) -> Run:
-        return make_run(variant, seconds=step).model_copy(update={"metrics": {clocks.WALL_STEP: wall}})
+        return make_run(variant, seconds=step).model_copy(update={"metrics": {metrics.WALL_STEP: wall}})
 
     return [(run("baseline", 1.0, 1.0), run("candidate", log, arrival * x)) for x in noise]
 

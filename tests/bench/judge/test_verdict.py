@@ -25,7 +25,8 @@ from playbook.records.evidence import (
     Run,
     Sample,
 )
-from playbook_bench.judge import design, effects, metrics, verdict
+from playbook_bench import metrics
+from playbook_bench.judge import design, effects, verdict
 from playbook_bench.judge.verdict_rules import VERSION
 
 STEPS = 6

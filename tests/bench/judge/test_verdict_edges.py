@@ -9,7 +9,8 @@ from test_verdict import around, judge, make_case, make_run, measured, series
 from playbook.cards.model import Quantity
 from playbook.errors import ConfigError
 from playbook.records.evidence import CollectiveCount, Machine, Observed
-from playbook_bench.judge import curve_rules, effects, guards, metrics, verdict
+from playbook_bench import metrics
+from playbook_bench.judge import curve_rules, effects, guards, verdict
 
 BESIDE_FIVE = [
     (">=", 5, 9, "confirmed"),

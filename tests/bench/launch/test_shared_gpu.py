@@ -9,13 +9,13 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.records.case import Case, load_case
-from playbook_bench.judge.metrics import METRICS
 from playbook_bench.launch.local import Spec, place
 from playbook_bench.launch.slurm import Allocation, SrunLauncher
 from playbook_bench.machine import detect
+from playbook_bench.metrics import METRICS
 from playbook_bench.run import confirm
 from playbook_bench.run.options import Options
-from playbook_bench.run.variants import resolve_all
+from playbook_bench.variants.resolve import resolve_all
 
 SMALL = {
     "train.device": "cpu",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from playbook.errors import ConfigError
 from playbook.planner.time.cluster import cluster
 from playbook_bench.machine import preflight
 from playbook_bench.machine.preflight import Reading
@@ -114,6 +115,35 @@ def test_the_place_of_a_process_is_its_launchers_or_none():
     assert trainer.place(step) == trainer.Place(2, 4, 0, "n1")
     batch_script = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n0"}
     assert trainer.place(batch_script) is None
+
+
+@pytest.mark.parametrize(
+    "lacking", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "4", "RANK": "x", "LOCAL_RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "two"}]
+)
+def test_a_launcher_that_says_half_is_refused_by_name(lacking):
+    with pytest.raises(ConfigError, match=next(iter(lacking))):
+        trainer.place(lacking)
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_give_one_answer_with_their_link():
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "playbook",
+        "preflight",
+        "--seconds",
+        "0.1",
+        "--json",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    (answer,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert answer["schema"] == "preflight/1"
+    assert [(r["gpu"], r["other"][1]) for r in answer["readings"] if r["metric"] == "link_bytes_per_s"] == [(0, 1), (1, 0)]
 
 
 def test_the_command_checks_a_machine_without_gpus_and_says_what_it_compares():

@@ -13,7 +13,7 @@ import pytest
 from playbook_bench.machine import detect, nvml, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.run.variants import Resolved
+from playbook_bench.variants.resolve import Resolved
 from playbook_trainer.config import tree as trainer_config
 
 TOOL = """#!/bin/sh

@@ -12,11 +12,13 @@ import pytest
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook_bench.judge import statistics
+from playbook_bench.judge.clocks import OUTSIDE
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
-from playbook_bench.run import checkout, gate
+from playbook_bench.run import gate
 from playbook_bench.run.options import Options
+from playbook_bench.variants import checkout
 
 RIPPLE = [0.002, -0.001, 0.001, -0.002, 0.0015, -0.0015]
 SPEED, BYTES = "useful_tokens_per_s_per_gpu", "dispatch_bytes_per_token_layer"
@@ -50,10 +52,11 @@ class Invented:
         ]
         (spec.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         summary = {
-            "outcome": "ok", "world_size": 1, "source_sha": planted.get("source", "s"), "performance_revision": 1, "data_sha": planted.get("data", "d"),
+            "outcome": "ok", "world_size": 1, "source_sha": planted.get("source", "s"), "performance_revision": 1,
+            "revisions": planted.get("revisions", {}), "data_sha": planted.get("data", "d"),
             "num_parameters": 10, "trained_parameters": 10,
             "seconds": {"timed": sum(r["seconds"] for r in rows if r["timed"])},
-            "metrics": {BYTES: planted.get("bytes", 100), "recompiles": 0},
+            "metrics": {BYTES: planted.get("bytes", 100), "recompiles": 0, OUTSIDE: 10.0 + planted.get("outside", 0.0)},
             "receipt": {"numbers": {"layers": 4}, "collectives": [{"op": planted.get("collective", "all_to_all"), "count": 4}], "counters": {"recompiles": 0}},
             "env": {"strict": {"torch": "none"}},
         }  # fmt: skip
@@ -251,11 +254,36 @@ def test_a_commit_that_costs_more_beside_its_steps_is_a_regression(judged, plant
     assert judged(candidate=planted, limits=allowed)[0].status == "pass"
 
 
+def test_steps_that_slow_down_are_a_regression_whatever_is_saved_beside_them(judged):
+    found, _ = judged(baseline={"outside": 0.15}, candidate={"factor": 1.2})
+    assert found.status == "regression", found.sentence
+
+
 def test_sources_and_revision_may_differ_between_commits(judged):
     found, _ = judged(candidate={"source": "t"})
     assert (found.status, found.revision) == ("pass", "")
+    found, _ = judged(candidate={"source": "t", "factor": 0.9, "revisions": {"torch.experts": 2}})
+    assert (found.status, found.revision) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("files", "paths"),
+    [
+        ({}, "torch"),
+        ({"exit_codes.py": "1"}, "torch"),
+        ({"torch/kernels/permute.py": "1"}, "torch.experts"),
+        ({"torch/parallel/dispatch.py": "1", "exit_codes.py": "1"}, "torch.experts"),
+        ({"data/packing.py": "1", "torch/model/vision.py": "1"}, "data"),
+        ({"loop.py": "1", "torch/engine.py": "1"}, "loop and torch"),
+    ],
+)
+def test_the_paths_to_raise_are_those_that_ran_and_whose_files_changed(judged, tmp_path, files, paths):
+    for name, text in files.items():
+        path = tmp_path / "new" / "trainer" / "playbook_trainer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     found, _ = judged(candidate={"source": "t", "factor": 0.9})
-    assert (found.status, "raise PERFORMANCE_REVISION['torch']" in found.revision) == ("pass", True)
+    assert f"raise the revision of {paths} in playbook_trainer/revision.py" in found.revision
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from playbook.records.evidence import Machine
 from playbook.records.machine import short_gpu
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import schedule
-from playbook_bench.run.variants import resolve_all
+from playbook_bench.variants.resolve import resolve_all
 from playbook_trainer.config import tree
 
 TOPOLOGY = """

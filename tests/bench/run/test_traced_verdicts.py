@@ -9,9 +9,9 @@ from playbook.errors import LaunchError
 from playbook.paths import data_root
 from playbook.records.case import load_case
 from playbook.records.trace import waterfall
-from playbook_bench.run import confirm, report, store
+from playbook_bench.run import confirm, report, store, tracing
 from playbook_bench.run.options import Options
-from playbook_bench.trace import collect
+from playbook_bench.trace import reports
 
 RECORDS = {
     "timed": "h200x1/01M84V49QM966YCH8B4ETTZQE7",
@@ -37,12 +37,12 @@ class Noting(confirm.Quiet):
     [("timed", None, 1, ""), ("timed", 600.0, 1, ""), ("timed", 5.0, 0, "no time is left"), ("counted", None, 0, ""), ("cpu", None, 0, "")],
 )
 def test_a_timed_verdict_from_gpus_is_traced_where_time_is_left(tmp_path, monkeypatch, name, left_s, traces, note):
-    monkeypatch.setattr(collect, "run", lambda name, **given: (name, given["profile"]))
+    monkeypatch.setattr(tracing, "run", lambda name, **given: (name, given["profile"]))
     record = store.load(data_root("results") / f"{RECORDS[name]}.json")
     noting = Noting()
     options = Options(results=tmp_path, trace=True, budget_s=left_s, began=time.monotonic())
-    confirm._trace(load_case(record.measured.case.id), [record], options, noting)
-    assert noting.traces == [(record.measured.case.id, "h200x1")] * traces
+    trace = tracing.follow_up(load_case(record.measured.case.id), [record], options, noting.note)
+    assert trace == ((record.measured.case.id, "h200x1") if traces else None)
     assert [note in text for text in noting.notes] == [True] * bool(note)
 
 
@@ -50,14 +50,15 @@ def test_a_trace_that_fails_is_said_and_leaves_the_verdict(tmp_path, monkeypatch
     def fails(*_, **__):
         raise LaunchError("no kernel was seen")
 
-    monkeypatch.setattr(collect, "run", fails)
+    monkeypatch.setattr(tracing, "run", fails)
     record = store.load(data_root("results") / f"{RECORDS['timed']}.json")
-    confirm._trace(load_case(record.measured.case.id), [record], Options(results=tmp_path, trace=True), noting := Noting())
+    noting = Noting()
+    assert tracing.follow_up(load_case(record.measured.case.id), [record], Options(results=tmp_path, trace=True), noting.note) is None
     assert noting.notes == ["no trace: no kernel was seen"]
 
 
 def test_the_parts_of_a_waterfall_add_up_to_the_difference_of_the_traced_steps():
-    trace = collect.read(TRACE)
+    trace = reports.read(TRACE)
     before, after = (v.table.model_dump() for v in trace.variants.values())
     parts = waterfall(before, after)
     assert sum(ms for _, ms in parts) == pytest.approx(after["span_ms"] - before["span_ms"], abs=1e-9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from playbook_bench.statements.invariants.megatron_core_refuses import megatron_core_refuses
+from playbook_bench.statements.rules import megatron_core_refuses
 
 EXPERTS = {"settings": {"cuda_graph_scope": ["attn", "moe"]}, "refused": True}
 ROUTER = {"settings": {"cuda_graph_scope": ["attn", "moe_router"]}, "refused": False}

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench.statements import short_runs
-from playbook_bench.statements.invariants.finetune_saves_and_evaluates import finetune_saves_and_evaluates
-from playbook_bench.statements.invariants.first_step_from_trained_weights import first_step_from_trained_weights
-from playbook_bench.statements.invariants.offline_run_gets_configuration import offline_run_gets_configuration
-from playbook_bench.statements.invariants.tracker_gets_configuration import tracker_gets_configuration
+from playbook_bench.statements import training
+from playbook_bench.statements.training import (
+    finetune_saves_and_evaluates,
+    first_step_from_trained_weights,
+    offline_run_gets_configuration,
+    tracker_gets_configuration,
+)
 
 
 @pytest.mark.full
@@ -26,14 +28,14 @@ def test_the_whole_configuration_reaches_the_tracker() -> None:
 def test_the_whole_configuration_reaches_an_offline_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     assert offline_run_gets_configuration()[0]
-    real = short_runs.train
+    real = training.train
 
     def changed_since(config: str, out: Path, *words: str) -> str:
         problem = real(config, out, *words)
         (out / "config.yaml").write_text((out / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
         return problem
 
-    monkeypatch.setattr(short_runs, "train", changed_since)
+    monkeypatch.setattr(training, "train", changed_since)
     holds, sentence, figures = offline_run_gets_configuration()
     assert not holds, sentence
     assert len(figures["missing"]) >= 1
@@ -47,7 +49,7 @@ def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.Monkey
         (out / "config.yaml").write_text("optimizer:\n  lr: 0.000123\n")
         return ""
 
-    monkeypatch.setattr(short_runs, "train", only_the_path)
+    monkeypatch.setattr(training, "train", only_the_path)
     holds, sentence, _ = tracker_gets_configuration()
     assert not holds
     assert "missing from the tracker's file: optimizer:" in sentence
@@ -67,7 +69,7 @@ def test_half_a_configuration_is_not_the_whole_one(monkeypatch: pytest.MonkeyPat
             (out / name).write_text("optimizer:\n  lr: 0.000123\n")
         return ""
 
-    monkeypatch.setattr(short_runs, "train", optimizer_alone)
+    monkeypatch.setattr(training, "train", optimizer_alone)
     assert not tracker_gets_configuration()[0]
 
 
@@ -83,7 +85,7 @@ def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
         (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in resumed))
         return ""
 
-    monkeypatch.setattr(short_runs, "train", planted)
+    monkeypatch.setattr(training, "train", planted)
     assert not finetune_saves_and_evaluates()[0]
 
 
@@ -101,13 +103,13 @@ def test_checkpoints_of_another_format_than_the_named_one_are_noticed(
         (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in (5, 6)))
         return ""
 
-    monkeypatch.setattr(short_runs, "train", planted)
+    monkeypatch.setattr(training, "train", planted)
     assert finetune_saves_and_evaluates(["backend=megatron"], "fsdp_dtensor")[0] is wanted
 
 
 @pytest.mark.full
 def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_runs, "_TINY", (*short_runs._TINY, "train.stepz=1"))
+    monkeypatch.setattr(training, "_TINY", (*training._TINY, "train.stepz=1"))
     holds, sentence, _ = finetune_saves_and_evaluates()
     assert not holds
     assert "export: the trainer ended with code 2" in sentence
@@ -124,5 +126,5 @@ def test_a_first_step_counts_as_unstable_from_the_ratio_on_and_after_learning_al
         (out / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         return ""
 
-    monkeypatch.setattr(short_runs, "train", planted)
+    monkeypatch.setattr(training, "train", planted)
     assert first_step_from_trained_weights(10, 1e-3, 100)[0] is wanted

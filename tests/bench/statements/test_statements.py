@@ -9,15 +9,10 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.records.case import list_cases, load_case
-from playbook_bench.statements import number_formats, table
-from playbook_bench.statements.arithmetic.interleaving import interleaving
-from playbook_bench.statements.arithmetic.mfu_falls_as_throughput_rises import mfu_falls_as_throughput_rises
-from playbook_bench.statements.arithmetic.offload_makes_it_fit import offload_makes_it_fit
-from playbook_bench.statements.arithmetic.platform_walls import platform_walls
-from playbook_bench.statements.arithmetic.rows_per_rank import rows_per_rank
-from playbook_bench.statements.arithmetic.save_interval import save_interval
-from playbook_bench.statements.numerics.coarser import coarser
-from playbook_bench.statements.numerics.routing_flips import routing_flips
+from playbook_bench.statements import numerics, table
+from playbook_bench.statements.layouts import interleaving, offload_makes_it_fit, platform_walls, rows_per_rank
+from playbook_bench.statements.numerics import coarser, routing_flips
+from playbook_bench.statements.utilization import mfu_falls_as_throughput_rises, save_interval
 
 H100 = {"peak_flops_per_s": 989.5e12, "domain": 8, "fast_bytes_per_s": 450e9, "slow_bytes_per_s": 50e9}
 GB200 = {"peak_flops_per_s": 2500e12, "domain": 64, "fast_bytes_per_s": 900e9, "slow_bytes_per_s": 50e9}
@@ -71,8 +66,8 @@ def test_mfu_falls_only_where_throughput_rises_less_than_the_peak():
 
 
 def test_elements_are_those_of_the_formats():
-    e2m1 = number_formats.FORMATS["nvfp4"]
-    assert [number_formats.element(x, e2m1) for x in (0.2, 0.3, 0.7, 1.2, 2.6, 3.4, 4.6, 9.0, -9.0)] == [
+    e2m1 = numerics.FORMATS["nvfp4"]
+    assert [numerics.element(x, e2m1) for x in (0.2, 0.3, 0.7, 1.2, 2.6, 3.4, 4.6, 9.0, -9.0)] == [
         0.0,
         0.5,
         0.5,
@@ -87,17 +82,17 @@ def test_elements_are_those_of_the_formats():
     draw = random.Random(1)
     values = [draw.gauss(0, 100) for _ in range(500)] + [draw.gauss(0, 0.01) for _ in range(500)]
     expected = torch.tensor(values, dtype=torch.float64).to(torch.float32).to(torch.float8_e4m3fn).to(torch.float64).tolist()
-    e4m3 = number_formats.FORMATS["mxfp8"]
-    assert [number_formats.element(x, e4m3) for x in values] == expected
+    e4m3 = numerics.FORMATS["mxfp8"]
+    assert [numerics.element(x, e4m3) for x in values] == expected
     narrow = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).tolist()
-    assert [number_formats.significant(x, 8) for x in torch.tensor(values, dtype=torch.float32).tolist()] == narrow
+    assert [numerics.significant(x, 8) for x in torch.tensor(values, dtype=torch.float32).tolist()] == narrow
 
 
 def test_a_coarser_format_loses_more_and_a_block_of_zeros_stays():
     assert coarser(formats=["mxfp8", "nvfp4"], factor=3)[0]
     assert not coarser(formats=["nvfp4", "mxfp8"], factor=1)[0]
-    assert number_formats.rounded([0.0] * 20, number_formats.FORMATS["nvfp4"]) == [0.0] * 20
-    assert all(math.isfinite(x) for x in number_formats.rounded([1e30, 1e-30], number_formats.FORMATS["mxfp8"]))
+    assert numerics.rounded([0.0] * 20, numerics.FORMATS["nvfp4"]) == [0.0] * 20
+    assert all(math.isfinite(x) for x in numerics.rounded([1e30, 1e-30], numerics.FORMATS["mxfp8"]))
     with pytest.raises(ConfigError, match="expected two or more"):
         coarser(formats=["fp6", "nvfp4"], factor=1)
 

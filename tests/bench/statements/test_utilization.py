@@ -6,9 +6,7 @@ import pytest
 
 from playbook.planner import flops, peaks
 from playbook.planner.models import MODELS
-from playbook_bench.statements.arithmetic.published_runs_predicted import published_runs_predicted
-from playbook_bench.statements.arithmetic.published_utilization import published_utilization
-from playbook_bench.statements.arithmetic.vision_left_out import vision_left_out
+from playbook_bench.statements.utilization import published_runs_predicted, published_utilization, vision_left_out
 
 PHOTO = {"images": [[480, 640]], "text_tokens": 100}
 

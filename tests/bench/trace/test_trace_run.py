@@ -18,8 +18,9 @@ from playbook.paths import data_root
 from playbook.records.evidence import Machine
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
-from playbook_bench.run.variants import resolve_all
-from playbook_bench.trace import collect
+from playbook_bench.run import tracing
+from playbook_bench.trace import reports
+from playbook_bench.variants.resolve import resolve_all
 
 CASE = "moe-dispatcher-allgather-vs-alltoall"
 COMMAND_CASE = """
@@ -70,16 +71,16 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, command: list[str]) -> None:
     results = tmp_path / "results"
     lines: list[str] = []
-    made = collect.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command), progress=lines.append)
+    made = tracing.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command), progress=lines.append)
     assert made.ok
     assert made.collector == "kineto"
     assert made.collector_version == "torch 2.13.0"
     assert set(made.variants) == {"baseline", "candidate"}
-    assert [collect.read(path) for path in (results / "traces").glob(f"{CASE}-*.json")] == [made]
+    assert [reports.read(path) for path in (results / "traces").glob(f"{CASE}-*.json")] == [made]
     assert any("baseline" in line for line in lines)
     for variant in made.variants.values():
         assert [(results / "traces" / f.name).is_file() for f in variant.files] == [True]
-        assert collect.table_from_file(results / "traces" / variant.files[0].name) == variant.table
+        assert reports.table_from_file(results / "traces" / variant.files[0].name) == variant.table
 
 
 def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path: Path, command: list[str]) -> None:
@@ -87,21 +88,21 @@ def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path
     own.parent.mkdir()
     shipped = (data_root("cases") / f"{CASE}.yaml").read_text(encoding="utf-8")
     own.write_text(shipped.replace(f"id: {CASE}", "id: mine", 1), encoding="utf-8")
-    made = collect.run(str(own), profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    made = tracing.run(str(own), profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
 
 
 def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
-    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
-    pair = resolve_all(collect.load_case(CASE), "cpu")
+    made = tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    pair = resolve_all(tracing.load_case(CASE), "cpu")
     assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
 
 
 def test_a_traced_launch_has_the_threads_of_the_timed_ones(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     here = Machine(name="cpu", description="", gpus=0, cpu="c", cores=12)
     monkeypatch.setattr(detect, "detect", lambda: here)
-    pair = resolve_all(collect.load_case(CASE), "cpu")
-    collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    pair = resolve_all(tracing.load_case(CASE), "cpu")
+    tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     (seen,) = (tmp_path / "results" / "traces").glob("*/threads.txt")
     assert seen.read_text().split() == [str(12 // max(r.ranks for r in pair.values()))] * 2
 
@@ -110,7 +111,7 @@ def test_a_failed_launch_is_an_outcome_and_the_other_variant_is_still_traced(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAIL", "alltoall")
-    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    made = tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert not made.ok
     assert made.variants["baseline"].outcome == "oom"
     assert made.variants["candidate"].table is not None
@@ -118,7 +119,7 @@ def test_a_failed_launch_is_an_outcome_and_the_other_variant_is_still_traced(
 
 def test_a_trace_that_cannot_be_read_is_told_not_raised(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "trace.json").write_text("{")
-    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    made = tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert made.variants["baseline"].outcome == "crash"
     assert "unusable" in made.variants["baseline"].message
 
@@ -134,7 +135,7 @@ def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
     monkeypatch.setenv("SQLITE", str(database(tmp_path / "report.sqlite")))
     here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
     monkeypatch.setattr(detect, "detect", lambda: here)
-    made = collect.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
+    made = tracing.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert (made.collector, made.collector_version, made.profile) == ("nsys", "NVIDIA Nsight Systems version 2025.3.1", "h200x2")
     assert made.ok
     table = made.variants["candidate"].table
@@ -158,36 +159,36 @@ def test_an_export_that_takes_too_long_is_told_not_raised(tmp_path: Path, comman
     monkeypatch.setattr(detect, "detect", lambda: here)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda words, **how: run(words, **{**how, "timeout": 0.5} if "export" in words else how))
-    made = collect.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
+    made = tracing.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert {v.outcome for v in made.variants.values()} == {"crash"}
     assert "nsys export took more than" in made.variants["baseline"].message
 
 
 def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[str]) -> None:
     results = tmp_path / "results"
-    collect.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command))
+    tracing.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command))
     path = next((results / "traces").glob("*.json"))
     whole = path.read_text()
     path.write_text(whole.replace('"busy_ms": 2.0', '"busy_ms": 1.0', 1))
     assert path.read_text() != whole
     with pytest.raises(StoreError, match="altered"):
-        collect.read(path)
+        reports.read(path)
     path.write_text(whole[:200])
     with pytest.raises(StoreError, match="no trace record"):
-        collect.read(path)
+        reports.read(path)
 
 
 def test_what_cannot_be_traced_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no-such-case"):
-        collect.run("no-such-case", results=tmp_path)
+        tracing.run("no-such-case", results=tmp_path)
     with pytest.raises(ConfigError, match="launches nothing"):
-        collect.run("cp-dp-floor", results=tmp_path)
+        tracing.run("cp-dp-floor", results=tmp_path)
     with pytest.raises(ConfigError, match="no profile"):
-        collect.run(CASE, profile="h200x64", results=tmp_path)
+        tracing.run(CASE, profile="h200x64", results=tmp_path)
     command = tmp_path / "their-step.yaml"
     command.write_text(COMMAND_CASE)
     with pytest.raises(ConfigError, match="trace it with playbook ab --trace"):
-        collect.run(str(command), results=tmp_path)
+        tracing.run(str(command), results=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["t.nsys-rep", "none.sqlite", "none.json"])
@@ -195,4 +196,4 @@ def test_a_file_of_another_kind_says_what_to_do(tmp_path: Path, name: str) -> No
     if name.endswith("rep"):
         (tmp_path / name).write_text("x")
     with pytest.raises(PlaybookError, match="nsys"):
-        collect.table_from_file(tmp_path / name)
+        reports.table_from_file(tmp_path / name)

@@ -17,7 +17,7 @@ from playbook.errors import PlaybookError
 from playbook.kernel_names import CLASSES, OTHER, kernel_class
 from playbook.paths import repo_root
 from playbook_app.cli.app import main
-from playbook_bench.trace import collect, nsys
+from playbook_bench.trace import nsys, reports
 from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
 from playbook_bench.trace.walls import BUSY, DATA_WAIT, EXPOSED, HOST_BOUND, Walls, walls
 
@@ -323,13 +323,13 @@ def test_a_report_is_exported_by_the_nsys_that_is_there(tmp_path: Path, monkeypa
     )
     (tmp_path / "nsys").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert walls(collect.timeline_from_file(tmp_path / "trace.nsys-rep")).wall == "host-bound"
+    assert walls(reports.timeline_from_file(tmp_path / "trace.nsys-rep")).wall == "host-bound"
     (tmp_path / "nsys").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(PlaybookError, match="nsys export failed"):
-        collect.timeline_from_file(tmp_path / "trace.nsys-rep")
+        reports.timeline_from_file(tmp_path / "trace.nsys-rep")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(PlaybookError, match="where it is, run nsys export"):
-        collect.timeline_from_file(tmp_path / "trace.nsys-rep")
+        reports.timeline_from_file(tmp_path / "trace.nsys-rep")
 
 
 @pytest.mark.parametrize("make", [kernels_only, chrome])
@@ -344,7 +344,7 @@ def test_damaged_traces_are_refused_or_add_up(make: Callable[[Path], Path], tmp_
             changed[rng.randrange(len(changed))] = rng.randrange(256)
         damaged.write_bytes(changed[: rng.choice([len(changed), rng.randrange(len(changed))])])
         try:
-            found = walls(collect.timeline_from_file(damaged))
+            found = walls(reports.timeline_from_file(damaged))
         except PlaybookError:
             refused += 1
         else:

@@ -10,7 +10,7 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.planner import memory
 from playbook.planner.choice import explain, plain_data
-from playbook.planner.choice.search import search
+from playbook.planner.choice.search import plan_layouts, search, ties
 from playbook.planner.choice.space import ALLOWED, Question
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
@@ -83,7 +83,7 @@ def test_what_is_fixed_stays_and_what_is_not_allowed_is_not_used() -> None:
 
 @pytest.mark.full
 def test_nothing_fits_says_what_is_nearest_and_what_would() -> None:
-    found = explain.answer(asked("qwen3_235b_a22b", gpus=32, gbs=512))
+    found = plan_layouts(asked("qwen3_235b_a22b", gpus=32, gbs=512))
     assert found.choices == []
     near = found.obstacle
     assert near is not None
@@ -91,11 +91,11 @@ def test_nothing_fits_says_what_is_nearest_and_what_would() -> None:
     assert near.stage.peak == memory.peak(near.plan) > found.question.capacity
     assert near.ways
     way = next(w for w in near.ways if w.startswith("--gpus"))
-    assert explain.answer(replace(found.question, gpus=int(way.split()[1]))).choices
+    assert plan_layouts(replace(found.question, gpus=int(way.split()[1]))).choices
 
 
 def test_the_fewest_gpus_hold_it_and_the_next_fewer_do_not() -> None:
-    found = explain.answer(asked("mixtral_8x7b", "a100", gbs=256, goal="gpus"))
+    found = plan_layouts(asked("mixtral_8x7b", "a100", gbs=256, goal="gpus"))
     assert found.choices
     assert not search(replace(found.question, gpus=8 if found.question.gpus == 16 else found.question.gpus - 8)).choices
 
@@ -106,10 +106,10 @@ def test_the_leanest_plan_needs_no_more_than_the_fastest() -> None:
 
 
 def test_ties_are_told_from_plans_that_lose() -> None:
-    found = explain.answer(asked("llama3_8b", gbs=256), 10)
+    found = plan_layouts(asked("llama3_8b", gbs=256), 10)
     best, worst = found.choices[0], search(asked("llama3_8b", gbs=256), 500).choices[-1]
     assert 0 in found.ties
-    assert explain.ties(found.question, replace(search(found.question, 2), choices=[best, worst])) == [0]
+    assert ties(found.question, replace(search(found.question, 2), choices=[best, worst])) == [0]
     assert "slower" in explain.lost(best, worst)
 
 
@@ -129,4 +129,4 @@ def test_ties_are_told_from_plans_that_lose() -> None:
 )
 def test_a_question_that_cannot_be_asked_is_refused(more: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        explain.answer(asked(**more))
+        plan_layouts(asked(**more))

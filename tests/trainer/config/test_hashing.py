@@ -18,7 +18,7 @@ from playbook.paths import data_root, repo_root
 from playbook.records.case import load_case
 from playbook.records.evidence import noise_key
 from playbook_bench.run import store
-from playbook_bench.run.variants import resolve_all
+from playbook_bench.variants.resolve import resolve_all
 from playbook_trainer.config import hashing
 from playbook_trainer.config import neutral as neutral_values
 from playbook_trainer.config.automatic import Target

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from playbook import files
 from playbook.errors import DataError
+from playbook_trainer import revision
 from playbook_trainer.axes import Axes
 from playbook_trainer.config import automatic
 from playbook_trainer.config.hashing import config_sha
@@ -35,7 +36,6 @@ from playbook_trainer.observe import trackers as tracker
 from playbook_trainer.observe.flops import FORMULA, Ledger, peak
 from playbook_trainer.observe.totals import StepTotals
 from playbook_trainer.observe.trackers import Tracker, figures
-from playbook_trainer.revision import PERFORMANCE_REVISION
 
 SHOWN_DATA = 0.05
 """The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
@@ -429,7 +429,8 @@ def write_summary(
             automatic.here(torch.cuda.get_device_name(recorder.device) if recorder.device.type == "cuda" else None, axes.world.size),
         ),
         "source_sha": source_sha(),
-        "performance_revision": PERFORMANCE_REVISION[config.backend],
+        "performance_revision": revision.PATHS[config.backend].revision,
+        "revisions": revision.beside_backend(dump(config), axes.world.size),
         "data_sha": data_sha,
         "parameters_of": "model",
         "num_parameters": parameters[0],

@@ -16,10 +16,8 @@ from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, comma
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import complain, print_json, print_walls, say
-from playbook_bench.commands import ab as two_commands
-from playbook_bench.commands import traced
 from playbook_bench.machine import detect
-from playbook_bench.run import confirm as harness
+from playbook_bench.run import ab as two_commands
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
 
@@ -81,18 +79,9 @@ def ab(
     machine = detect.detect()
     out = report.console(sys.stderr if as_json else None)
     progress = report.LaunchLines(out)
-    options = Options(
-        machine.name,
-        results or default_results(),
-        pairs,
-        to_seconds(budget),
-        seed,
-        settles=lambda derived: two_commands.answer(derived, asked.margin).verdict != "undecided",
-    )
+    options = Options(machine.name, results or default_results(), pairs, to_seconds(budget), seed)
     try:
-        (outcome,) = harness.bench_run(
-            two_commands.case_of(asked, machine.name), options, progress, shlex.join(["playbook", *sys.argv[1:]])
-        )
+        outcome, found = two_commands.compare(asked, options, progress, shlex.join(["playbook", *sys.argv[1:]]))
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
@@ -100,10 +89,9 @@ def ab(
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
     finally:
         progress.close()
-    found = two_commands.answer(outcome.evidence.derived, asked.margin)
     report.print_outcome(outcome, out, found.verdict)
     report.print_summary([outcome], out)
-    walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
+    walls = _walls(asked, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:
         answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
         print_json(answered | ({"walls": walls} if walls else {}))
@@ -113,10 +101,12 @@ def ab(
     raise typer.Exit(two_commands.EXIT_CODES[found.verdict])
 
 
-def _walls(asked: two_commands.Question, profile: str, how: traced.Asked) -> dict[str, dict[str, Any]]:
+def _walls(asked: two_commands.Question, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:
     """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
     try:
-        return {variant: asdict(each) for variant, each in traced.both(two_commands.case_of(asked, profile), profile, how).items()}
+        return {
+            variant: asdict(each) for variant, each in two_commands.walls_of(two_commands.case_of(asked, profile), profile, how).items()
+        }
     except PlaybookError as e:
         complain(f"no trace: {e}")
         return {}

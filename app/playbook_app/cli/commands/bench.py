@@ -155,19 +155,18 @@ def bench_trace(
     as_json: AsJson = False,
 ) -> None:
     """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
-    from playbook_bench.trace import collect, table, walls
+    from playbook_bench.run import tracing
 
     if (case is None) == (file is None):
         raise PlaybookError(
             "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
         )
     if file is not None:
-        timeline = collect.timeline_from_file(file)
-        framed = timeline.ops and any(s.name == table.STEP for s in timeline.spans)
-        _show_file(asdict(walls.walls(timeline)), table.build(timeline).model_dump(mode="json") if framed else None, as_json)
+        walls, ranges = tracing.of_file(file)
+        _show_file(asdict(walls), ranges.model_dump(mode="json") if ranges else None, as_json)
         return
     assert case is not None
-    result = collect.run(case, profile=profile, results=results, progress=complain if as_json else say)
+    result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
     if as_json:
         print_json(result.model_dump(mode="json"))
     else:

@@ -15,6 +15,7 @@ from playbook.records.case import load_case
 from playbook_app.cli.options import AsJson, Profile, Slowdown, commands
 from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import print_json, say
+from playbook_bench.judge.bisection import UNKNOWN, Judged
 from playbook_bench.run import bisect as bisection
 from playbook_bench.run import gate as harness
 from playbook_bench.run import report
@@ -43,7 +44,7 @@ def bisect(
     loaded = load_case(case)
     root = harness.repository_of(loaded, None)
 
-    def told(judged: bisection.Judged, left: int) -> None:
+    def told(judged: Judged, left: int) -> None:
         out.print(f"{bisection.subject(judged.commit, root)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
 
     try:
@@ -59,7 +60,7 @@ def bisect(
     if as_json:
         print_json(bisection.as_json(found))
     else:
-        none = f"cannot be judged against {good}" if found.trouble == bisection.UNKNOWN else f"shows no trouble that {good} has not"
+        none = f"cannot be judged against {good}" if found.trouble == UNKNOWN else f"shows no trouble that {good} has not"
         words = {
             "found": f"first commit with it ({found.trouble}):",
             "suspects": f"one of these ({found.trouble}):",

@@ -20,6 +20,7 @@ from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import confirm as harness
 from playbook_bench.run import report
+from playbook_bench.run.applicability import count_inapplicable
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import Outcome
 
@@ -71,7 +72,7 @@ def demo(
         outcomes = harness.run(chosen, options, progress)
     finally:
         progress.close()
-    lacking, known = harness.count_inapplicable(detect.CPU)
+    lacking, known = count_inapplicable(detect.CPU)
     playbook = "playbook" if shutil.which("playbook") else os.path.relpath(sys.argv[0])
     last = outcomes[-1]
     claim = last.evidence.measured.claim

@@ -387,9 +387,9 @@ def _again(own: Setting, asked: _Asked) -> Setting:
 
 def _walls(file: Path) -> dict[str, Any]:
     """The walls of a trace, as `playbook bench trace --file` finds them."""
-    from playbook_bench.trace import collect, walls
+    from playbook_bench.trace import reports, walls
 
-    return asdict(walls.walls(collect.timeline_from_file(file)))
+    return asdict(walls.walls(reports.timeline_from_file(file)))
 
 
 def _show(found: Mapping[str, Any]) -> None:

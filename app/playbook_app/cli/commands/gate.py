@@ -17,9 +17,10 @@ from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import print_json
 from playbook_bench.judge.slowdown import ALLOWABLE
-from playbook_bench.run import checkout, report
 from playbook_bench.run import gate as harness
+from playbook_bench.run import report
 from playbook_bench.run.options import Options
+from playbook_bench.variants import checkout
 
 app = commands()
 

@@ -14,12 +14,12 @@ from typer.core import TyperGroup
 from playbook import files
 from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError
-from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
-from playbook.planner.choice.explain import PARTS, Answer, lost, next_run
+from playbook.planner.choice.explain import PARTS, lost, next_run
 from playbook.planner.choice.plain_data import pipeline_string, words
 from playbook.planner.choice.routing import measured
-from playbook.planner.choice.search import Choice
+from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
@@ -170,7 +170,7 @@ def plan_for(
         )
     if slurm and export is None:
         raise ConfigError("--slurm speaks of the script that --export prints; add --export, or leave it out")
-    found = explain.answer(question, top)
+    found = plan_layouts(question, top)
     if anchor is not None and emit_case is not None:
         raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
     if emit_case is None and (anchor is not None or published):

@@ -40,7 +40,7 @@ def preflight(
     found = trainer.readings(seconds, trainer.place(os.environ))
     if found is None:
         return
-    readings = [judge.Reading(**row) for row in found]
+    readings = [judge.Reading(**{**row, "other": tuple(row["other"]) if row["other"] else None}) for row in found]
     healthy = judge.expected(kind) if kind else {}
     faults = judge.faults(readings, healthy, cpu=not machine.gpus)
     if as_json:

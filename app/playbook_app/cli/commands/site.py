@@ -26,7 +26,7 @@ from playbook_app.services.standing import present
 from playbook_app.site import build
 from playbook_app.site.build import Reference
 from playbook_app.site.reference import Command, field_docs
-from playbook_bench.judge import metrics
+from playbook_bench import metrics
 from playbook_trainer.config import megatron, model, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run

@@ -1,1 +1,0 @@
-"""Claims that arithmetic settles: one module for each, with a function of the same name."""

@@ -1,0 +1,152 @@
+"""Statements about time that is used and lost: published figures against what can be counted, and the interval between saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from playbook.paths import data_root
+from playbook.planner import flops, peaks
+from playbook.planner.models import MODELS
+from playbook.planner.runs import check
+from playbook.yaml_files import did_you_mean
+from playbook_bench.judge.verdict import Statement
+
+
+def mfu_falls_as_throughput_rises(*, rows: Sequence[Mapping[str, Any]]) -> Statement:
+    """Whether each published pair of runs is faster in FP8 and shows a lower MFU, because the peak that it is divided by doubles.
+
+    A row has: model, gpu, `bf16_tflops` and `fp8_tflops` (model FLOPs per second and GPU), `bf16_peak` and `fp8_peak`.
+    """
+    found = [
+        {
+            **row,
+            "gain": row["fp8_tflops"] / row["bf16_tflops"] - 1,
+            "bf16_mfu": row["bf16_tflops"] / row["bf16_peak"],
+            "fp8_mfu": row["fp8_tflops"] / row["fp8_peak"],
+        }
+        for row in rows
+    ]
+    parts = [f"{r['model']} on {r['gpu']}: {r['gain']:+.1%} throughput, MFU {r['bf16_mfu']:.1%} -> {r['fp8_mfu']:.1%}" for r in found]
+    return bool(found) and all(r["gain"] > 0 and r["fp8_mfu"] < r["bf16_mfu"] for r in found), "; ".join(parts), {"rows": found}
+
+
+_PATCH = 16
+"""Pixels on a side of a patch. Source: config.json of Qwen3-VL, vision_config.patch_size."""
+
+
+def vision_left_out(*, model: str, samples: Sequence[Mapping[str, Any]], at_least: float, at_most: float) -> Statement:
+    """Whether counting the decoder alone misses a share of the FLOPs within the two bounds, for every sample.
+
+    A sample has `images`, as (height, width) in pixels, and `text_tokens`. Attention covers the sample's tokens alone, as in packed rows.
+    Source: `playbook.planner.flops`, checked against PyTorch's counter.
+    """
+    shape = MODELS.get(model)
+    if shape is None or shape.vision is None:
+        raise ValueError(f"'{model}' is no model with a vision tower{did_you_mean(model, [n for n, s in MODELS.items() if s.vision])}")
+    unit, rows = _PATCH * shape.vision.merge, []
+    for sample in samples:
+        # Both sides are rounded to whole visual tokens, as the image processor does.
+        sizes = [tuple(max(1, round(side / unit)) * shape.vision.merge for side in image) for image in sample["images"]]
+        patches = [rows_ * columns for rows_, columns in sizes]
+        tokens = sample["text_tokens"] + sum(patches) // shape.vision.merge**2
+        decoder = tokens * flops.per_token(shape, tokens)
+        pairs = sum(n * n for n in patches)
+        tower = flops.BACKWARD * sum(flops.vision_forward(shape.vision, shape.hidden, sum(patches), pairs).values())
+        rows.append({"tokens": tokens, "patches": sum(patches), "left_out": tower / (tower + decoder)})
+    found = [row["left_out"] for row in rows]
+    holds = all(at_least <= share <= at_most for share in found)
+    sentence = (
+        f"{model}: without its vision tower {min(found):.0%} to {max(found):.0%} of the model FLOPs of {len(rows)} samples are left out; "
+        f"claimed {at_least:.0%} to {at_most:.0%}"
+    )
+    return holds, sentence, {"rows": rows}
+
+
+def published_utilization(*, rows: Sequence[Mapping[str, Any]], at_least: float, at_most: float) -> Statement:
+    """Whether published rates, as shares of the data sheet's dense BF16 peak, lie within the two bounds."""
+    found = []
+    for row in rows:
+        peak = peaks.dense_bf16(row["gpu"])
+        if peak is None:
+            raise ValueError(f"the peak of '{row['gpu']}' is not in the table")
+        found.append({**row, "peak": peak.name, "share": row["tflops_per_gpu"] * 1e12 / peak.flops_per_s})
+    holds = all(at_least <= row["share"] <= at_most for row in found)
+    words = ", ".join(f"{row['tflops_per_gpu']:g} TFLOP/s on {row['gpu']} are {row['share']:.1%} of {row['peak']}" for row in found)
+    return holds, f"{words}; claimed {at_least:.0%} to {at_most:.0%}", {"rows": found}
+
+
+_MANY = 10
+"""Runs above which a group's 90th percentile is looked at."""
+
+
+def published_runs_predicted(*, leave_one_out: bool, bounds: Mapping[str, Sequence[float]]) -> Statement:
+    """Whether each figure of `playbook plan check` on the shipped table lies within its two bounds; with `leave_one_out`, scaled to the others.
+
+    Figures: `median_error`, `p90_error`, `covered`, `width` (median of high over low), `winner_within_5_percent`, `mean_regret`, `impossible` (runs
+    that are said not to fit), and `behind_constant_mfu` (groups of more than ten runs whose 90th percentile a constant share of the peak beats).
+    """
+    found = _figures(leave_one_out)
+    told = {name: {"value": found[name], "at_least": low, "at_most": high} for name, (low, high) in bounds.items()}
+    holds = all(f["at_least"] <= f["value"] <= f["at_most"] for f in told.values())
+    words = ", ".join(f"{name} {f['value']:.3g} [{f['at_least']:g}, {f['at_most']:g}]" for name, f in told.items())
+    return holds, f"{found['runs']} published runs: {words}", {"runs": found["runs"], **told}
+
+
+@cache
+def _figures(leave_one_out: bool) -> dict[str, Any]:
+    rows = check.check(data_root("tables") / "published_runs.csv", leave_out="configuration" if leave_one_out else "")
+    total, order = check.total(rows), check.ranking(rows)
+    if total is None or order is None:
+        raise ValueError("the shipped table has no runs that can be compared")
+    large = [g for g in check.groups(rows) if g["runs"] > _MANY]
+    behind = sum(g["p90_error"] >= g["constant_mfu"]["p90_error"] for g in large)
+    return {**total, **order, "impossible": len(check.impossible(rows)), "behind_constant_mfu": behind}
+
+
+def save_interval(
+    *, waits_s: Sequence[float], failures_h: Sequence[float], slack: float, at_h: float, before_s: float, after_s: float, gain: float
+) -> Statement:
+    """Whether Young's interval loses at most `slack` more of the time than the best interval, for each wait per save and each time between failures;
+    and whether, with `at_h` hours between failures, a wait of `after_s` in place of `before_s` loses at least `gain` less.
+
+    Sources: Young 1974 for the interval sqrt(2 x wait x time between failures); Daly 2006 for what is lost at any interval.
+    """
+    rows = []
+    for hours in failures_h:
+        for wait in waits_s:
+            young = _young(wait, 3600 * hours)
+            least = _least_lost(wait, 3600 * hours)
+            rows.append(
+                {"wait_s": wait, "failures_h": hours, "every_s": young, "lost": _lost(young, wait, 3600 * hours), "least_lost": least}
+            )
+    excess = max(row["lost"] - row["least_lost"] for row in rows)
+    before, after = (_lost(_young(wait, 3600 * at_h), wait, 3600 * at_h) for wait in (before_s, after_s))
+    sentence = (
+        f"saving every sqrt(2 x wait x time between failures) loses at most {100 * excess:.2g} points more than the best interval;"
+        f" with {at_h:g} h between failures {before:.1%} at {before_s:g} s a save (every {_young(before_s, 3600 * at_h):.0f} s)"
+        f" and {after:.1%} at {after_s:g} s (every {_young(after_s, 3600 * at_h):.0f} s)"
+    )
+    return (
+        excess <= slack and before - after >= gain,
+        sentence,
+        {"rows": rows, "excess": excess, "lost_before": before, "lost_after": after},
+    )
+
+
+def _young(wait: float, between: float) -> float:
+    return math.sqrt(2 * wait * between)
+
+
+def _lost(every: float, wait: float, between: float) -> float:
+    """Share of the time that saves and work done twice take, where failures come at random, `between` seconds apart on average."""
+    return 1 - every / (between * math.expm1((every + wait) / between))
+
+
+def _least_lost(wait: float, between: float) -> float:
+    """The share at the best interval."""
+    from scipy.optimize import minimize_scalar  # start-up time: the table of statements is listed by commands that compute nothing
+
+    return float(minimize_scalar(lambda log: _lost(math.exp(log), wait, between), bounds=(0, math.log(9 * between)), method="bounded").fun)

@@ -1,0 +1,85 @@
+"""Reports of traces: the file that a collector left, as a table or a timeline, and the record of a traced case."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from playbook.errors import PlaybookError, StoreError
+from playbook.records.read import parse
+from playbook.records.trace import TraceResult, TraceTable
+from playbook_bench.trace import kineto, nsys
+from playbook_bench.trace.table import Timeline, build
+
+WRITE_S = 300.0
+"""How long Nsight Systems may take to write its report after the run."""
+_SQLITE = b"SQLite format 3\0"
+
+
+def table_from_file(path: Path) -> TraceTable:
+    """The table of an existing report: an Nsight Systems SQLite export, or a Chrome trace of torch.profiler.
+
+    Raises:
+        PlaybookError: neither, or damaged.
+    """
+    return build(timeline_from_file(path, ranges=True))
+
+
+def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
+    """What a report of any trainer holds; `ranges`: it must hold ours. A `.nsys-rep` is exported first, by the nsys on this machine.
+
+    Raises:
+        PlaybookError: it is no report, or damaged.
+    """
+    if path.suffix == ".nsys-rep":
+        if not path.is_file():
+            raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
+        if not shutil.which("nsys"):
+            raise PlaybookError(
+                f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            return nsys.read(exported(path, Path(folder) / "trace.sqlite"), ranges)
+    try:
+        with path.open("rb") as f:
+            head = f.read(len(_SQLITE))
+    except OSError as e:
+        raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
+    return nsys.read(path, ranges) if head == _SQLITE or path.suffix == ".sqlite" else kineto.read(path)
+
+
+def read(path: Path) -> TraceResult:
+    """A stored record.
+
+    Raises:
+        StoreError: it cannot be read, is no trace record, or is not as it was written.
+    """
+    try:
+        result, sha = parse(path)
+    except OSError as e:
+        raise StoreError(f"{path}: cannot be read ({e.strerror or e})") from e
+    except ValueError as e:
+        raise StoreError(f"{path}: is no trace record: it {e}; trace the case again") from e
+    if not isinstance(result, TraceResult):
+        raise StoreError(f"{path}: is no trace record, it is of {result.schema_version}; trace the case again")
+    if result.sha256 != sha:
+        raise StoreError(f"{path}: was altered after it was written (its hash does not match); trace the case again")
+    return result
+
+
+def exported(report: Path, target: Path) -> Path:
+    """The report as SQLite.
+
+    Raises:
+        PlaybookError: nsys cannot.
+    """
+    words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(target), str(report)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=WRITE_S, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise PlaybookError(f"nsys export took more than {WRITE_S:g} s; trace fewer steps (profile.steps)") from e
+    if done.returncode or not target.is_file():
+        raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
+    return target

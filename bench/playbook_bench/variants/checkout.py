@@ -1,0 +1,259 @@
+"""The files of commits, for the gate and for bisecting: which repository is judged, and a commit's files in a folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from playbook.errors import ConfigError, FileError, LaunchError
+from playbook.paths import KINDS, repo_root, sources
+from playbook.records.case import Case, load_case
+from playbook.yaml_files import Strict, parse, validate
+from playbook_bench.machine import detect
+
+_ANCHORS = "gate-anchors.yaml"
+"""In `bench/baselines/`: by case, the oldest commit whose speed was accepted."""
+_GIT_TIMEOUT_S = 120
+_CONFIGS, _TRAINER = Path("trainer/configs"), Path("trainer/playbook_trainer")
+_PREFIX, _LOCK = "playbook-gate-", "lock"
+_RESOLVE = """
+import json, sys
+from pathlib import Path
+try:
+    from playbook_trainer.config import tree
+except ImportError:
+    from playbook_trainer import config as tree
+print(json.dumps(tree.load(Path(sys.argv[1]), json.loads(sys.argv[2])).model_dump(mode="json")))
+"""
+"""Run in a tree of any age; the configuration was a module before it was a package."""
+
+
+class Anchor(Strict):
+    """A commit whose speed was accepted, and why it is this one."""
+
+    commit: str
+    reason: str
+
+
+class Anchors(Strict):
+    """The file of anchors."""
+
+    anchors: dict[str, Anchor]
+
+
+def repository(root: Path | None) -> Path:
+    """The checkout that is judged: the one given, or that of this code.
+
+    Raises:
+        ConfigError: it is no repository of its own, or this command was started in another one, whose changes it would not see.
+    """
+    tree = (root or repo_root()).resolve()
+    around, here = top(tree), None if root else top(Path.cwd())
+    if around not in (None, tree):
+        raise ConfigError(
+            f"playbook runs from {tree}, which is no checkout of its own but a folder in {around}; both commits would run what is "
+            "installed. Install it from the checkout that is to be judged: pip install -e"
+        )
+    if here not in (None, tree):
+        raise ConfigError(
+            f"this folder belongs to the repository {here}, and playbook runs from {tree}, whose commits it would compare; "
+            "start it there, or install it from this checkout: pip install -e; for your own trainer, write a case of kind command "
+            "(docs/guide/your-trainer.md)"
+        )
+    return tree
+
+
+@contextlib.contextmanager
+def files_of(root: Path, reference: str) -> Iterator[Path]:
+    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree; a folder that a killed process left, the next one removes.
+
+    Raises:
+        ConfigError: the reference is no commit of this repository.
+        LaunchError: git cannot write the files.
+    """
+    commit = commit_of(root, reference)
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    tree, index = folder / "tree", {"GIT_INDEX_FILE": str(folder / "index")}
+    try:
+        with _locked(folder):
+            tree.mkdir()
+            for words in (["read-tree", commit], ["checkout-index", "--all", "--quiet", f"--prefix={tree}/"]):
+                made = git(root, words, index)
+                if made.returncode:
+                    raise LaunchError(f"git cannot write the files of {reference}: {made.stderr.strip()[:500]}")
+            yield tree
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """A lock on the folder until this process ends, however it does. Its file has its name once it is locked, and never where no lock can be had."""
+    lock = (folder / f".{_LOCK}").open("wb")
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / f".{_LOCK}").rename(folder / _LOCK)
+    return lock
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of processes that were killed: nobody holds their locks."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def commit_of(root: Path, reference: str) -> str:
+    """The hash of a commit.
+
+    Raises:
+        ConfigError: git cannot read the repository, or the reference is no commit of it, or of what a shallow clone has of it.
+    """
+    found = None if reference.startswith("-") else git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
+    if found is not None and found.returncode == 0:
+        return found.stdout.strip()
+    if found is not None and found.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
+        raise ConfigError(f"git cannot read {root}: {' '.join(found.stderr.split())[:500]}")
+    shallow = git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
+    advice = (
+        "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
+    )
+    raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
+
+
+def _text_at(root: Path, reference: str, path: Path) -> str | None:
+    """A file's text as a commit has it; None where it has no such file.
+
+    Raises:
+        ConfigError: as `commit_of`.
+    """
+    found = git(root, ["show", f"{commit_of(root, reference)}:{path.as_posix()}"])
+    return found.stdout if found.returncode == 0 else None
+
+
+def case_at(root: Path, reference: str, file: Path) -> Case | None:
+    """The case of a file as a commit has it; None where the file lies outside of the repository, or was not there yet.
+
+    Raises:
+        ConfigError: this playbook does not read it any more.
+    """
+    path = file.resolve()
+    text = _text_at(root, reference, path.relative_to(root)) if path.is_relative_to(root) else None
+    if text is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="playbook-case-") as folder:
+        (Path(folder) / path.name).write_text(text, encoding="utf-8")
+        try:
+            return load_case(Path(folder) / path.name)
+        except FileError as e:
+            raise ConfigError(f"the case {path.name} as it stood at {reference} cannot be read: {e}; name a later commit") from e
+
+
+def anchor_of(case: str, root: Path, reference: str) -> str | None:
+    """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was none."""
+    path = Path(KINDS["baselines"]) / _ANCHORS
+    text = _text_at(root, reference, path)
+    if text is None and (root / path).is_file():
+        text = (root / path).read_text(encoding="utf-8")
+    found = validate(*parse(text, str(path)), Anchors, str(path)).anchors.get(case) if text else None
+    return found.commit if found else None
+
+
+def state_of(root: Path) -> str:
+    """A hash of the working tree: the commit, and what is changed or new in it."""
+    words = (["rev-parse", "HEAD"], ["diff", "HEAD", "--no-ext-diff", "--binary"], ["status", "--porcelain", "--untracked-files=all"])
+    return detect.digest_of([git(root, w).stdout for w in words])
+
+
+def source_of(folder: Path) -> str | None:
+    """The commit of the repository around a folder, with a hash of what is changed in it; None outside of one."""
+    head = git(folder, ["rev-parse", "HEAD"])
+    if head.returncode:
+        return None
+    changed = git(folder, ["diff", "HEAD", "--no-ext-diff", "--binary"]).stdout
+    return head.stdout.strip() + (f"+{detect.digest_of([changed])}" if changed else "")
+
+
+def code_of(launcher: object, commands: bool) -> list[str] | None:
+    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source around here; None without git, where nobody can tell whether their files are as they were."""
+    words = [str(w) for w in (*getattr(launcher, "command", ()), detect.trainer_digest())]
+    if commands:
+        source = source_of(Path.cwd())
+        return [*words, source] if source else None
+    return words
+
+
+def changed(before: Path, after: Path) -> list[str]:
+    """The trainer's source files that differ between two trees, below its package."""
+    one, other = (
+        {path.relative_to(tree / _TRAINER).as_posix(): path.read_bytes() for path in (tree / _TRAINER).rglob("*.py")}
+        for tree in (before, after)
+    )
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run git in a repository; a failure is left to the caller, in the exit code.
+
+    Raises:
+        LaunchError: git cannot be run, or does not end.
+    """
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            start_new_session=True,
+            env={**detect.git_environment(), **(environment or {})},
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise LaunchError(f"git cannot be run: {e}") from e
+
+
+def import_path(tree: Path, others: Sequence[Path]) -> str:
+    """PYTHONPATH for a tree: its own sources, then what else is on this process's path, such as a checkout of megatron-core.
+
+    Not the sources of `others`, or of the tree that runs this.
+    """
+    ours = {path for other in (*others, repo_root()) for path in sources(other)}
+    given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join([*sources(tree), *(p for p in given if p not in ours)])
+
+
+def resolve_in(tree: Path, path: str, trainer: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that a tree's own code makes of its own trainer file and the overrides. `path` is the tree's PYTHONPATH.
+
+    Raises:
+        LaunchError: it refuses them, or has no such file.
+    """
+    command = [sys.executable, "-c", _RESOLVE, str(tree / _CONFIGS / trainer), json.dumps(overrides)]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment, timeout=_GIT_TIMEOUT_S, check=False)
+        if done.returncode == 0:
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found
+        why = done.stderr
+    except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as e:
+        why = str(e)
+    last = next((line.strip() for line in reversed(why.splitlines()) if line.strip()), "no message")
+    raise LaunchError(f"its code does not read {_CONFIGS / trainer} with the case's overrides: {last[:500]}")
+
+
+def top(folder: Path) -> Path | None:
+    """The top folder of the repository that a folder lies in; None where git knows of none."""
+    found = git(folder, ["rev-parse", "--show-toplevel"])
+    return Path(found.stdout.removesuffix("\n")).resolve() if found.returncode == 0 else None
