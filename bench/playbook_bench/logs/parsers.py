@@ -30,7 +30,7 @@ _MEGATRON_TIME = "elapsed time per iteration (ms):"
 _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 """What Lightning's ThroughputMonitor counts from the start of training on, where others mean a step's."""
 _SPEED = "train_speed(iter/s)"
-_VALIDATION = re.compile(r"(?:eval|val|valid|validation|test)(?:$|[_/.])")
+VALIDATION = re.compile(r"(?:eval|val|valid|validation|test)(?:$|[_/.])")
 """Names that only a line of a validation has."""
 _SPLIT = ("split", "mode", "phase", "stage", "type")
 _OTHER_SPLITS = frozenset({"eval", "val", "valid", "validation", "test"})
@@ -94,7 +94,7 @@ def _beside(row: dict[str, Any]) -> bool:
         return True
     if any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT):
         return True
-    return "loss" not in figures(dict.fromkeys(names, 0.0)) and any(_VALIDATION.match(name) for name in names)
+    return "loss" not in figures(dict.fromkeys(names, 0.0)) and any(VALIDATION.match(name) for name in names)
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:
