@@ -20,7 +20,7 @@ _BURST_S = 5e-5
 """Lines closer than this were written at once, whatever the steps took."""
 FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s")
 _NOT_WHEN_SKIPPED = frozenset({"loss", "grad_norm"})
-_ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
+ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
 _NEXT_LINE = 1.5
 """A line further in epochs than this many usual ones stands after a missing one."""
 _MANY = 8
@@ -293,7 +293,7 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
     else:
         known = ", ".join(sorted(kept)) or "nothing known here"
         raise LogError(
-            f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}; {_ARRIVAL}"
+            f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}; {ARRIVAL}"
         )
     for line, value in list(zip(lines, seconds, strict=True))[clock != "logged" :]:
         if not 0 < value < math.inf:
@@ -360,8 +360,6 @@ def _caveats(lines: Sequence[_Line], every: int, clock: Clock, sparse: Sequence[
         yield f"each line covers {every} steps, so what a single step took does not show. To see each: {wanted.each_step}"
     if clock == "differences":
         yield "seconds lie between the log's own time stamps: what happens between steps, such as a checkpoint, counts"
-    if clock == "none":
-        yield f"the log holds no time, which `playbook ab` needs. {wanted.timed}; {_ARRIVAL}"
     if clock == "arrival":
         yield "seconds lie between the arrivals of the log's lines: what happens between steps, such as a checkpoint, counts"
     if sparse:

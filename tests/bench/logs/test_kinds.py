@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import log_excerpts as logs
 import pytest
@@ -222,3 +223,45 @@ def test_a_log_without_time_is_read_for_the_rest_and_says_what_ab_lacks() -> Non
     log = read(text, running=True)
     assert (log.clock, {s.tokens_per_s_per_gpu for s in log.steps}) == ("none", {9000})
     assert any("no time, which `playbook ab` needs" in caveat for caveat in log.caveats)
+
+
+def factory(losses: tuple[float, ...] = logs.LOSSES, scale: float = 1.0) -> str:
+    """LLaMA-Factory's `trainer_log.jsonl`."""
+    pairs = enumerate(zip(logs.moments(), losses, strict=True), 1)
+    return "".join(json.dumps({"current_steps": i, "total_steps": 8, "loss": x, "elapsed": scale * at}) + "\n" for i, (at, x) in pairs)
+
+
+@pytest.mark.parametrize("place", ["trainer_state.json", "checkpoint-8/trainer_state.json"])
+def test_a_file_beside_a_log_without_time_gives_its_seconds(tmp_path: Path, place: str) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(logs.trainer_state(timed=False))
+    assert read(path, running=True).clock == "none"
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    (tmp_path / "trainer_log.jsonl").write_text(factory())
+    log = read(path, running=True)
+    assert (log.adapter, log.clock, [s.step for s in log.steps]) == ("hf", "differences", list(range(2, 9)))
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:])
+    assert any("seconds are those of 'trainer_log.jsonl'" in caveat for caveat in log.caveats)
+    with pytest.raises(LogError, match="expected the seconds of a step"):  # a launch's file may lie beside an earlier launch's
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "files", [{"trainer_log.jsonl": factory((*logs.LOSSES[:-1], 2.2))}, {"trainer_log.jsonl": factory(), "log.jsonl": factory(scale=2)}]
+)
+def test_a_file_of_another_run_gives_no_seconds(tmp_path: Path, files: dict[str, str]) -> None:
+    """It has other losses, or there are two that disagree."""
+    for name, text in {"trainer_state.json": logs.trainer_state(timed=False), **files}.items():
+        (tmp_path / name).write_text(text)
+    assert read(tmp_path / "trainer_state.json", running=True).clock == "none"
+
+
+def test_a_table_without_seconds_has_those_of_the_events_below_it(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    (tmp_path / "metrics.csv").write_text("step,loss\n" + "".join(f"{i},{x}\n" for i, x in enumerate(logs.LOSSES, 1)))
+    with SummaryWriter(str(tmp_path / "runs" / "one")) as writer:
+        for i, (at, x) in enumerate(zip(logs.moments(), logs.LOSSES, strict=True), 1):
+            writer.add_scalar("train/loss", x, i, walltime=at)
+    assert [s.seconds for s in read(tmp_path / "metrics.csv", running=True).steps] == pytest.approx(logs.SECONDS[1:], abs=1e-4)
