@@ -299,11 +299,26 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
         ended = running.run(spec)
         if ended.outcome != "ok" or guards.complete(ended, metric):
             return
+    if _unlike(running, metric, limits):
+        return
     if metric.deterministic:
         series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
         return
     others = [v for v in running.variants if v != "candidate"]
     series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
+
+
+def _unlike(running: Series, metric: Metric, limits: Limits) -> bool:
+    """Whether the discarded launches show already that the tree cannot be compared with the baseline."""
+    runs = _against(running.runs, "baseline")
+    first = _discarded(runs)
+    return bool(first) and any(not g.ok for g in _alike(running, runs, metric, limits, first, "baseline"))
+
+
+def _discarded(runs: Sequence[Run]) -> list[guards.Pair]:
+    """The discarded launches of both commits as a pair, whose speed counts for nothing; none where one is missing."""
+    ran = {r.variant: r for r in runs if r.role == "burn_in" and r.outcome == "ok"}
+    return [(ran["baseline"], ran["candidate"])] if ran.keys() >= {"baseline", "candidate"} else []
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
@@ -382,15 +397,19 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
         return replace(blank, sentence=problem)
     pairs, first = guards.pairs_of(runs), running.plan.looks[0]
     cut = f"stopped after {len(pairs)} of the {first} pairs that the gate needs, without a failure; raise --budget (or --pairs)"
-    if not pairs:
+    compared = pairs or _discarded(runs)
+    if not compared:
         return replace(blank, status="undecided", sentence=cut)
     if metric.deterministic and not metrics.as_told(metric, running.case, runs).deterministic:
         text = f"{metric.name} differs between launches of one commit, so that a pair of them tells nothing; fix its seed, or gate a time"
         return replace(blank, status="undecided", sentence=text)
-    alike, cost = _alike(running, runs, metric, limits, pairs, reference), slowdown.same_cost(pairs, runs, limits.allowed)
-    blank = replace(blank, gates=[*alike, *cost])
+    alike = _alike(running, runs, metric, limits, compared, reference)
     if broken := [f"{g.name}: {g.detail}" for g in alike if not g.ok]:
-        return replace(blank, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
+        return replace(blank, gates=alike, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
+    if not pairs:
+        return replace(blank, gates=alike, status="undecided", sentence=cut)
+    cost = slowdown.same_cost(pairs, runs, limits.allowed)
+    blank = replace(blank, gates=[*alike, *cost])
     dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)

@@ -233,8 +233,9 @@ def test_a_path_that_did_not_run_is_no_pass(judged):
 )
 @pytest.mark.parametrize("metric", [SPEED, BYTES])
 def test_a_commit_that_trains_otherwise_is_no_pass(judged, planted, says, metric):
-    found, _ = judged(case=CASE.model_copy(update={"metric": metric}), candidate=planted)
+    found, launched = judged(case=CASE.model_copy(update={"metric": metric}), candidate=planted)
     assert (found.status, says in found.sentence) == ("error", True), found.sentence
+    assert len(launched) == 2, "the first launch of each shows it"
 
 
 @pytest.mark.parametrize(
