@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from playbook.errors import LogError
+from playbook.text import count
 from playbook_bench.logs.fields import figures
 from playbook_bench.logs.model import Clock, LoggedStep, StepLog
 from playbook_bench.logs.parsers import Row, Unfinished
@@ -80,8 +81,11 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
         found = [(number, values | ({"clock": values["bar_clock"]} if "bar_clock" in values else {})) for number, values in found]
     kept, sparse = _fields(found, wanted)
     lines = _numbered(found, wanted)
+    if wanted.running:
+        lines, again = _last_run(lines)
+        left += again
     every = _interval(lines, wanted)
-    left = _end(lines, every, wanted) or left
+    left += _end(lines, every, wanted)
     clock, seconds = _seconds(lines, kept, wanted)
     tokens = _tokens(lines, kept, wanted)
     covered = [min(every, max(1, lines[0].step)), *(b.step - a.step for a, b in itertools.pairwise(lines))]
@@ -146,6 +150,20 @@ def _numbered(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) -> 
     origin, every = _uncounted([values for _, values in found], wanted)
     _even_epochs(found, wanted)
     return [_Line(number, origin + every * i, values) for i, (number, values) in enumerate(found)]
+
+
+def _last_run(lines: list[_Line]) -> tuple[list[_Line], list[str]]:
+    """What follows the last time that steps begin again, in a file to which several runs were appended, and a word on it.
+
+    Lines of one step that are there twice, or out of order, begin again at once: they stay, for an error.
+    """
+    begins = [0, *(i for i, (a, b) in enumerate(itertools.pairwise(lines), 1) if b.step <= a.step)]
+    if len(begins) == 1 or _MANY * len(begins) > len(lines) or len(lines) - begins[-1] < _MANY:
+        return lines, []
+    last = lines[begins[-1] :]
+    return last, [
+        f"steps begin again {count(len(begins) - 1, 'time')}, as after a restart: counted is what follows, from line {last[0].number} on"
+    ]
 
 
 def _uncounted(rows: Sequence[Mapping[str, float]], wanted: Wanted) -> tuple[int, int]:

@@ -15,7 +15,18 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     "total": (("total_steps", 1.0), ("max_steps", 1.0), ("train_iters", 1.0)),
     "seconds": (
         *((n, 1.0) for n in ("seconds", "step_time", "step_seconds", "step_time_s", "time_per_step", "seconds_per_step", "sec_per_step")),
-        *((n, 1.0) for n in ("step_duration", "iteration_time", "iter_time", "step_timing in s", "time_metrics/end_to_end(s)")),
+        *(
+            (n, 1.0)
+            for n in (
+                "timing_s/step",
+                "perf/time_per_step",
+                "step_duration",
+                "iteration_time",
+                "iter_time",
+                "step_timing in s",
+                "time_metrics/end_to_end(s)",
+            )
+        ),
         *(
             (n, 1e-3)
             for n in ("milliseconds", "ms", "step_time_ms", "step_ms", "ms_per_step", "iteration_time_ms", "iter_time_ms", "time_ms")
@@ -27,11 +38,11 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
             (n, 1.0)
             for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
         ),
-        *((n, 1.0) for n in ("seconds_total", "elapsed_time")),
+        *((n, 1.0) for n in ("seconds_total", "elapsed_time", "Relative Time (Process)")),
         *((n, 1.0) for n in _DATES),
         ("ms_total", 1e-3),
     ),
-    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "tokens_per_step", "step_tokens")),
+    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "tokens_per_step", "step_tokens", "perf/total_num_tokens")),
     "tokens_total": tuple(
         (n, 1.0)
         for n in (
@@ -47,10 +58,11 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     ),
     "samples": (("global batch size", 1.0), ("samples_per_step", 1.0)),
     "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss", "CE loss")),
-    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm", "optim/total grad norm")),
+    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm", "optim/total grad norm", "actor/grad_norm")),
     "memory_bytes": (
         *((n, 1.0) for n in ("memory_bytes", "peak_memory_bytes", "max_memory_allocated")),
         *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)", "memory/max_active (GiB)")),
+        ("perf/max_memory_allocated_gb", 2.0**30),
         ("gpu_memory/GPU active mem (GiB)", 2.0**30),
     ),
     "skipped": (("skipped", 1.0), ("optim/step skipped", 1.0), ("number of skipped iterations", 1.0)),
@@ -60,10 +72,10 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
         (n, 1.0)
         for n in (
             *("tokens_per_s_per_gpu", "tokens_per_second_per_gpu", "tokens/s/gpu", "tok/s/gpu", "throughput(tps)", "throughput/device/TPS"),
-            *("tokens/train_per_sec_per_gpu",),
+            *("tokens/train_per_sec_per_gpu", "tokens_per_sec_per_gpu"),
         )
     ),
-    "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
+    "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("TFLOPS_per_GPU", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
     "epoch": (("epoch", 1.0),),
     "bar_clock": (("progress bar's clock", 1.0),),
     "run_steps": (("steps by the closing line", 1.0),),

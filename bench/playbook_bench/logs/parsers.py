@@ -27,6 +27,11 @@ _LONGEST_PATTERN = 2000
 _HF_ITEM = re.compile(r"'([\w./|()\[\] -]{1,100})': '?([^'\",{}]{0,100})'?")
 _MEGATRON = re.compile(r"\biteration\s+(\d{1,15})/\s*(\d{1,15}) \|")
 _MEGATRON_TIME = "elapsed time per iteration (ms):"
+_NEMO = re.compile(r"\bTraining epoch \d{1,9}, iteration (\d{1,15})/(\d{1,15}) \|")
+_VERL = re.compile(r"\bstep:(\d{1,15}) - ")
+_VERL_NAMES = {"perf/throughput": "tokens_per_s_per_gpu"}
+"""What means another thing elsewhere."""
+_VERL_ITEM = re.compile(r"([^:]{1,100}):(?:np\.\w{1,20}\()?([-+\w.]{1,40})\)?")
 _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 """What Lightning's ThroughputMonitor counts from the start of training on, where others mean a step's."""
 _SPEED = "train_speed(iter/s)"
@@ -90,7 +95,7 @@ def json_lines(text: str) -> Iterator[Row]:
 def _beside(row: dict[str, Any]) -> bool:
     """Whether a line is of a validation, or of the run's end."""
     names = [name for name, value in row.items() if value is not None]
-    if "train_runtime" in names and "loss" not in names:
+    if any(name.endswith("train_runtime") for name in names) and not {"loss", "train/loss"} & set(names):
         return True
     if any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT):
         return True
@@ -166,21 +171,23 @@ def _bar_seconds(bar: re.Match[str]) -> int:
     return int(bar[3] or 0) * 3600 + int(bar[4]) * 60 + int(bar[5])
 
 
-def lightning(text: str) -> Iterator[Row]:
-    """CSVLogger's `metrics.csv`. Rows of one step that hold different figures are one; those of a validation hold none of ours."""
+def table(text: str) -> Iterator[Row]:
+    """CSVLogger's `metrics.csv`, or a table that Weights & Biases exports. Rows of one step that hold different figures are one; those of a validation count for nothing."""
     pending: Row | None = None
-    found = lines(text)
-    if not found or "step" not in found[0][1].strip().split(","):
-        return
+    found = [line for _, line in lines(text)]
     try:
-        for number, cells in enumerate(csv.DictReader(line for _, line in found), start=2):
-            if None in cells or None in cells.values():
+        rows = csv.reader(found)
+        names = _columns(next(rows, []))
+        if len(names) < 2 or not any("step" in figures({name: 0.0}) for name in names) or found[1:2] == [] or "," not in found[1]:
+            return
+        for number, cells in enumerate(rows, start=2):
+            if len(cells) != len(names):
                 raise LogError(
-                    f"lightning: row {number} of metrics.csv has other columns than its header; the file is damaged, or still being written"
+                    f"lightning: row {number} of the table has other columns than its header; the file is damaged, or still being written"
                 )
-            row = {_MONITORED.get(name, name): cell for name, cell in cells.items() if cell}
+            row = {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
             now, before = figures(row), figures(pending[1]) if pending else {}
-            if not now.keys() - {"epoch", "step"}:
+            if _beside(row) or not now.keys() - {"epoch", "step"}:
                 continue
             if pending and before.get("step") == now.get("step") and not (before.keys() & now.keys()) - {"epoch", "step"}:
                 pending[1].update(row)
@@ -189,9 +196,22 @@ def lightning(text: str) -> Iterator[Row]:
                 yield pending
             pending = (number, row)
     except csv.Error as e:
-        raise LogError(f"lightning: metrics.csv is damaged ({shown(e)}); expected the file that CSVLogger writes") from e
+        raise LogError(f"lightning: the table is damaged ({shown(e)}); expected a file that CSVLogger writes, or W&B exports") from e
     if pending:
         yield pending
+
+
+def _columns(header: list[str]) -> list[str]:
+    """The figures of a table's columns. W&B's names are `RUN - FIGURE`, with the least and most of averaged points in columns of their own.
+
+    Raises:
+        LogError: two columns hold one figure.
+    """
+    names = [_MONITORED.get(name, name.rpartition(" - ")[2]) for name in header]
+    names = ["" if name.endswith(("__MIN", "__MAX")) else name for name in names]
+    if double := next((name for name in names if name and names.count(name) > 1), ""):
+        raise LogError(f"lightning: the table has several columns {shown(double)}; expected the table of one run")
+    return names
 
 
 def torchtitan(text: str) -> Iterator[Row]:
@@ -230,12 +250,33 @@ def megatron(text: str) -> Iterator[Row]:
     """
     for number, line in lines(text):
         start = _MEGATRON.search(line)
-        if start is None or _MEGATRON_TIME not in line:
-            continue
-        parts = [part.partition(":") for part in line[start.end() :].split("|") if part.strip()]
-        row: dict[str, Any] = {name.strip(): value.strip().partition("/")[0] for name, _, value in parts}
-        if len(row) == len(parts):
-            yield number, {"iteration": start[1], "train_iters": start[2], **row}
+        if start is not None and _MEGATRON_TIME in line and (row := _barred(line[start.end() :])) is not None:
+            yield number, {"iteration": start[1], "train_iters": start[2], **{name: value.partition("/")[0] for name, value in row.items()}}
+
+
+def nemo(text: str) -> Iterator[Row]:
+    """Lines of NeMo 2, `Training epoch 0, iteration 9/99 | global_batch_size: 8 | ... | train_step_timing in s: 6.08`: steps from 0 to the number behind the bar."""
+    for number, line in lines(text):
+        start = _NEMO.search(line)
+        if start is not None and (row := _barred(line[start.end() :])) is not None:
+            yield number, {"iteration": start[1], "total_steps": int(start[2]) + 1, **row}
+
+
+def _barred(text: str) -> dict[str, Any] | None:
+    """`name: value` between bars; None where a part is none, or a name is there twice."""
+    parts = [part.partition(":") for part in text.split("|") if part.strip()]
+    row = {name.strip(): value.strip() for name, _, value in parts}
+    return row if len(row) == len(parts) else None
+
+
+def verl(text: str) -> Iterator[Row]:
+    """Lines of verl's console, `step:1 - actor/grad_norm:0.5 - timing_s/step:38.4 - perf/throughput:619.4`; those of a validation alone hold no figure of ours."""
+    for number, line in lines(text):
+        start = _VERL.search(line)
+        items = [_VERL_ITEM.fullmatch(part) for part in line[start.end() :].rstrip().split(" - ")] if start else []
+        row = {_VERL_NAMES.get(item[1], item[1]): item[2] for item in items if item}
+        if start and len(row) == len(items) and figures(row).keys() - {"step", "total", "epoch"}:
+            yield number, {"step": start[1], **row}
 
 
 def nanogpt(text: str) -> Iterator[Row]:

@@ -29,6 +29,8 @@ def test_each_adapter_has_its_row_with_what_it_holds(tmp_path: Path) -> None:
         "jsonl": logs.json_lines(),
         "megatron": logs.megatron(),
         "torchtitan": logs.torchtitan(),
+        "nemo": logs.nemo(),
+        "verl": logs.verl(),
         "nanogpt": logs.nanogpt(),
         "deepspeed": logs.deepspeed(),
         "olmo-core": logs.olmo_core(),

@@ -265,3 +265,51 @@ def test_a_table_without_seconds_has_those_of_the_events_below_it(tmp_path: Path
         for i, (at, x) in enumerate(zip(logs.moments(), logs.LOSSES, strict=True), 1):
             writer.add_scalar("train/loss", x, i, walltime=at)
     assert [s.seconds for s in read(tmp_path / "metrics.csv", running=True).steps] == pytest.approx(logs.SECONDS[1:], abs=1e-4)
+
+
+def test_nemos_lines_are_read_from_step_0_to_the_number_that_they_name() -> None:
+    log = read(logs.nemo())
+    assert (log.adapter, [s.step for s in log.steps]) == ("nemo", list(range(8)))
+    assert [s.seconds for s in log.steps] == list(logs.SECONDS)
+    assert [s.loss for s in log.steps] == list(logs.LOSSES)
+    assert {(s.samples, s.memory_bytes, s.flops_per_s) for s in log.steps} == {(128, 115792977920, 1.249e15)}
+    with pytest.raises(LogError, match="ends at step 7"):
+        read(logs.nemo().replace("/7 |", "/99 |"))
+
+
+def test_verls_lines_are_read_with_tokens_of_the_job_and_rate_of_a_gpu() -> None:
+    log = read(logs.verl())
+    assert (log.adapter, [s.step for s in log.steps]) == ("verl", list(range(1, 9)))
+    assert [s.seconds for s in log.steps] == list(logs.SECONDS)
+    assert {(s.tokens, s.tokens_per_s_per_gpu, s.grad_norm, s.memory_bytes) for s in log.steps} == {(4096, 8192, 1.5, 38.5 * 2**30)}
+
+
+def test_a_history_of_wandb_counts_the_trainers_steps_and_passes_over_validations() -> None:
+    log = read(logs.wandb())
+    assert (log.adapter, log.clock, [s.step for s in log.steps]) == ("lightning", "differences", list(range(2, 9)))
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-4)
+    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
+
+
+def test_a_chart_of_wandb_is_read_where_it_is_of_one_run() -> None:
+    head = '"Relative Time (Process)","one - train/loss","one - train/loss__MIN","one - train/loss__MAX","one - _step"'
+    rows = [f"{at},{x},{x - 1},{x + 1},{i}" for i, (at, x) in enumerate(zip(logs.moments(), logs.LOSSES, strict=True), 1)]
+    text = "\n".join([head, *rows]) + "\n"
+    log = read(text)
+    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:])
+    with pytest.raises(LogError, match="expected the table of one run"):
+        read(text.replace("one - train/loss__MIN", "two - train/loss"))
+
+
+def test_of_several_runs_in_a_file_the_last_is_read_where_the_run_may_go_on() -> None:
+    first = rows(*({"step": i, "seconds": 9.0} for i in range(1, 41)))
+    resumed = rows(*({"step": i, "seconds": 0.5} for i in range(31, 51)))
+    with pytest.raises(LogError, match="step 31 on line 41 comes after step 40"):
+        read(first + resumed)
+    log = read(first + resumed, running=True)
+    assert ([s.step for s in log.steps], {s.seconds for s in log.steps}) == (list(range(31, 51)), {0.5})
+    assert any("steps begin again 1 time," in caveat and "from line 41 on" in caveat for caveat in log.caveats)
+    for damaged in (rows(*({"step": i // 2, "seconds": 0.5} for i in range(2, 42))), first + resumed[: len(resumed) // 4]):
+        with pytest.raises(LogError, match=r"logged twice|comes after step"):
+            read(damaged, running=True)

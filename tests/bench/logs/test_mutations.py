@@ -30,6 +30,9 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "modded": (logs.modded_nanogpt(), None),
     "deepspeed": (logs.deepspeed(), None),
     "olmo": (logs.olmo_core(), None),
+    "nemo": (logs.nemo(), None),
+    "verl": (logs.verl(), None),
+    "wandb": (logs.wandb(), None),
     "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }

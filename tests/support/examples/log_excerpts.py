@@ -146,6 +146,46 @@ def modded_nanogpt() -> str:
     return "\n".join([*rows, "step:8/8 val_loss:3.2784 train_time:4300ms step_avg:537.50ms"]) + "\n"
 
 
+def nemo() -> str:
+    """NeMo 2's lines, whose steps begin at 0."""
+    rows = [
+        f"Training epoch 0, iteration {i}/7 | lr: 6.897e-06 | global_batch_size: 128 | global_step: {i} | max_memory_reserved: 127785762816 |"
+        f" max_memory_allocated: 115792977920 | reduced_train_loss: {x:.4g} | train_step_timing in s: {s:.4g} | TFLOPS_per_GPU: 1.249e+03 |"
+        f" consumed_samples: {128 * (i + 1)}" + (" | val_loss: 2.861" if i > 4 else "")
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True))
+    ]
+    return "\n".join(["[NeMo I 2025-04-01 10:00:00 nemo_logging:393] Setting up optimizers", *rows]) + "\n"
+
+
+def verl() -> str:
+    """verl's console, with the validation before its first step, by a worker of Ray."""
+    who = "\x1b[36m(TaskRunner pid=42)\x1b[0m "
+    rows = [
+        f"{who}step:{i} - actor/pg_loss:{-0.01 * i:.3f} - actor/grad_norm:np.float64(1.5) - perf/max_memory_allocated_gb:38.5 - training/global_step:{i}"
+        f" - critic/returns/min:-2.01 - timing_s/gen:{s / 2} - timing_s/step:{s} - perf/total_num_tokens:{TOKENS} - perf/time_per_step:{s}"
+        " - perf/throughput:8192.0"
+        for i, s in enumerate(SECONDS, 1)
+    ]
+    return "\n".join([f"{who}step:0 - val-core/openai/gsm8k/reward/mean@1:0.2", *rows]) + "\n"
+
+
+def wandb() -> str:
+    """A run's history as W&B's API gives it to pandas: its own counter of rows, and rows of a validation and of the end."""
+    pairs = enumerate(zip(moments(), LOSSES, strict=True), 1)
+    rows = [f"{i},{i},{1e9 + at},{at},{i},{x},1.5,," for i, (at, x) in pairs]
+    rows.insert(4, "5,4,1000000002.3,2.3,4,,,2.2,")
+    return (
+        "\n".join(
+            [
+                ",_step,_timestamp,_runtime,train/global_step,train/loss,train/grad_norm,eval/loss,train/train_runtime",
+                *rows,
+                "9,10,1000000009,9,8,,,,4.5",
+            ]
+        )
+        + "\n"
+    )
+
+
 def deepspeed() -> str:
     """DeepSpeed's two lines a step: what its optimizer did, and its timer."""
     out = []
