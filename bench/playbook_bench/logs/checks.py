@@ -11,7 +11,7 @@ from statistics import median
 
 from playbook.errors import LogError
 from playbook.text import count
-from playbook_bench.logs.fields import figures
+from playbook_bench.logs.fields import ranked
 from playbook_bench.logs.model import Clock, LoggedStep, StepLog
 from playbook_bench.logs.parsers import Row, Unfinished
 
@@ -65,7 +65,7 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
     found: list[tuple[int, dict[str, float]]] = []
     left: list[str] = []
     try:
-        found.extend((number, figures(row)) for number, row in itertools.islice(rows, _MAX_STEPS + 1))
+        found.extend(_named_alike(itertools.islice(rows, _MAX_STEPS + 1), wanted))
     except Unfinished as e:
         if not wanted.running:
             raise
@@ -105,6 +105,21 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
     unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
     caveats = (*left, *_skipped(lines, sum(covered)), *_caveats(lines, every, clock, sparse, wanted))
     return StepLog(wanted.adapter, steps, unknown, every, clock, caveats)
+
+
+def _named_alike(rows: Iterable[Row], wanted: Wanted) -> Iterable[tuple[int, dict[str, float]]]:
+    """The figures of lines.
+
+    Raises:
+        LogError: a figure has another name than before; what has two names may be two things, such as two clocks.
+    """
+    names: dict[str, int] = {}
+    for number, row in rows:
+        values = ranked(row)
+        other = next((figure for figure, (rank, _) in values.items() if names.setdefault(figure, rank) != rank), "")
+        if other:
+            raise LogError(f"{wanted.adapter}: line {number} has its {other} under another name than lines before; the log is damaged")
+        yield number, {figure: value for figure, (_, value) in values.items()}
 
 
 def _arrived(line: _Line, arrivals: Sequence[float] | None) -> float | None:

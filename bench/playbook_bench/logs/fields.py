@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 _OF = ("global_step/max_steps", "steps[global_step/max_steps]")
@@ -119,6 +120,11 @@ def number(value: Any) -> float | None:
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of one line, in our units. A step may be written with the number of all, as `3/100`, and a clock as `1m 30s`."""
+    return {figure: value for figure, (_, value) in ranked(row).items()}
+
+
+def ranked(row: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
+    """The figures of one line, each with the place of its name in `NAMES`: two clocks of a log are not one."""
     found: dict[str, tuple[int, float]] = {}
     for name, raw in row.items():
         known = _figure(name)
@@ -130,7 +136,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
         value = number(raw) if known[0] != "clock" else _moment(name, raw)
         if value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
             found[known[0]] = (known[1], value * known[2])
-    return {figure: value for figure, (_, value) in found.items()}
+    return found
 
 
 def _moment(name: str, raw: Any) -> float | None:
@@ -150,6 +156,7 @@ def _moment(name: str, raw: Any) -> float | None:
     return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
 
 
+@lru_cache(4096)
 def _figure(name: str) -> tuple[str, int, float] | None:
     plain = _plain(name)
     bare = plain.removesuffix("_step") if plain.endswith("loss_step") else plain

@@ -91,7 +91,9 @@ def figures(log: StepLog) -> dict[str, list[object]]:
     """Figure by figure, without the arrival of lines, which a line that was put between others moved."""
     moved = {"arrived", *(["seconds"] if log.clock == "arrival" else [])}
     names = [f.name for f in dataclasses.fields(LoggedStep) if f.name not in moved]
-    return {name: [getattr(step, name) for step in log.steps] for name in names}
+    # Where a clock of a table is lost, another counts, which rounds otherwise.
+    values = {name: [getattr(step, name) for step in log.steps] for name in names}
+    return values | ({"seconds": [round(s.seconds, 6) for s in log.steps]} if "seconds" in names else {})
 
 
 def check(kind: str, seed: int) -> bool:
@@ -129,5 +131,5 @@ def test_damage_is_an_error_or_changes_nothing(kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", LOGS)
 def test_ten_thousand_mutations_are_errors_or_change_nothing(kind: str) -> None:
-    noticed = sum(check(kind, seed) for seed in range(1000))
-    assert 100 < noticed < 1000
+    noticed = sum(check(kind, seed) for seed in range(10_000))
+    assert 1000 < noticed < 10_000

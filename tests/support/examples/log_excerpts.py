@@ -172,7 +172,7 @@ def verl() -> str:
 def wandb() -> str:
     """A run's history as W&B's API gives it to pandas: its own counter of rows, and rows of a validation and of the end."""
     pairs = enumerate(zip(moments(), LOSSES, strict=True), 1)
-    rows = [f"{i},{i},{1e9 + at},{at},{i},{x},1.5,," for i, (at, x) in pairs]
+    rows = [f"{i + (i > 4)},{i + (i > 4)},{1e9 + at},{at},{i},{x},1.5,," for i, (at, x) in pairs]
     rows.insert(4, "5,4,1000000002.3,2.3,4,,,2.2,")
     return (
         "\n".join(
