@@ -37,6 +37,8 @@ _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 _SPEED = "train_speed(iter/s)"
 VALIDATION = re.compile(r"(?:eval|val|valid|validation|test)(?:$|[_/.])")
 """Names that only a line of a validation has."""
+_CLOSING = {"current_steps", "remaining_time"}
+"""What the last line of LLaMA-Factory has beside no loss."""
 _SPLIT = ("split", "mode", "phase", "stage", "type")
 _OTHER_SPLITS = frozenset({"eval", "val", "valid", "validation", "test"})
 """What a line of a validation has under one of those names."""
@@ -96,6 +98,8 @@ def _beside(row: dict[str, Any]) -> bool:
     """Whether a line is of a validation, or of the run's end."""
     names = [name for name, value in row.items() if value is not None]
     if any(name.endswith("train_runtime") for name in names) and not {"loss", "train/loss"} & set(names):
+        return True
+    if "loss" not in names and set(names) >= _CLOSING:
         return True
     if any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT):
         return True

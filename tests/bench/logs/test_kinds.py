@@ -228,7 +228,14 @@ def test_a_log_without_time_is_read_for_the_rest_and_says_what_ab_lacks() -> Non
 def factory(losses: tuple[float, ...] = logs.LOSSES, scale: float = 1.0) -> str:
     """LLaMA-Factory's `trainer_log.jsonl`."""
     pairs = enumerate(zip(logs.moments(), losses, strict=True), 1)
-    return "".join(json.dumps({"current_steps": i, "total_steps": 8, "loss": x, "elapsed": scale * at}) + "\n" for i, (at, x) in pairs)
+    end = json.dumps(
+        {"current_steps": 8, "total_steps": 8, "epoch": 1.0, "percentage": 100.0, "elapsed_time": "0:00:04", "remaining_time": "0:00:00"}
+    )
+    return (
+        "".join(json.dumps({"current_steps": i, "total_steps": 8, "loss": x, "elapsed": scale * at}) + "\n" for i, (at, x) in pairs)
+        + end
+        + "\n"
+    )
 
 
 @pytest.mark.parametrize("place", ["trainer_state.json", "checkpoint-8/trainer_state.json"])
