@@ -6,7 +6,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 import log_excerpts as logs
 import pytest
@@ -36,7 +36,8 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }
-NUMBER = re.compile(r"[\w+.\-]*\d[\w+.\-]*")
+WORD = re.compile(r"[\w+.\-]+")
+DIGIT = re.compile(r"\d")
 JUNK = "x|:,'\"{}[]\x00\x1b\r\n\t \x0b\u2028é0"
 
 
@@ -96,19 +97,25 @@ def figures(log: StepLog) -> dict[str, list[object]]:
     return values | ({"seconds": [round(s.seconds, 6) for s in log.steps]} if "seconds" in names else {})
 
 
+@lru_cache(64)
+def numbers(text: str) -> list[str]:
+    return sorted(word for word in WORD.findall(text) if DIGIT.search(word))
+
+
 def check(kind: str, seed: int) -> bool:
     """Whether the mutation was noticed."""
     text, adapter = LOGS[kind]
     rng = random.Random(f"{kind} {seed}")
     mutated = rng.choice(MUTATIONS)(rng, text)
-    found = attempt(mutated, adapter)
-    if kind == "olmo" and sorted(mutated.split("\n")) == sorted(text.split("\n")):
-        return False  # figures of a block on lines of their own, which changed places: nothing can show it
+    # Most are read by the name of their adapter, as a second launch's is; the others must be recognised first.
+    found = attempt(mutated, adapter or (original(kind).adapter if seed % 4 else None))
+    if kind in ("olmo", "state") and sorted(mutated.split("\n")) == sorted(text.split("\n")):
+        return False  # figures of a step on lines of their own, which changed places: nothing can show it
     if isinstance(found, str):
         assert len(found) > 30
         assert found.isprintable()
         return True
-    digits = sorted(NUMBER.findall(mutated)) != sorted(NUMBER.findall(text)) and mutated.count("\n") == text.count("\n")
+    digits = mutated.count("\n") == text.count("\n") and numbers(mutated) != numbers(text)
     if digits:
         assert len(found.steps) == len(original(kind).steps)
         assert all(s.seconds > 0 for s in found.steps)
