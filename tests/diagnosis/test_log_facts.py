@@ -84,6 +84,7 @@ def test_a_rate_on_one_gpu_is_both(capsys, tmp_path):
         (ARGUMENTS + megatron(), ("--gpus", "8"), "the log has 64 GPUs, and --gpus is 8; leave --gpus out"),
         (ARGUMENTS + megatron(), ("--seq", "4096"), "sequences of 8192 tokens, and --seq is 4096"),
         (ARGUMENTS + megatron(), ("--layout", "tp=2,gbs=64"), "a global batch of 512 samples, and --gbs is 64"),
+        (lines(tokens=262144, tokens_per_s_per_gpu=16384), ("--gpus", "8"), "are those of 4 GPUs, and --gpus is 8"),
         (titan(), ("--gpus", "8", "--gbs", "64"), "steps have 33,096 tokens, and 64 samples of 4096 are 262,144"),
         (titan(tps="100"), ("--gpus", "8"), "which is no sequence of 4096; name its length with --seq"),
         (megatron(" throughput per GPU (TFLOP/s/GPU): 150.0 |"), ("--gpus", "64"), "the log says 150 TFLOP/s on each GPU"),

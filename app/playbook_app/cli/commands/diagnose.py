@@ -234,6 +234,11 @@ def _agree(where: Setting, speed: Measured, log: _Log) -> None:
         ConfigError: the log contradicts them.
     """
     q = where.question
+    implied = log.tokens / log.seconds / log.rate if log.tokens and log.seconds and log.rate else q.gpus
+    if abs(implied / q.gpus - 1) > _LIKE:
+        raise ConfigError(
+            f"the log's tokens, seconds and rate of a GPU are those of {implied:.3g} GPUs, and --gpus is {q.gpus}; check --gpus"
+        )
     share = speed.tokens_per_s_per_gpu * speed.step_s * q.gpus / (q.global_batch * q.seq_len)
     if not _FEWEST < share < 1 + _LIKE:
         raise ConfigError(
