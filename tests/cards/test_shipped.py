@@ -14,22 +14,12 @@ from playbook_app.services.check import read_cases
 
 CARDS = load_all()
 CASES, _ = read_cases(data_root("cases"))
-NAMED = {
-    "fsdp-vs-3d-parallel": {"V1", "V2", "V14"},
-    "long-context-cp-sizing": {"L1", "L1.b", "L1.c", "L2", "L5", "L6", "L7", "L8", "L8.b", "L8.s", "L9", "W6"},
-    "moe-dispatcher-choice": {"W9", "W10", "W10.b", "V5", "V5.b"},
-    "vlm-real-data": {"V3", *(f"T{i}" for i in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12)), "T2.p", "T6.b", "T8", "T12.b"},
-}
-
-
-def test_the_cards_that_the_project_is_named_for_hold_their_claims():
-    for card, claims in NAMED.items():
-        assert {c.id for c in CARDS[card].claims} == claims
 
 
 @pytest.mark.parametrize("card_id", sorted(CARDS))
-def test_a_card_says_what_to_do_and_what_goes_wrong(card_id):
+def test_a_card_has_an_answer_and_says_what_to_do_and_what_goes_wrong(card_id):
     card = CARDS[card_id]
+    assert card.summary.strip()
     assert card.decide
     assert card.pitfalls
     assert card.families

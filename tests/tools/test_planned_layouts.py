@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,18 +118,3 @@ def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [(r["name"], r["turn"], r["outcome"]) for r in more[1:]] == [("2/dense/tp2", 0, "ok"), ("2/dense/tp2", 1, "ok")]
     rows = call("--cases", "predicted-moe-32k-torch", "--only", "second", "--timed", "1", gpus=1)
     assert [(r["name"], r["outcome"]) for r in rows[3:]] == [("1/predicted-moe-32k-torch/second-ep2", "ok")]
-
-
-def test_the_page_shows_what_is_registered() -> None:
-    page = (tool.ROOT / "docs" / "experiments" / "planned-layouts.md").read_text(encoding="utf-8")
-    shown = re.findall(
-        r"^\| ([\w-]+) \| (\d+) \| ([\w-]+) \| (\w+) \| ([\d,]+) \| ([\d,]+) to ([\d,]+) \| ([\d.]+) \|$", page, re.MULTILINE
-    )
-    expected = []
-    for row in ROWS:
-        speed, asked = row["predicted"]["tokens_per_s_per_gpu"], row["settings"]
-        figures = (f"{speed[k]:,.0f}" for k in ("value", "low", "high"))
-        expected.append(
-            (row["model"], str(asked["model.num_layers"]), row["layout"], asked["backend"], *figures, str(row["predicted"]["memory_gib"]))
-        )
-    assert shown == expected

@@ -11,7 +11,10 @@ import pytest
 from planted_case import options
 
 from playbook.cards.load import load_all
+from playbook.cards.model import by_claim
 from playbook.paths import data_root
+from playbook.records.case import load_case
+from playbook.records.evidence import Evidence
 from playbook.records.read import read
 from playbook.records.untested import untested_claims, untraced_verdicts
 from playbook_app.cli.app import main
@@ -25,8 +28,17 @@ DAY = date(2026, 11, 24)
 QUICK = ["long-context-cp-sizing/L9", "long-context-cp-sizing/L2"]
 
 
-UNDECIDED = {"cuda-graphs/V6.p", "cuda-graphs/V6.u", "fp8-recipes/W14.b"}
-"""Claims that all pairs of their cases have left open on one H200."""
+def of_one_gpu(record):
+    return isinstance(record.content, Evidence) and record.content.measured.profile == "h200x1"
+
+
+def undecided(records):
+    """Claims that all pairs of their cases have left open on one H200 so far."""
+    claims = by_claim(CARDS)
+    newest = {r.claim: r for r in sorted(records, key=lambda r: r.measured or "") if of_one_gpu(r) and r.claim in claims and not r.altered}
+    return {
+        f"{claims[i][0]}/{i}" for i, r in newest.items() if r.content.derived.verdict.reason == "power" and not r.stale(DAY, claims[i][1])
+    }
 
 
 class Noting(confirm.Quiet):
@@ -40,16 +52,25 @@ class Noting(confirm.Quiet):
 
 
 def test_the_claims_that_most_rules_rest_on_come_first_and_settled_ones_not_at_all():
-    found = untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", DAY)
+    records = read([data_root("results")], CARDS)
+    waiting = untested_claims(CARDS, records, "h200x1", DAY)
     rules = Counter(claim for card in CARDS.values() for rule in card.decide for claim in rule.because)
-    counts = [rules[target.partition("/")[2].removesuffix(".m")] for target in found if target not in UNDECIDED]
+    late = undecided(records)
+    counts = [rules[target.partition("/")[2].removesuffix(".m")] for target in waiting if target not in late]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1]
-    assert not {"recompute/W1", "recompute/V10.c", "vlm-real-data/T5", "long-context-cp-sizing/L9"} & set(found), "each has a fresh verdict"
-    assert {"recompute/W1", "vlm-real-data/T5"} <= set(
-        untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", date(2099, 1, 1))
-    )
-    assert "moe-dispatcher-choice/W10" not in found, "its case has no profile for one GPU"
+    fresh = {
+        f"{home}/{i}"
+        for i, (home, claim) in by_claim(CARDS).items()
+        for r in records
+        if r.claim == i and of_one_gpu(r) and not r.altered and r.status in ("confirmed", "refuted") and not r.stale(DAY, claim)
+    }
+    assert fresh
+    assert not fresh & set(waiting), "each has a fresh verdict"
+    assert fresh & set(untested_claims(CARDS, records, "h200x1", date(2099, 1, 1))), "verdicts expire"
+    claims = {f"{home}/{i}": claim for i, (home, claim) in by_claim(CARDS).items()}
+    profiles = [load_case(claims[target].case).profiles for target in waiting]
+    assert all("h200x1" in p for p in profiles if p)
 
 
 def test_what_failed_when_it_last_ran_waits_until_all_others_have_run():
@@ -108,10 +129,15 @@ def test_a_fresh_machine_goes_on_from_the_folders_that_were_brought_along(tmp_pa
 
 def test_what_was_undecided_after_all_of_its_pairs_waits_and_what_time_cut_goes_on():
     """Else a campaign would spend its first minutes on a claim that eight pairs could not settle."""
-    records = [r for r in read([data_root("results")], CARDS) if r.id != "01M8B759XH83H1T72GMP4QMFXX"]
-    found = untested_claims(CARDS, records, "h200x1", DAY)
-    assert set(found[-len(UNDECIDED) :]) == UNDECIDED
-    assert "fp8-recipes/W20.b" in found[: -len(UNDECIDED)], "five of its eight blocks had run before that record"
+    records = read([data_root("results")], CARDS)
+    late = undecided(records)
+    waiting = untested_claims(CARDS, records, "h200x1", DAY)
+    assert late
+    assert set(waiting[-len(late) :]) == late
+    cut = next(r for r in records if of_one_gpu(r) and r.claim and not r.altered and r.content.derived.verdict.reason == "budget")
+    home = by_claim(CARDS)[cut.claim][0]
+    before = [r for r in records if r.claim != cut.claim or r is cut]
+    assert f"{home}/{cut.claim}" in untested_claims(CARDS, before, "h200x1", DAY)[: -len(late)], "time ended its series"
 
 
 def test_a_campaign_of_named_claims_keeps_their_order_and_leaves_out_what_is_settled(tmp_path, capsys):

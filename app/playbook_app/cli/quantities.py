@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import typer
 
 from playbook.errors import PlaybookError
 from playbook.planner.hardware.named import counted, machine
 from playbook.planner.runs.spelling import number, said
+
+_DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_MOST_TOKENS = 1e18
+_MOST_NUMBERS = 20
 
 
 def tokens(text: str | int) -> int:
@@ -35,6 +41,31 @@ def machines(gpus: str | None, hardware: str | None) -> tuple[int | None, str | 
     if many not in (None, found):
         raise PlaybookError(f"--gpus says {found} GPUs, and --hardware {many}; expected the same number, or leave one of them out")
     return found, kind or more.strip() or None
+
+
+def amount(text: str | float) -> float:
+    """Tokens of a training, in decimal units: `1T`, `15.6T`, `300B`, `1e12` or `1,000,000`.
+
+    Raises:
+        BadParameter: it is no such number, or more than a training has.
+    """
+    found = re.fullmatch(r"([0-9][0-9,]*\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s?([KMBT]?)", str(text).strip(), re.IGNORECASE | re.ASCII)
+    value = float(found[1].replace(",", "")) * _DECIMAL[found[2].upper()] if found else 0.0
+    if not 1 <= value <= _MOST_TOKENS:
+        raise typer.BadParameter(f"found '{str(text)[:40]}', expected tokens of a training, such as 300B or 1T")
+    return value
+
+
+def several(text: str) -> list[int]:
+    """The value of `--scale`: `8,16,32`, in ascending order.
+
+    Raises:
+        BadParameter: one is no whole number from 1, or there are none, or too many.
+    """
+    found = sorted({_whole("gpus", part.strip(), "numbers of GPUs, such as 8,16,32") for part in text.split(",") if part.strip()})
+    if not 1 <= len(found) <= _MOST_NUMBERS:
+        raise typer.BadParameter(f"found {len(found)} numbers of GPUs, expected 1 to {_MOST_NUMBERS}, such as 8,16,32")
+    return found
 
 
 def _whole(column: str, text: str, expected: str) -> int:

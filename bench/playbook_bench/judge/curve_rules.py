@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from playbook.cards.model import Expect
 from playbook.errors import ConfigError
 
-Bounds = tuple[float, float]
+_Bounds = tuple[float, float]
 Status = bool | None
 """True: confirmed. False: refuted. None: the intervals do not say."""
 
@@ -50,7 +50,7 @@ class Question:
     names: Sequence[str]
     margin: float
     at: Sequence[str] = field(default_factory=tuple)
-    bands: Sequence[Bounds] = field(default_factory=tuple)
+    bands: Sequence[_Bounds] = field(default_factory=tuple)
     """What was predicted for each of the names: from least to most gain over the predicted value."""
 
 
@@ -59,7 +59,7 @@ def named(values: Sequence[str | int | float]) -> list[str]:
     return [v if isinstance(v, str) else f"{v:g}" for v in values]
 
 
-def question(expect: Expect, names: Sequence[str], margin: float, bands: Mapping[str, Bounds] | None = None) -> Question:
+def question(expect: Expect, names: Sequence[str], margin: float, bands: Mapping[str, _Bounds] | None = None) -> Question:
     """The claim's question about the variants that ran."""
     return Question(
         expect.op, list(names), margin, [a for a in named(expect.at) if a in names], [b for v, b in (bands or {}).items() if v in names]
@@ -104,7 +104,7 @@ def _cells(q: Question) -> list[Asked]:
     raise ConfigError(f"'{q.op}' is no rule for an interaction; playbook_bench.judge.curve_rules lists them")
 
 
-def decide(q: Question, bounds: Sequence[Bounds], interaction: bool = False) -> Status:
+def decide(q: Question, bounds: Sequence[_Bounds], interaction: bool = False) -> Status:
     """Whether the claim holds, by the intervals of the contrasts that `asked` names, in that order. None if they leave it open."""
     m = q.margin
     if q.op in (">=", "<=", "within"):
@@ -136,7 +136,7 @@ def _all(holds: Sequence[bool], fails: Sequence[bool]) -> Status:
     return False if any(fails) else True if all(holds) else None
 
 
-def _best(q: Question, bounds: Mapping[str, Bounds]) -> Status:
+def _best(q: Question, bounds: Mapping[str, _Bounds]) -> Status:
     others = [j for j in q.names if j not in q.at]
     found = {i: [bounds[over(j, i).name] for j in others] for i in q.at}
     unbeaten: Callable[[float], bool] = (lambda u: u <= q.margin) if q.op == "best" else (lambda u: u < q.margin)
@@ -147,7 +147,7 @@ def _best(q: Question, bounds: Mapping[str, Bounds]) -> Status:
     return status if q.op == "best" or status is None else not status
 
 
-def _knee(q: Question, bounds: Sequence[Bounds]) -> Status:
+def _knee(q: Question, bounds: Sequence[_Bounds]) -> Status:
     m = q.margin
     # Nothing lies beyond the first and the last of what ran, so no step rules a knee there in or out.
     open_ = bool({q.names[0], q.names[-1]} & set(q.at))

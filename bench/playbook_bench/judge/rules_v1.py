@@ -46,7 +46,7 @@ class RulesV1(RulesV2):
 
     def unsteady(self, label: str, launches: Sequence[Sequence[float]], alpha: float, tolerance: float) -> str:
         """By the slope alone."""
-        found = trend(launches, alpha)
+        found = _trend(launches, alpha)
         return (
             ""
             if found.steady(tolerance)
@@ -148,7 +148,7 @@ class Trend:
         return self.low <= 0 <= self.high or abs(self.slope) * self.steps <= tolerance
 
 
-def trend(launches: Sequence[Sequence[float]], alpha: float) -> Trend:
+def _trend(launches: Sequence[Sequence[float]], alpha: float) -> Trend:
     """One Theil-Sen test per variant, on the step-by-step mean over its launches, and one of whether the launches have that slope in common.
 
     A test per launch would reject at its error rate once per launch, so a series of twenty launches would nearly always fail.

@@ -103,10 +103,12 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def tail(log: Path) -> str:
-    """The end of a log, without what looks like a secret: it goes into records and messages."""
+    """The end of a log, without what looks like a secret and with `~` for the home folder: it goes into records and messages."""
     try:
         with log.open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return confidential.hidden(f.read().decode("utf-8", "replace").strip())
+            text = confidential.hidden(f.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""
+    home = os.environ.get("HOME", "").rstrip("/")
+    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\s\"':,)]|$)", "~", text) if home else text

@@ -65,6 +65,8 @@ class Cluster:
     """Whether the kernels were measured on the very machine, by a file that the question names."""
     notes: tuple[str, ...] = ()
     """What such a file measured and states."""
+    board_w: float | None = None
+    """The most watts that a GPU may draw; None where no source says it."""
 
     @property
     def option(self) -> str:
@@ -154,4 +156,5 @@ def _load(name: str) -> Cluster:
         bf16_reached=figures["bf16_reached"],
         fp8_reached=figures.get("fp8_reached", figures["bf16_reached"]),
         node=figures.get("node", _NODE),
+        board_w=figures.get("board_w"),
     )

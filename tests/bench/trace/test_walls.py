@@ -381,12 +381,10 @@ def test_a_real_trace_of_a_slow_loader_waits_for_data(tmp_path: Path, capsys: py
 
 
 @pytest.mark.full
-def test_a_trace_kept_beside_its_page_tells_one_kernel_for_all_experts_from_one_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_a_command_tells_one_kernel_for_all_experts_from_one_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     idle = {}
     for name, grouped in (("cublas", 0), ("cutlass", 16)):
-        code, out, _ = shown(
-            capsys, "--file", str(repo_root() / "docs" / "experiments" / "traces" / f"bare-megatron-{name}.json.gz"), "--json"
-        )
+        code, out, _ = shown(capsys, "--file", str(repo_root() / "bench/traces" / f"bare-megatron-{name}.json.gz"), "--json")
         found = json.loads(out)
         assert code == 0
         assert sum(row["count"] for row in found["classes"] if row["name"] == "grouped products") == grouped

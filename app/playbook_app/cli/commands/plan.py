@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from playbook.planner.choice.plain_data import pipeline_string, words
 from playbook.planner.choice.routing import measured
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
+from playbook.planner.choice.training import Training, training
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import Plan
@@ -32,7 +34,8 @@ from playbook.planner.time.step import network_share
 from playbook.text import count
 from playbook_app.cli.options import AsJson, Imbalance, Network, commands
 from playbook_app.cli.output import USAGE, print_json, print_table, say
-from playbook_app.cli.quantities import machines, tokens
+from playbook_app.cli.quantities import amount, machines, several, tokens
+from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.predicted_case import case_of, text_of
 
 _GIB = 1 << 30
@@ -106,6 +109,14 @@ _CaseGpus = Annotated[int, typer.Option("--case-gpus", min=1, max=1 << 20, help=
 _Against = Annotated[
     list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
 ]
+_Tokens = Annotated[
+    float | None,
+    typer.Option("--tokens", parser=amount, metavar="N", help="Say what training on so many takes, such as 1T: days, GPU hours, energy."),
+]
+_Price = Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU hour, for --tokens.")]
+_ByGpus = Annotated[
+    str, typer.Option("--scale", metavar="8,16,32", help="The fastest plan for each of these numbers of GPUs, instead of one answer.")
+]
 _Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
 _OfRuns = Annotated[
     str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
@@ -145,6 +156,9 @@ def plan_for(
     emit_case: _EmitCase = None,
     case_gpus: _CaseGpus = 1,
     against: _Against = None,
+    total: _Tokens = None,
+    price: _Price = None,
+    scale: _ByGpus = "",
     as_json: AsJson = False,
 ) -> None:
     """Search every layout for the fastest that fits: speed with its 80 % interval, memory by stage, and why the next one lost.
@@ -164,15 +178,23 @@ def plan_for(
     question = Question(
         shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed, routing
     )
-    if emit_case is None and (against or case_gpus != 1):
-        raise ConfigError(
-            "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
-        )
-    if slurm and export is None:
-        raise ConfigError("--slurm speaks of the script that --export prints; add --export, or leave it out")
+    _refuse(
+        {
+            "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out": emit_case
+            is None
+            and bool(against or case_gpus != 1),
+            "--slurm speaks of the script that --export prints; add --export, or leave it out": slurm and export is None,
+            "--emit-case predicts from constants alone; leave out --anchor": anchor is not None and emit_case is not None,
+            "--price speaks of the training that --tokens names; add --tokens, such as 1T, or leave it out": price is not None
+            and total is None,
+            "--scale names the numbers of GPUs and prints a table; leave out --gpus, --goal gpus, --export and --emit-case": bool(
+                scale and (number or goal == "gpus" or export or emit_case)
+            ),
+        }
+    )
+    if scale:
+        return show_curve(question, several(scale), anchor, total, price, published=published, as_json=as_json)
     found = plan_layouts(question, top)
-    if anchor is not None and emit_case is not None:
-        raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
     if emit_case is None and (anchor is not None or published):
         found = anchored(found, anchor, with_published=published)
     if emit_case is not None and found.choices:
@@ -180,14 +202,26 @@ def plan_for(
     elif export is not None and found.choices:
         say(plans.launchable(found.choices[0].plan, export, question.cluster.name).text(slurm=slurm).rstrip())
     elif as_json or found.choices:
-        runs = of_plan(found) if published else None
-        print_json(plain_data.document(found, runs.document(question) if runs else None)) if as_json else _show(
-            found, runs, published=published
-        )
+        whole = training(found.choices[0], question.cluster, total, price) if total and found.choices else None
+        _answer(found, of_plan(found) if published else None, whole, published=published, as_json=as_json)
     else:
         _explain(found)
     if not found.choices:
         raise typer.Exit(USAGE)
+
+
+def _refuse(contradictions: Mapping[str, bool]) -> None:
+    """Options that contradict each other, by what is said of them."""
+    for message in (text for text, wrong in contradictions.items() if wrong):
+        raise ConfigError(message)
+
+
+def _answer(found: Answer, runs: Published | None, whole: Training | None, *, published: bool, as_json: bool) -> None:
+    if as_json:
+        document = plain_data.document(found, runs.document(found.question) if runs else None)
+        print_json(document | ({"training": asdict(whole)} if whole else {}))
+    else:
+        _show(found, runs, whole, published=published)
 
 
 def _with(words: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
@@ -230,7 +264,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
+def _show(found: Answer, runs: Published | None, whole: Training | None, *, published: bool) -> None:
     q, best = found.question, found.choices[0]
     say(
         f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {found.counts.enumerated:,} combinations,"
@@ -248,6 +282,8 @@ def _show(found: Answer, runs: Published | None, *, published: bool) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
+    if whole:
+        say(f"train    {takes(whole, q.cluster)}")
     sent = network_share(best.plan, q.cluster)
     if sent is not None:
         say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one")

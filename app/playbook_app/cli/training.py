@@ -1,0 +1,119 @@
+"""A whole training in words, and the curve of speed over numbers of GPUs as a table with bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from playbook.planner.choice.plain_data import layout, words
+from playbook.planner.choice.search import Answer, Choice
+from playbook.planner.choice.space import Question
+from playbook.planner.choice.training import Training, by_gpus, training
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.step import Estimate
+from playbook_app.cli.output import USAGE, complain, print_json, print_table, say
+
+_SCHEMA = "plan-scale/1"
+_BAR = 24
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+_SAID = ("gpus=", "gbs=", "seq_len=", "layers=")
+"""Words of a layout that a row has elsewhere, or that all rows share."""
+
+
+def takes(whole: Training, cluster: Cluster) -> str:
+    """What a training takes, such as `1T tokens: 14.9 days (80 %: 11.3 to 19.7), ...`."""
+    parts = [
+        f"{_figure(whole.days)} days (80 %: {_number(whole.days.low)} to {_number(whole.days.high)})",
+        f"{_figure(whole.gpu_hours)} GPU hours",
+    ]
+    if whole.price is not None:
+        parts.append(f"price {_figure(whole.price)} ({_number(whole.price.low)} to {_number(whole.price.high)})")
+    if whole.energy_mwh is None:
+        parts.append(f"energy unknown: no source says what a {cluster.name} may draw")
+    else:
+        parts.append(f"at most {_figure(whole.energy_mwh)} MWh (GPUs alone, {cluster.board_w:,.0f} W each)")
+    return f"{_count(whole.tokens)} tokens: {', '.join(parts)}"
+
+
+def show_curve(
+    question: Question,
+    numbers: Sequence[int],
+    anchor: Path | None,
+    tokens: float | None,
+    price: float | None,
+    *,
+    published: bool,
+    as_json: bool,
+) -> None:
+    """Print the fastest plan for each number of GPUs, of one global batch. Exit code 2 where nothing fits on any."""
+    rows: list[tuple[int, Answer]] = []
+    for found in by_gpus(question, numbers, anchor, with_published=published):
+        rows.append((found.question.gpus, found))
+        complain(f"planned for {found.question.gpus} GPUs, {len(rows)} of {len(numbers)}")
+    best = [(gpus, found.choices[0]) for gpus, found in rows if found.choices]
+    trained = {gpus: training(choice, question.cluster, tokens, price) for gpus, choice in best} if tokens else {}
+    if as_json:
+        print_json(_document(question, rows, trained))
+    else:
+        say(f"{question.model} on {question.cluster.name}, {question.seq_len} tokens, global batch {question.global_batch}")
+        table = [_row(gpus, found, best, trained.get(gpus)) for gpus, found in rows]
+        print_table(table, [k for k in table[0] if any(row[k] for row in table)])
+    if not best:
+        raise typer.Exit(USAGE)
+
+
+def _row(gpus: int, found: Answer, best: Sequence[tuple[int, Choice]], whole: Training | None) -> dict[str, str]:
+    if not found.choices:
+        empty = dict.fromkeys(("tokens/s/GPU", "80 %", "all GPUs", "to the first", "days", "price"), "")
+        return {"GPUs": f"{gpus:,}", **empty, "": "", "layout": "nothing fits"}
+    choice, most = found.choices[0], max(c.speed for _, c in best)
+    speed = choice.time.tokens_per_s_per_gpu
+    return {
+        "GPUs": f"{gpus:,}",
+        "tokens/s/GPU": f"{speed.value:,.0f}",
+        "80 %": f"{speed.low:,.0f} to {speed.high:,.0f}",
+        "all GPUs": f"{speed.value * gpus:,.0f}",
+        "to the first": f"{speed.value / best[0][1].speed:.0%}",
+        "days": _figure(whole.days) if whole else "",
+        "price": _figure(whole.price) if whole and whole.price else "",
+        "": "█" * round(_BAR * speed.value / most),
+        "layout": " ".join(w for w in words(choice.plan) if not w.startswith(_SAID)),
+    }
+
+
+def _document(question: Question, rows: Sequence[tuple[int, Answer]], trained: dict[int, Training]) -> dict[str, Any]:
+    """Units: tokens per second and GPU, days, GPU hours, MWh; `plan` is None where nothing fits."""
+    return {
+        "schema": _SCHEMA,
+        "model": question.model,
+        "hardware": question.cluster.name,
+        "seq_len": question.seq_len,
+        "gbs": question.global_batch,
+        "rows": [
+            {
+                "gpus": gpus,
+                "plan": layout(found.choices[0].plan) if found.choices else None,
+                "tokens_per_s_per_gpu": asdict(found.choices[0].time.tokens_per_s_per_gpu) if found.choices else None,
+                "training": asdict(trained[gpus]) if gpus in trained else None,
+            }
+            for gpus, found in rows
+        ],
+    }
+
+
+def _figure(figure: Estimate) -> str:
+    return _number(figure.value)
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _count(tokens: float) -> str:
+    unit, letter = next(((u, name) for u, name in _UNITS if tokens >= u), (1.0, ""))
+    return f"{tokens / unit:,.6g}{letter}"
