@@ -82,7 +82,7 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     "run_steps": (("steps by the closing line", 1.0),),
 }
 """For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
-Capitals and punctuation do not matter, nor does a leading `train`. `time`, `samples` and `throughput` are left out: they mean too many things."""
+Capitals and punctuation do not matter, nor does a leading `train`, though a name without it goes first. `time`, `samples` and `throughput` are left out: they mean too many things."""
 
 _PUNCTUATION = re.compile(r"[^a-z0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
@@ -102,7 +102,7 @@ def _plain(name: str) -> str:
     return _PUNCTUATION.sub("_", name.lower()).strip("_")
 
 
-_BY_NAME = {_plain(name): (figure, rank, factor) for figure, names in NAMES.items() for rank, (name, factor) in enumerate(names)}
+_BY_NAME = {_plain(name): (figure, 2 * rank, factor) for figure, names in NAMES.items() for rank, (name, factor) in enumerate(names)}
 
 
 def number(value: Any) -> float | None:
@@ -132,7 +132,7 @@ def ranked(row: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
             continue
         if known[0] == "step" and isinstance(raw, str) and (both := _OF_TOTAL.fullmatch(raw.strip())):
             raw = both[1]
-            found.setdefault("total", (len(NAMES["total"]), float(both[2])))
+            found.setdefault("total", (2 * len(NAMES["total"]), float(both[2])))
         value = number(raw) if known[0] != "clock" else _moment(name, raw)
         if value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
             found[known[0]] = (known[1], value * known[2])
@@ -160,4 +160,7 @@ def _moment(name: str, raw: Any) -> float | None:
 def _figure(name: str) -> tuple[str, int, float] | None:
     plain = _plain(name)
     bare = plain.removesuffix("_step") if plain.endswith("loss_step") else plain
-    return _BY_NAME.get(bare) or _BY_NAME.get(bare.removeprefix("train_"))
+    if bare in _BY_NAME:
+        return _BY_NAME[bare]
+    figure, rank, factor = _BY_NAME.get(bare.removeprefix("train_"), ("", 0, 0.0))
+    return (figure, rank + 1, factor) if figure else None

@@ -28,9 +28,9 @@ _HF_ITEM = re.compile(r"'([\w./|()\[\] -]{1,100})': '?([^'\",{}]{0,100})'?")
 _MEGATRON = re.compile(r"\biteration\s+(\d{1,15})/\s*(\d{1,15}) \|")
 _MEGATRON_TIME = "elapsed time per iteration (ms):"
 _NEMO = re.compile(r"\bTraining epoch \d{1,9}, iteration (\d{1,15})/(\d{1,15}) \|")
+_NEMO_END = "consumed_samples"
+"""What stands last but for validations: a line without it was cut off."""
 _VERL = re.compile(r"\bstep:(\d{1,15}) - ")
-_VERL_NAMES = {"perf/throughput": "tokens_per_s_per_gpu"}
-"""What means another thing elsewhere."""
 _VERL_ITEM = re.compile(r"([^:]{1,100}):(?:np\.\w{1,20}\()?([-+\w.]{1,40})\)?")
 _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 """What Lightning's ThroughputMonitor counts from the start of training on, where others mean a step's."""
@@ -262,7 +262,8 @@ def nemo(text: str) -> Iterator[Row]:
     """Lines of NeMo 2, `Training epoch 0, iteration 9/99 | global_batch_size: 8 | ... | train_step_timing in s: 6.08`: steps from 0 to the number behind the bar."""
     for number, line in lines(text):
         start = _NEMO.search(line)
-        if start is not None and (row := _barred(line[start.end() :])) is not None:
+        row = _barred(line[start.end() :]) if start is not None else None
+        if start is not None and row is not None and _NEMO_END in row:
             yield number, {"iteration": start[1], "total_steps": int(start[2]) + 1, **row}
 
 
@@ -274,11 +275,11 @@ def _barred(text: str) -> dict[str, Any] | None:
 
 
 def verl(text: str) -> Iterator[Row]:
-    """Lines of verl's console, `step:1 - actor/grad_norm:0.5 - timing_s/step:38.4 - perf/throughput:619.4`; those of a validation alone hold no figure of ours."""
+    """Lines of verl's console, `step:1 - actor/grad_norm:0.5 - timing_s/step:38.4 - perf/total_num_tokens:18603`; those of a validation alone hold no figure of ours."""
     for number, line in lines(text):
         start = _VERL.search(line)
         items = [_VERL_ITEM.fullmatch(part) for part in line[start.end() :].rstrip().split(" - ")] if start else []
-        row = {_VERL_NAMES.get(item[1], item[1]): item[2] for item in items if item}
+        row = {item[1]: item[2] for item in items if item}
         if start and len(row) == len(items) and figures(row).keys() - {"step", "total", "epoch"}:
             yield number, {"step": start[1], **row}
 
