@@ -10,10 +10,10 @@ from test_verdict import make_run, series
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
-from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
+from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan, Seconds
 from playbook_bench.judge import curve_rules, design, effects, guards, statistics, verdict
 from playbook_bench.judge.verdict_rules import VERSION
-from playbook_bench.run import confirm, replay, store
+from playbook_bench.run import replay, store
 
 PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))
 SEEN = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
@@ -210,7 +210,7 @@ def test_what_voids_a_pair_voids_a_sweep():
 
 def test_a_record_of_a_sweep_replays_and_notices_a_changed_figure(tmp_path):
     measured = record(sweep(), [-0.3, -0.1, 0.0], expect("best", at=[4]))
-    evidence = store.evidence_of(measured, verdict.derive(measured), "x", confirm.Seconds())
+    evidence = store.evidence_of(measured, verdict.derive(measured), "x", Seconds())
     path = store.write(evidence, tmp_path)
 
     def derived_anew():
