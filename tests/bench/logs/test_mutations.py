@@ -115,8 +115,8 @@ def check(kind: str, seed: int) -> bool:
         assert len(found) > 30
         assert found.isprintable()
         return True
-    # A line break in place of a digit shows neither in an indented JSON file nor where a pattern ends with a number.
-    digits = (kind in ("state", "regex") or mutated.count("\n") == text.count("\n")) and numbers(mutated) != numbers(text)
+    # A line break in place of a digit does not show where a number ends a line and no other form is expected.
+    digits = (kind in ("state", "regex", "olmo") or mutated.count("\n") == text.count("\n")) and numbers(mutated) != numbers(text)
     if digits:
         assert len(found.steps) == len(original(kind).steps)
         assert all(s.seconds > 0 for s in found.steps)
