@@ -299,7 +299,7 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
         ended = running.run(spec)
         if ended.outcome != "ok" or guards.complete(ended, metric):
             return
-    if _unlike(running, metric, limits):
+    if _unlike(running, metric):
         return
     if metric.deterministic:
         series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
@@ -308,11 +308,11 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
     series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
 
 
-def _unlike(running: Series, metric: Metric, limits: Limits) -> bool:
+def _unlike(running: Series, metric: Metric) -> bool:
     """Whether the discarded launches show already that the tree cannot be compared with the baseline."""
     runs = _against(running.runs, "baseline")
     first = _discarded(runs)
-    return bool(first) and any(not g.ok for g in _alike(running, runs, metric, limits, first, "baseline"))
+    return bool(first) and any(not g.ok for g in _comparable(running, runs, metric, first, "baseline"))
 
 
 def _discarded(runs: Sequence[Run]) -> list[guards.Pair]:
@@ -403,7 +403,9 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if metric.deterministic and not metrics.as_told(metric, running.case, runs).deterministic:
         text = f"{metric.name} differs between launches of one commit, so that a pair of them tells nothing; fix its seed, or gate a time"
         return replace(blank, status="undecided", sentence=text)
-    alike = _alike(running, runs, metric, limits, compared, reference)
+    alike = _comparable(running, runs, metric, compared, reference)
+    if pairs and reference == "baseline":
+        alike += slowdown.same_training(pairs, runs, limits.allowed)
     if broken := [f"{g.name}: {g.detail}" for g in alike if not g.ok]:
         return replace(blank, gates=alike, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
     if not pairs:
@@ -449,16 +451,14 @@ def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, found: Compa
     return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=found)
 
 
-def _alike(
-    running: Series, runs: Sequence[Run], metric: Metric, limits: Limits, pairs: Sequence[guards.Pair], reference: str
-) -> list[Condition]:
-    """The conditions that make runs of two commits comparable. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
+def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Sequence[guards.Pair], reference: str) -> list[Condition]:
+    """The conditions that make runs of two commits comparable, which one pair can show. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
     if reference == "anchor":
         return [guards.work(running.case, metric, pairs)]
     measured = running.measured().model_copy(update={"runs": list(runs)})
     found = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
     # What is outside of steps has its own limit here (`_rest`), and steps that slow down are a regression whatever it does.
-    return [*(g for g in found if g.name not in ("configuration", "whole_launch")), *slowdown.same_training(pairs, runs, limits.allowed)]
+    return [g for g in found if g.name not in ("configuration", "whole_launch")]
 
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
