@@ -458,7 +458,7 @@ def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Seq
     measured = running.measured().model_copy(update={"runs": list(runs)})
     found = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
     # What is outside of steps has its own limit here (`_rest`), and steps that slow down are a regression whatever it does.
-    return [g for g in found if g.name not in ("configuration", "whole_launch")]
+    return [*(g for g in found if g.name not in ("configuration", "whole_launch")), slowdown.same_fields(pairs)]
 
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
