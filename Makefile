@@ -5,6 +5,7 @@
 #   make test-all every test that needs no GPU, no Slurm and no browser
 #   make targets  the trainers that plans are exported to, unpacked into .venv/targets; tests read exports back with their code
 #   make test-slurm  jobs of a real Slurm, two virtual nodes on this machine; needs Debian's slurm-wlm and munge
+#   make bench-tests  how long commands and searches take; on a machine that does nothing else
 #   make check    lint, types, import rules, schemas, cards, skills
 #   make parity   the tables of parity, anew from the tests that make the comparisons
 #   make docs     the site, strictly, into site/
@@ -20,10 +21,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SETUP := pyproject.toml constraints.txt
 SOURCES := playbook app/playbook_app bench/playbook_bench trainer/playbook_trainer
 
-# Tests of one module share what its fixtures have launched, so a module stays on one worker.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope
+# Tests of one module share what its fixtures have launched, so a module stays on one worker; modules in the order of tests/conftest.py, the longest first.
+# One worker more than cores, for tests wait for their ranks a quarter of the time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(( $$(nproc) + 1 )) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo targets test test-all test-rest test-slurm test-browser check docs parity clean
+.PHONY: help demo targets test test-all test-rest test-slurm test-browser bench-tests check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,16 +53,17 @@ $(VENV)/.targets: Makefile | $(VENV)/.dev
 
 test: $(VENV)/.dev $(VENV)/.targets
 	$(PYTEST)
-	$(BIN)/playbook cards check
 
-# One worker more than cores, for these tests wait for their ranks a quarter of the time; modules in the order of tests/conftest.py, the longest first.
 test-rest: $(VENV)/.dev $(VENV)/.targets
-	$(PYTEST) -n $$(( $$(nproc) + 1 )) --no-loadscope-reorder -m full
+	$(PYTEST) -m full
 
 test-all: test test-rest
 
 test-slurm: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/whole/slurm
+
+bench-tests: $(VENV)/.dev
+	$(BIN)/python -m pytest -m benchmark tests/test_benchmarks.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

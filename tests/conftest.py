@@ -1,4 +1,4 @@
-"""What holds for all tests: which of them `make test` leaves out, in which order they run, how often cycles are looked for, and no deadline for examples of property tests.
+"""What holds for all tests: which of them `make test` leaves out, in which order they run, what is worked out once for all of them, and no deadline for examples of property tests.
 
 Property tests take the time that they take: where a machine does other work too, a pause is no fault of an example.
 """
@@ -6,13 +6,53 @@ Property tests take the time that they take: where a machine does other work too
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from playbook.cards import load as cards
+from playbook.paths import data_root
+from playbook.planner.choice import search
+from playbook.records import read as records
+
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
+
+
+def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called once in a process for each key; always where the key is None. What it returns is frozen, or copied by who changes it."""
+    known: dict[Any, Any] = {}
+
+    @wraps(function)
+    def wrapped(*words: Any, **named: Any) -> Any:
+        place = key(*words, **named)
+        if place is None:
+            return function(*words, **named)
+        if place not in known:
+            known[place] = function(*words, **named)
+        return known[place]
+
+    return wrapped
+
+
+def shipped(kind: str) -> Callable[..., Any]:
+    """The key of a file that ships: its path, when it changed, and how it is read. Files of tests have none."""
+    folder = data_root(kind)
+
+    def key(path: Path, *how: Any, **more: Any) -> Any:
+        return (path, path.stat().st_mtime_ns, how, *more.items()) if folder in path.parents else None
+
+    return key
+
+
+# Before any test imports them: a third of the suite's time would go into reading the same records and cards, and into the same searches.
+records._record = remembered(records._record, shipped("results"))
+cards.load = remembered(cards.load, shipped("cards"))  # type: ignore[attr-defined]
+search.search = remembered(search.search, lambda question, count=5, *, prune=True: (question, count, prune))
 
 
 def pytest_collection_finish() -> None:

@@ -1,9 +1,10 @@
-// The short form of `playbook diagnose`: where a run stands between published runs and the prediction, for settings whose plan was asked beforehand.
+// The short form of `playbook diagnose`: where a run stands between published runs of any GPU and the prediction. Plans were asked beforehand for some
+// numbers of GPUs; between two of them the speed lies between theirs, evenly by the logarithm of the number.
 (function () {
   "use strict";
   const form = document.getElementById("pb-diagnose"), answer = document.getElementById("pb-diagnosis");
   if (!form) return;
-  const rows = JSON.parse(document.getElementById("pb-settings").textContent);
+  const {rows, silent, names} = JSON.parse(document.getElementById("pb-settings").textContent);
   const NEAR = 0.05, EVEN = 0.05;
   const whole = (value) => Math.round(value).toLocaleString("en-US"), percent = (value) => `${Math.round(100 * value)}%`;
   const read = (name) => form.elements[name].value;
@@ -29,7 +30,7 @@
       said.push(`${words} (${runs.shared}, ${range(runs)}${more > EVEN ? `; the fastest is ${percent(more)} faster` : ""})`);
     }
     const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "within";
-    said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
+    if (row.speed) said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
     if (runs && runs.predicted) {
       const [low, high] = runs.predicted.map(percent);
       said.push(`of what is published here the planner predicts ${low === high ? low : `${low} to ${high}`}`);
@@ -37,28 +38,70 @@
     return said.join("; ");
   }
 
+  const sentence = (words) => words ? `${words[0].toUpperCase()}${words.slice(1)}.` : "No published run and no plan of this model is near.";
+
+  // What a pasted file says: the kind of GPU that it names, and the best product that a calibration measured, in FLOP/s. Null of nothing, and of what names no known GPU.
+  function pasted(text) {
+    const whole = text.slice(0, 5e6), stated = whole.match(/^["{\s]*gpu"?\s*:\s*["']?([^"'#\n,}]+)/m);
+    let name = stated ? stated[1] : "", best = 0;
+    try {
+      const data = JSON.parse(whole);
+      name = data.gpu || data.device.name;
+      for (const row of data.rows || []) if (row.kind === "linear" && row.flops_per_s > best) best = row.flops_per_s;
+    } catch { /* a hardware file may be YAML */ }
+    const plain = String(name).slice(0, 200).toLowerCase().replace(/^([0-9]+)x/, "$1x ").replace(/[^a-z0-9]+/g, " ").replace(new RegExp(silent, "g"), "").replaceAll(" ", "");
+    return Object.hasOwn(names, plain) ? {gpu: names[plain], best} : null;
+  }
+
+  // The row of so many GPUs: asked, between two that were, or without a prediction. Undefined where no plan fits.
+  function rowOf(number) {
+    const same = rows.filter((r) => r.model === read("model") && r.hardware === read("gpu"));
+    const exact = same.find((r) => r.asked && r.gpus === number);
+    if (exact) return exact.speed ? exact : undefined;
+    const below = same.findLast((r) => r.asked && r.gpus < number), above = same.find((r) => r.asked && r.gpus > number);
+    const near = below || above || same[0];
+    const row = {...near, gpus: number, step_tokens: near.step_tokens * near.gpus / number, speed: 0, between: null};
+    if (!below || !above || !below.speed || !above.speed) return row;
+    const part = Math.log(number / below.gpus) / Math.log(above.gpus / below.gpus);
+    const lerp = (key) => below[key] * (above[key] / below[key]) ** part;
+    return {...row, speed: lerp("speed"), mfu: lerp("mfu"), low: Math.min(below.low, above.low), high: Math.max(below.high, above.high), between: [below, above]};
+  }
+
+  function fastest(row) {
+    if (!row.speed) return "not asked beforehand; the command below plans it";
+    const speed = `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU`;
+    if (!row.between) return `${speed}, ${whole(row.gib)} GiB: ${row.settings}`;
+    return `${speed}: between ${row.between.map((r) => `${whole(r.speed)} on ${r.gpus} GPUs (${r.settings})`).join(" and ")}`;
+  }
+
   function show() {
-    const row = rows.find((r) => r.model === read("model") && String(r.gpus) === read("gpus") && r.hardware === read("gpu"));
+    const number = Number(read("gpus"));
+    if (!(number >= 1 && Number.isInteger(number))) return answer.replaceChildren(element("p", "Say on how many GPUs it runs: a whole number from 1."));
+    const text = read("file").trim(), file = text ? pasted(text) : null;
+    if (text && !file) return answer.replaceChildren(element("p", "The file names no GPU that is known: expected a calibration of playbook calibrate, or a hardware file with gpu: KIND."));
+    if (file) form.elements.gpu.value = file.gpu;
+    const row = rowOf(number);
     const given = Number(read("speed")), unit = read("unit");
     if (!row) return answer.replaceChildren(element("p", "No plan of this model fits so few of these GPUs, by the planner; choose more."));
     const tokens = {"% MFU": given / 100 * row.tokens_per_mfu, "tokens/s per GPU": given, "seconds a step": row.step_tokens / given}[unit];
     const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
-    const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
+    const lines = [["fastest", fastest(row)]];
     for (const run of row.published ? row.published.rows : []) {
       lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.other ? `; ${run.other}` : ""}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
-    const share = tokens / row.tokens_per_mfu;
-    if (share > row.reached) {
-      const check = `expected at most ${percent(row.reached)}, which the best matrix product reaches. Check your token count: batch, GPUs, and that tokens/s are of one GPU`;
+    const share = tokens / row.tokens_per_mfu, reached = Math.max(row.reached, file ? file.best / row.peak : 0);
+    if (share > reached) {
+      const check = `expected at most ${percent(reached)}, which the best matrix product reaches. Check your token count: batch, GPUs, and that tokens/s are of one GPU`;
       return answer.replaceChildren(element("p", `That means ${whole(tokens)} tokens/s on each GPU, ${percent(share)} of its peak; ${check}.`, {id: "pb-position"}));
     }
     const speed = given > 0 && isFinite(tokens);
     if (speed) lines.unshift(["you", `${whole(tokens)} tokens/s/GPU, ${percent(tokens / row.tokens_per_mfu)} MFU, ${(row.step_tokens / tokens).toFixed(2)} s a step`]);
+    if (file) lines.push(["file", `names ${file.gpu}${file.best ? `, its products reach ${percent(file.best / row.peak)} of the peak` : ""}; the prediction here is of the table's ${file.gpu}, the command's is of the file`]);
     answer.replaceChildren(
-      element("p", element("strong", speed ? position(row, tokens).replace(/^you/, "You") + "." : "Say how fast it runs."), {id: "pb-position"}),
+      element("p", element("strong", speed ? sentence(position(row, tokens)) : "Say how fast it runs."), {id: "pb-position"}),
       element("dl", lines.flatMap(([name, words]) => [element("dt", name), element("dd", words)]), {className: "pb-lines"}),
       element("p", ["Likely wall, and what to try first, with verdict, gain, flags and test: ",
-        element("code", `playbook diagnose --model ${row.model} --gpus ${row.gpus} --gpu ${row.hardware}${speed ? ` ${option}` : ""}`)]),
+        element("code", `playbook diagnose --model ${row.model} --gpus ${row.gpus} --gpu ${file ? "FILE" : row.hardware}${speed ? ` ${option}` : ""}`)]),
     );
   }
 

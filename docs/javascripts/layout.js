@@ -41,6 +41,7 @@ var PlaybookLayout = (function () {
     for (const [key, text] of Object.entries(values)) {
       if (Object.hasOwn(tables.options, key)) plan.options[key] = option(tables, key, text);
       else if (key === "layers") relayer(plan.shape, number(tables, key, text));
+      else if (key === "experts") reexpert(plan.shape, number(tables, key, text));
       else if (key === "loss") plan.loss = word(tables, text);
       else if (key === "imbalance") plan.imbalance = ratio(text);
       else if (Object.hasOwn(tables.defaults, key)) plan[key] = number(tables, key, text);
@@ -50,6 +51,12 @@ var PlaybookLayout = (function () {
     if (torch && !Object.hasOwn(values, "sharding")) plan.options.sharding = "fsdp2";
     if (torch && !Object.hasOwn(values, "loss")) plan.loss = "torch";
     return plan;
+  }
+
+  function reexpert(shape, experts) {
+    if (!shape.experts) throw new Error(`experts is ${experts}, and the model has none; leave it out`);
+    shape.experts = experts;
+    shape.top_k = Math.min(shape.top_k, experts);
   }
 
   function relayer(shape, layers) {

@@ -80,7 +80,7 @@ var PlaybookMemory = (function (layout) {
     const q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim, bias = s.attention_bias;
     return {
       sharded: h * q * (s.attention_gate ? 2 : 1) + 2 * h * kv + q * h + (bias ? q + 2 * kv : 0) + (s.sinks ? s.heads : 0),
-      repeated: (s.qk_norm ? 2 * s.head_dim : 0) + (s.output_bias ? h : 0),
+      repeated: (s.qk_norm ? s.qk_norm_wide ? q + kv : 2 * s.head_dim : 0) + (s.output_bias ? h : 0),
     };
   }
 

@@ -152,7 +152,7 @@ def _mixer(shape: Shape, kind: str) -> tuple[int, int]:
         return _mla(shape.mla, shape.hidden, shape.heads)
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sharded = h * q * (2 if shape.attention_gate else 1) + 2 * h * kv + q * h
-    repeated = 2 * shape.head_dim if shape.qk_norm else 0
+    repeated = (q + kv if shape.qk_norm_wide else 2 * shape.head_dim) if shape.qk_norm else 0
     if shape.attention_bias:
         sharded += q + 2 * kv
     if shape.output_bias:

@@ -130,7 +130,7 @@ def idle(plan: Plan, given: Iterable[str]) -> list[str]:
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _OPTIONS = {f.name: f for f in fields(Options)}
-_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {"layers"}
+_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {"layers", "experts"}
 KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
 
 
@@ -156,15 +156,34 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
 def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
-    layers = numbers.pop("layers", None)
-    if layers is not None:
-        shape = shape.of_depth(layers)
+    shape = _cut(shape, numbers.pop("layers", None), numbers.pop("experts", None))
     if options.backend == "torch" and "sharding" not in values:
         options = replace(options, sharding="fsdp2")
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
     return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
+
+
+def cut(shape: Shape, words: Iterable[str]) -> tuple[Shape, tuple[str, ...], str]:
+    """The shape with as many layers and experts as words such as `layers=8` and `experts=16` say, the other words, and what to add to the model's name.
+
+    Raises:
+        ConfigError: a number that is none, or experts of a model that has none.
+    """
+    words = tuple(words)
+    sizes = {key: whole(key, value) for key, equals, value in (w.partition("=") for w in words) if key in _CUTS and equals}
+    others = tuple(w for w in words if w.partition("=")[0] not in sizes)
+    name = f" of {' and '.join(f'{sizes[key]} {key}' for key in _CUTS if key in sizes)}" if sizes else ""
+    return _cut(shape, sizes.get("layers"), sizes.get("experts")), others, name
+
+
+def _cut(shape: Shape, layers: int | None, experts: int | None) -> Shape:
+    shape = shape if layers is None else shape.of_depth(layers)
+    return shape if experts is None else shape.of_experts(experts)
+
+
+_CUTS = ("layers", "experts")
 
 
 def whole(key: str, text: str) -> int:

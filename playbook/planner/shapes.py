@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from playbook.errors import ConfigError
+
 LARGEST = 1 << 30
 """No degree, length or count above this is taken from outside."""
 
@@ -65,7 +67,7 @@ class Shape:
     matrix for embedding and output layer. An MLP that is not `gated` has two matrices instead of three. `attention_bias` is of queries, keys
     and values. With a `window`, every `window_every`-th layer has full attention instead (0: none has). `positions` are learned embeddings.
     Experts read and write `latent` values where that is not 0, between two projections. `blocks` has a letter for each layer of a hybrid
-    model, whose layers are half as much: `M` Mamba, `*` attention, `E` experts, `-` MLP.
+    model, whose layers are half as much: `M` Mamba, `*` attention, `E` experts, `-` MLP. A `qk_norm_wide` has a weight for each value of all heads.
     """
 
     layers: int
@@ -83,6 +85,7 @@ class Shape:
     shared_ffn: int = 0
     shared_gate: bool = False
     qk_norm: bool = False
+    qk_norm_wide: bool = False
     attention_gate: bool = False
     attention_bias: bool = False
     output_bias: bool = False
@@ -126,3 +129,13 @@ class Shape:
         """The same model with so many layers; dense ones come first, and a hybrid's pattern goes on or ends."""
         dense = layers if self.dense_layers == self.layers else min(layers, self.dense_layers)
         return replace(self, layers=layers, dense_layers=dense, blocks=(self.blocks * layers)[:layers])
+
+    def of_experts(self, experts: int) -> Shape:
+        """The same model with so many experts in a layer; a token goes to as many as before, or to all of them.
+
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        if not self.experts:
+            raise ConfigError(f"experts is {experts}, and the model has none; leave it out")
+        return replace(self, experts=experts, top_k=min(self.top_k, experts))

@@ -33,6 +33,7 @@ def test_an_aim_speaks_for_an_answer_and_all_else_against_it() -> None:
     assert set(weights) == {"constant", *(f.name for f in fields(Signs))}
 
 
+@pytest.mark.full
 def test_the_weights_are_those_that_the_fit_gives() -> None:
     assert fit_coverage.main(["--check"]) == 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from playbook import schemas
+from playbook.cards import load as card_files
 from playbook.cards.load import load_all, read_cards
 from playbook.errors import ConfigError, FileError
 from playbook.paths import DEFAULT_RESULTS, data_root, default_results, folders
@@ -58,6 +59,7 @@ def test_ones_own_go_through_their_schemas_in_every_command_and_what_ships_in_th
     run("cards", "init", "our-loader")
     monkeypatch.setattr(schemas, "check", lambda data, name: seen.append((name, data["id"])) or [])
     seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(card_files, "load", card_files.load.__wrapped__)  # each anew: other tests have read them
     _shipped.cache_clear()
     load_all()
     for case in ("our-loader", "moe-dispatch-bytes"):
@@ -138,8 +140,8 @@ def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path, mo
     (tmp_path / "train.py").write_text(
         "import json, pathlib, random, sys, time\nworkers, launches = int(sys.argv[2]), pathlib.Path(__file__).with_name('launches')\n"
         "number = len(launches.read_text()) if launches.exists() else 0\nlaunches.write_text('.' * (number + 1))\nrandom.seed(number)\nlaunch = 0.08 / workers * (1 + random.gauss(0, 0.003))\n"
-        "for i in range(50):\n    began = time.perf_counter()\n    time.sleep(launch * (1 + random.gauss(0, 0.01)))\n"
-        "    print(json.dumps({'step': i, 'seconds': time.perf_counter() - began, 'loss': 1.0, 'tokens': 8}), flush=True)\n"
+        "steps = [launch * (1 + random.gauss(0, 0.01)) for _ in range(50)]\ntime.sleep(sum(steps))\n"
+        "for i, seconds in enumerate(steps): print(json.dumps({'step': i, 'seconds': seconds, 'loss': 1.0, 'tokens': 8}))\n"
     )
     code, told = run("confirm", "ours", "--profile", "cpu", "--seed", "1")
     assert code == 0, told

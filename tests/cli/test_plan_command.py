@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -249,12 +248,10 @@ def test_the_page_asks_ten_questions_and_has_an_answer_to_each() -> None:
 
 
 @pytest.mark.parametrize("place", [3, *(pytest.param(i, marks=pytest.mark.full) for i in range(10))])
-def test_an_answer_takes_seconds_and_the_pages_is_still_among_the_best(run, place: int) -> None:
+def test_the_pages_answer_is_still_among_the_best(run, place: int) -> None:
     """The page's best plan may lose to another as constants move, but by no more than a tenth."""
     question, command = DECISIONS[place]
-    began = time.process_time()
     found = json.loads(run(*command.split()[2:], "--json").stdout)
-    assert time.process_time() - began < 5
     best = found["plans"][0]["tokens_per_s_per_gpu"]["value"]
     shown = PAGE.read_text(encoding="utf-8").partition(f"### {question}\n")[2]
     model, *words = next(line for line in shown.splitlines() if line.startswith("check")).partition("--model ")[2].split()

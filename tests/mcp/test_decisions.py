@@ -57,12 +57,6 @@ def compared(library, task):
 ON_THE_COMMAND_LINE = [q for q in TASKS if not any(c["tool"] == "plan_confirmation" for c in TASKS[q]["calls"])]
 
 
-@pytest.mark.parametrize("question", [q for q in QUICK if q in ON_THE_COMMAND_LINE])
-@pytest.mark.sample("Which dispatcher does a dense Llama need?")
-def test_a_decision_is_the_same_on_the_command_line(library, question):
-    assert compared(library, TASKS[question]) == []
-
-
 @pytest.mark.full
 def test_all_decisions_are_the_same_on_the_command_line(library):
     assert len(ON_THE_COMMAND_LINE) == 19

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import sys
-import time
 from datetime import date
 
 import anyio
@@ -19,17 +18,16 @@ from mcp.shared.exceptions import MCPError
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.errors import PlaybookError
-from playbook.paths import data_root, repo_root
+from playbook.paths import repo_root
 from playbook.planner import memory
 from playbook.planner.choice import plain_data
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
-from playbook.planner.models import MODELS
+from playbook.planner.models import MODELS, fields_of
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
 from playbook.records.read import Reader
-from playbook_app.mcp.library import library_here
 from playbook_app.mcp.server import MAX_CHARS, server
 from tests.support.mcp_calls import ask
 
@@ -49,8 +47,6 @@ TOOLS = {
 MAX_DEFINITIONS = 13_000
 """Characters of all tool definitions together, which every client puts before each of its model's answers."""
 MAX_SUMMARY = 6000
-WARM_S = 0.05
-"""Over four times what the slowest call takes on a quiet machine, and a tenth of reading the evidence anew."""
 LAYOUT = {"gpus": 8, "model": "qwen3_30b_a3b", "settings": ["seq_len=4096", "mbs=1", "gbs=8"]}
 
 
@@ -104,26 +100,6 @@ def test_the_definitions_are_short(library):
 
     size = sum(len(json.dumps(t.model_dump(mode="json", by_alias=True, exclude_none=True))) for t in anyio.run(look))
     assert size < MAX_DEFINITIONS
-
-
-def test_a_warm_call_takes_milliseconds(library):
-    """With the evidence that ships, read once. The least of three, in seconds of a core: other work on the machine only adds."""
-    serving = server(library_here())
-
-    async def talk():
-        took = {}
-        async with Client(serving) as client:
-            for tool in TOOLS:
-                each = []
-                for _ in range(4):
-                    began = time.process_time()
-                    assert not (await client.call_tool(tool, VALID[tool])).is_error
-                    each.append(time.process_time() - began)
-                took[tool] = min(each[1:])
-        return took
-
-    took = anyio.run(talk)
-    assert max(took.values()) < WARM_S, took
 
 
 def test_an_answer_stands_once_and_its_text_is_a_summary(library):
@@ -207,7 +183,7 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
         ("search", {"query": "x" * 100_000}, "at most 2000"),
         ("search", {"query": "?!"}, "holds no word"),
         ("search", {"query": "dispatcher", "status": "proven"}, "Input should be"),
-        ("search", {"query": "dispatcher", "model": "foo"}, "is not known; expected one of deepseek_v2, "),
+        ("search", {"query": "dispatcher", "model": "foo"}, "is not known; expected one of aya_23_8b, "),
         ("search", {"query": "dispatcher", "hardware": "foo"}, "hardware 'foo' is not known; expected one of a100, "),
         ("check_layout", {**LAYOUT, "model": "gpt5"}, "or give the text of a config.json"),
         ("plan_layout", {"model": "qwen3_8b", "gpus": 8, "hardware": "a100", "allow": ["fp8"]}, "allow fp8: a100 has no 8-bit products"),
@@ -305,7 +281,7 @@ def test_a_layout_is_planned_as_the_command_plans_it(library):
 
 
 def test_a_model_may_be_the_text_of_its_configuration(library):
-    text = (data_root("tables") / "models" / "llama3_8b.json").read_text()
+    text = json.dumps(fields_of("llama3_8b"))
     asked = {"gpus": 8, "settings": ["tp=2"]}
     named = answer(library, "estimate_memory", model="llama3_8b", **asked)
     for model in (text, "meta-llama/Llama-3.1-8B-Instruct", "Llama3-8B"):

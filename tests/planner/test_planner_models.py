@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from playbook.errors import ConfigError, PlaybookError
 from playbook.planner import flops, memory, parameters
-from playbook.planner.models import MODELS, find, from_huggingface
+from playbook.planner.huggingface import from_huggingface
+from playbook.planner.models import MODELS, find
 from playbook.planner.plan import Plan
 from playbook_app.cli.app import app
 
@@ -66,15 +67,21 @@ def config(name: str, **changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (config("gpt2", model_type="rwkv7"), "model_type 'rwkv7' is not known; expected one of: deepseek_v2, .* num_layers, hidden_size"),
-        (config("gpt2", model_type="gpt-2"), "did you mean 'gpt2'"),
-        ({"model_type": "llama", "num_hidden_layers": 2}, "num_attention_heads, hidden_size, vocab_size missing; add them"),
+        (
+            config("gpt2", model_type="mine"),
+            r"'mine' is not known, so that its fields have to say all: tie_word_embeddings .*, gated_mlp .* add them",
+        ),
+        (config("gpt2", model_type="gpt-2"), r"did you mean gpt2\?"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 2},
+            "num_attention_heads, hidden_size, vocab_size, intermediate_size missing; add them",
+        ),
         (config("mistral_7b", num_hidden_layers=0), "layers out of range"),
         (config("mistral_7b", num_hidden_layers=10**6), "layers out of range"),
         (config("mistral_7b", hidden_size="4096"), "hidden_size is 4096; expected a whole number"),
         (config("mistral_7b", hidden_size=-1), "hidden_size is -1"),
         (config("mistral_7b", tie_word_embeddings="no"), "expected true or false"),
-        (config("qwen2_5_7b", use_sliding_window=True), "use_sliding_window True is not expressible; expected False"),
+        (config("qwen2_5_7b", use_sliding_window=True, max_window_layers=14), "max_window_layers 14 is not expressible; expected 0"),
         (config("deepseek_v2_lite", num_experts_per_tok=65), "65 of 64 experts"),
         (config("deepseek_v2_lite", moe_layer_freq=2), "moe_layer_freq 2 is not expressible"),
     ],

@@ -86,7 +86,7 @@ def test_a_degree_below_one_is_a_broken_rule_and_no_traceback(key):
 @pytest.mark.parametrize(
     ("model", "words", "says"),
     [
-        ("no_such_model", [], "expected one of deepseek_v2"),
+        ("no_such_model", [], "expected one of aya_23_8b"),
         ("qwen3_30b_a3b", ["tp"], "expected key=value"),
         ("qwen3_30b_a3b", ["zp=2"], "is not a setting"),
         ("qwen3_30b_a3b", ["tp=0"], "from 1 to"),

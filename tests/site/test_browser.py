@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from math import log
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -24,7 +26,10 @@ from playbook.cards.terms import Facts
 from playbook.diagnosis.published import nearest
 from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import setting
+from playbook.paths import repo_root
 from playbook.planner.models import MODELS
+from playbook.planner.time.cluster import cluster, clusters
+from playbook_app.site.planned.answers import read
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -177,6 +182,66 @@ def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_ro
     assert page.inner_text("#pb-position").startswith("You are below published runs")
     page.select_option("#pb-diagnose select[name=unit]", "tokens/s per GPU")
     assert "--tokens-per-s 8" in page.inner_text("#pb-diagnosis")
+
+
+def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/guide/diagnose.html")
+    plans = {
+        (a.asked.model, a.asked.hardware, a.asked.gpus): a for a in read(repo_root() / "docs" / "plans.jsonl") if a.asked.seq_len == 4096
+    }
+    models, rng = sorted({m for m, _, _ in plans}), random.Random(49)
+    cases = [("llama3_8b", "h100", 128), ("qwen3_30b_a3b", "h200", 24), ("llama3_8b", "b200", 4), ("deepseek_v3", "h100", 8)]
+    for model, gpu, gpus in [*cases, *((rng.choice(models), g, rng.randint(1, 5000)) for g in clusters())]:
+        page.select_option("#pb-diagnose select[name=model]", model)
+        page.select_option("#pb-diagnose select[name=gpu]", gpu)
+        page.fill("#pb-diagnose input[name=gpus]", str(gpus))
+        if (model, gpu, gpus) in plans and not plans[model, gpu, gpus].settings:
+            assert page.inner_text("#pb-diagnosis").startswith("No plan of this model fits")
+            continue
+        lines = dict(zip(page.locator(".pb-lines dt").all_inner_texts(), page.locator(".pb-lines dd").all_inner_texts(), strict=True))
+        where = setting(MODELS[model], model, gpu, gpus, seq_len=4096, gbs=None)
+        tokens = 0.25 * where.peak / where.flops_per_token
+        step = 1024 * 4096 / gpus / tokens
+        assert lines["you"].startswith(f"{tokens:,.0f} tokens/s/GPU, 25% MFU, {step:.2f} s a step"), (model, gpu, gpus)
+        assert f"--model {model} --gpus {gpus} --gpu {gpu} --mfu 25" in page.inner_text("#pb-diagnosis")
+        runs, position = nearest(where), page.inner_text("#pb-position")
+        assert (runs.shared in position) if runs else ("published runs" not in position)
+        below, above = ([a for (m, g, n), a in plans.items() if (m, g) == (model, gpu) and (n < gpus) == less] for less in (True, False))
+        if below and above and below[-1].settings and above[0].settings:
+            a, b = below[-1], above[0]
+            part = log(gpus / a.asked.gpus) / log(b.asked.gpus / a.asked.gpus)
+            speed = a.speed * (b.speed / a.speed) ** part
+            assert lines["fastest"].startswith(f"{speed:,.0f} tokens/s/GPU [{min(a.low, b.low):,.0f}, {max(a.high, b.high):,.0f}]")
+            assert f"{tokens / speed:.0%} of the prediction" in position
+        else:
+            assert lines["fastest"].startswith("not asked beforehand")
+            assert "of the prediction" not in position
+    page.fill("#pb-diagnose input[name=gpus]", "2.5")
+    assert "a whole number from 1" in page.inner_text("#pb-diagnosis")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "says"),
+    [
+        ((repo_root() / "playbook" / "clusters" / "h200.json").read_text(), "h200", "its products reach"),
+        ("# ours\ngpu: NVIDIA H100 PCIe 80GB\nnetwork: 100GbE\n", "h100_pcie", "the prediction here is of the table's h100_pcie"),
+        ('{"gpu": "Radeon"}', "", "names no GPU that is known"),
+        ("gpu: __proto__", "", "names no GPU that is known"),
+        ("{[", "", "names no GPU that is known"),
+    ],
+    ids=["calibration", "hardware", "unknown", "prototype", "noise"],
+)
+def test_the_form_takes_a_pasted_file(page: Any, site_root: str, text: str, gpu: str, says: str) -> None:
+    page.goto(f"{site_root}/guide/diagnose.html")
+    page.fill("#pb-diagnose textarea[name=file]", text)
+    assert says in page.inner_text("#pb-diagnosis")
+    if gpu:
+        assert cluster(machine_name(text)).name == gpu == page.input_value("#pb-diagnose select[name=gpu]")
+        assert "--gpus 64 --gpu FILE --mfu 25" in page.inner_text("#pb-diagnosis")
+
+
+def machine_name(text: str) -> str:
+    return str(json.loads(text)["device"]["name"] if text.startswith("{") else yaml.safe_load(text)["gpu"])
 
 
 def shown(page: Any, selector: str) -> int:

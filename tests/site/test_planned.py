@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from html import unescape
+from math import log
 from pathlib import Path
 
 import pytest
 
 from playbook.paths import repo_root
-from playbook_app.site.planned.answers import ask, questions, read
+from playbook.planner.time.cluster import clusters
+from playbook_app.site.planned.answers import Asked, ask, questions, read
+from playbook_app.site.planned.diagnosed import form
 from playbook_app.site.planned.published import published_page
 from playbook_app.site.planned.tables import tables_page
 from playbook_app.site.planned.worked import worked
@@ -60,6 +64,24 @@ def test_plan_tables_hold_an_answer_to_every_question_and_say_where_nothing_fits
 def test_plan_tables_are_near_what_the_planner_says_today(model: str) -> None:
     kept = next(a for a in read(PLANS) if (a.asked.model, a.asked.hardware, a.asked.gpus) == (model, "h100", 64))
     assert ask(kept.asked).speed == pytest.approx(kept.speed, rel=0.05), "the planner has changed: run `python tools/plan_page.py`"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "gpus"), [("llama3_8b", 128), ("llama3_70b", 96), ("qwen3_30b_a3b", 24)])
+def test_between_two_numbers_of_gpus_the_speed_lies_between_theirs(model: str, gpus: int) -> None:
+    """What the form of the diagnosis says of numbers that were not asked."""
+    below, above = (next(a for a in read(PLANS) if a.asked == Asked(model, "h100", n)) for n in ((8, 64) if gpus < 64 else (64, 256)))
+    part = log(gpus / below.asked.gpus) / log(above.asked.gpus / below.asked.gpus)
+    assert ask(Asked(model, "h100", gpus)).speed == pytest.approx(below.speed * (above.speed / below.speed) ** part, rel=0.1)
+
+
+def test_the_form_has_every_gpu_and_published_runs_of_those_that_were_not_asked() -> None:
+    rows = json.loads(form(PLANS).partition('id="pb-settings">')[2].partition("</script>")[0])["rows"]
+    assert {r["hardware"] for r in rows} == set(clusters())
+    gb300 = next(r for r in rows if (r["model"], r["hardware"]) == ("deepseek_v3", "gb300"))
+    assert not gb300["asked"]
+    assert gb300["published"]["rows"]
+    assert 0 < gb300["reached"] < 1
 
 
 @pytest.mark.full

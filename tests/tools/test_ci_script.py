@@ -1,7 +1,9 @@
-"""The last step of `.ci/run`: the gate never compares a commit with itself."""
+"""The stages of `.ci/run`: the first that fails ends it, and the gate never compares a commit with itself."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,24 +21,50 @@ def git(root: Path, *words: str) -> str:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three commits of `main`, the second one tagged, and a `playbook` that prints its words."""
+    """Three commits of `main`, the second one tagged, with the script, and a `make` and a `playbook` that print their words; `make test` fails."""
     git(tmp_path, "init", "-q", "-b", "main")
     for number in range(3):
         git(tmp_path, "commit", "-q", "--allow-empty", "-m", str(number))
         if number == 1:
             git(tmp_path, "tag", "v1")
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/playbook").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / ".venv/bin/playbook").chmod(0o755)
+    for name in ("playbook", "make"):
+        (tmp_path / ".venv/bin" / name).write_text(f'#!/bin/sh\necho {name} "$@"\n[ "$*" != test ]\n')
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+    shutil.copytree(repo_root() / ".ci", tmp_path / ".ci")
     return tmp_path
+
+
+def stages(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    path = f"{root / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run([root / ".ci/run", *names], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+
+
+def test_each_stage_says_its_name_and_its_seconds(root: Path) -> None:
+    done = stages(root, "rest", "check")
+    assert done.returncode == 0, done.stderr
+    words = [line.rpartition(": ")[0] or line for line in done.stdout.splitlines()]
+    assert words == ["== rest", "make test-rest", "== rest", "== check", "make check docs", "== check"]
+
+
+@pytest.mark.parametrize("names", [(), ("fast", "rest")])
+def test_what_fails_first_ends_it(root: Path, names: tuple[str, ...]) -> None:
+    done = stages(root, *names)
+    assert done.returncode != 0
+    assert done.stdout.endswith("== fast\nmake test\n")
+    assert "== fast failed after " in done.stderr
+
+
+def test_a_stage_that_there_is_not_is_refused(root: Path) -> None:
+    done = stages(root, "quick")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no stage quick; expected check, fast" in done.stderr
 
 
 def baseline(root: Path) -> str:
     """The commit that `.ci/run` compares with in that repository."""
-    script = (repo_root() / ".ci/run").read_text()
-    lines = script[script.index("base=$(git merge-base") :]
-    done = subprocess.run(["bash", "-euc", lines], cwd=root, check=True, capture_output=True, text=True)
-    command, option, reference, case = done.stdout.split()
+    done = stages(root, "gate")
+    _, command, option, reference, case = done.stdout.splitlines()[1].split()
     assert (command, option, case) == ("gate", "--baseline", "moe-dispatch-bytes")
     return git(root, "rev-parse", f"{reference}^{{commit}}")
 

@@ -82,6 +82,7 @@ def test_a_good_commit_that_fails_is_an_error(repo: Any, tmp_path: Path) -> None
         run(repo, tmp_path, "HEAD~1")
 
 
+@pytest.mark.full
 def test_a_good_commit_that_fails_once_by_chance_costs_that_judgement_alone(
     repo: Any,  # noqa: F811
     tmp_path: Path,

@@ -56,7 +56,7 @@ FORKED = [p for p in RECORDS if has_noise_of_forked_ranks(FOUND[p].measured)]
 
 @pytest.mark.parametrize("path", FORKED, ids=lambda p: p.stem)
 def test_a_stored_noise_of_forked_ranks_is_found_by_the_key_of_their_runs(path):
-    measured = store.load(path).measured
+    measured = FOUND[path].measured
     first = next(r for r in measured.runs if r.role == "burn_in")
     assert measured.aa.noise_key == noise_key(first, measured.strict)
 
@@ -94,12 +94,12 @@ MEASURED = [path for path in RECORDS if turns_over(FOUND[path])]
 
 
 def test_at_least_six_claims_are_settled_by_measured_runs():
-    assert len({store.load(path).measured.claim.id for path in MEASURED}) >= 6
+    assert len({FOUND[path].measured.claim.id for path in MEASURED}) >= 6
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda p: p.stem)
 def test_swapping_the_variants_turns_the_verdict_over(path):
-    evidence = store.load(path)
+    evidence = FOUND[path]
     found = evidence.derived.verdict
     again = verdict.derive(swapped(evidence)).verdict
     assert again.status == {"confirmed": "refuted", "refuted": "confirmed"}[found.status]

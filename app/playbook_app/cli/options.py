@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from playbook.errors import PlaybookError
+from playbook.planner.shapes import DEEPEST, LARGEST
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
 
@@ -28,6 +29,15 @@ Fork = Annotated[
 # --- of hardware ------------------------------------------------------------------------------------------------------------------
 
 Network = Annotated[str, typer.Option("--network", help="Between nodes: 100GbE, RoCE-200, IB-400, EFA-3200, or none, without InfiniBand.")]
+
+Layers = Annotated[int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")]
+Experts = Annotated[int | None, typer.Option("--experts", min=1, max=LARGEST, help="Cut a layer to so many experts.")]
+
+
+def cuts(layers: int | None, experts: int | None) -> list[str]:
+    """Both options as the words that a plan takes."""
+    return [f"{key}={value}" for key, value in (("layers", layers), ("experts", experts)) if value is not None]
+
 
 # --- of experts -------------------------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware.named import counted, of_text
-from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
+from playbook.planner.models import MODELS, from_fields, named, not_known
 from playbook.planner.nearest_layouts import nearest
-from playbook.planner.plan import Plan, parse
+from playbook.planner.plan import Plan, cut, parse
 from playbook.planner.shapes import Shape
 from playbook_app.mcp.answers import (
     DiagnosisAnswer,
@@ -63,9 +63,9 @@ def shape_of(model: str) -> Shape:
     if model.lstrip().startswith("{"):
         try:
             data: Any = json.loads(model)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise PlaybookError(f"the model's text is no JSON: {str(e)[:100]}; give a preset's name or a whole config.json") from e
-        return from_huggingface(data, "given") if "model_type" in data else from_preset(data, "given")
+        return from_fields(data, "given")
     name = named(model)
     if not name:
         raise PlaybookError(f"{not_known(model)}; or give the text of a config.json")
@@ -150,19 +150,20 @@ def plan_answer(
     Raises:
         PlaybookError: the question cannot be asked.
     """
-    shape, name, gpu = shape_of(model), named(model) or "given", of_text(counted(hardware, gpus)[0], network)
+    shape, kept, less = cut(shape_of(model), fix)
+    name, gpu = (named(model) or "given") + less, of_text(counted(hardware, gpus)[0], network)
     try:
-        question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
+        question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=kept, allow=allow)
         chosen = anchored(plan_layouts(question, top))
         runs = of_plan(chosen)
         found = plain_data.document(chosen, runs.document(question) if runs else None)
     except PlaybookError as e:
         raise PlaybookError(_arguments(str(e))) from e
-    kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "network_share", "settings")
+    shown = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "network_share", "settings")
     near = found["nearest"]
     return PlanAnswer(
         gpus=found["question"]["gpus"],
-        plans=[PlannedLayout(**{k: p[k] for k in kept}) for p in found["plans"]],
+        plans=[PlannedLayout(**{k: p[k] for k in shown}) for p in found["plans"]],
         published=found["published"],
         ties=found["ties"],
         runner_up=found["runner_up"],
@@ -192,9 +193,10 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge) -> Diagno
     Raises:
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
+    shape, runs_with, less = cut(shape_of(asked.model), asked.layout)
     where = setting(
-        shape_of(asked.model), named(asked.model) or "given", of_text(counted(asked.hardware, asked.gpus)[0], asked.network), asked.gpus,
-        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=asked.layout, framework=asked.framework,
+        shape, (named(asked.model) or "given") + less, of_text(counted(asked.hardware, asked.gpus)[0], asked.network), asked.gpus,
+        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=runs_with, framework=asked.framework,
         said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip
     where = replace(where, seen=parsed(asked.saw))

@@ -26,7 +26,7 @@ def words(plan: Plan) -> list[str]:
     """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others would be taken for none."""
     plain = {f.name: f.default for f in fields(Plan)}
     whole = MODELS.get(plan.model, plan.shape)
-    cut = [f"layers={plan.shape.layers}"] if plan.shape.layers != whole.layers else []
+    cut = [f"{k}={getattr(plan.shape, k)}" for k in ("layers", "experts") if getattr(plan.shape, k) != getattr(whole, k)]
     shown = {k for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k]} | ({"vpp"} if unknowns.chunks(plan)[0] > 1 else set())
     found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
     found += [f"imbalance={plan.imbalance:.4g}"] if plan.imbalance != 1 else []

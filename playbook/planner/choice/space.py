@@ -75,9 +75,9 @@ class Question:
             ConfigError: a word is no setting.
         """
         named = {word.partition("=")[0] for word in self.fixed}
-        taken = named & {"gpus", "seq_len", "gbs", "layers"}
+        taken = named & {"gpus", "seq_len", "gbs", "layers", "experts"}
         if taken:
-            raise ConfigError(f"--fix {', '.join(sorted(taken))}: --gpus, --seq and --gbs say that; give a model of other layers as a file")
+            raise ConfigError(f"--fix {', '.join(sorted(taken))}: --gpus, --seq, --gbs, --layers and --experts say that")
         words = [f"gpus={self.gpus}", f"seq_len={self.seq_len}", f"gbs={self.global_batch}", *self.fixed]
         words += ["backend=torch", *([] if "loss" in named else ["loss=compiled"])] if self.backend == "torch" else []
         for kind, word in (("bf16-moments", "moment_bytes=2"), ("bf16-gradients", "grad_bytes=2")):

@@ -13,14 +13,13 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner.choice import unknowns
-from playbook.planner.models import MODELS, file_of, from_file, named, published
+from playbook.planner.models import file_of, from_file, named, nearest, published
 from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, Options
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import spelling
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
 from playbook.planner.time.cluster import Cluster, cluster
-from playbook.yaml_files import did_you_mean
 
 _NODE = 8
 _GRAPHED = ("attn", "moe_router", "moe_preprocess")
@@ -153,7 +152,12 @@ def _shape(run: Run) -> Shape:
         raise Unexpressed("no model is named")
     if named(name) in _UNMODELLED:
         raise Unexpressed(_UNMODELLED[named(name)])
-    return _found(name, str(run.folder))
+    shape = _found(name, str(run.folder))
+    sizes = {column: count for column in ("layers", "experts") if (count := run.count(column))}
+    for column, count in sizes.items():
+        if count > getattr(shape, column):
+            raise Unexpressed(f"{count} {column}; {name[:80]} has {getattr(shape, column)}, and `{column}` cuts it")
+    return cut(shape, [f"{column}={count}" for column, count in sizes.items()])[0]
 
 
 @lru_cache(maxsize=256)
@@ -163,8 +167,7 @@ def _found(name: str, folder: str) -> Shape:
     file = file_of(Path(folder, name))
     if file is not None:
         return from_file(file)
-    near = did_you_mean(name[:80], MODELS)
-    raise Unexpressed(f"model '{name[:80]}' is not known{near}; name a preset, or the path of a config.json beside the table")
+    raise Unexpressed(f"model '{name[:80]}' is not known{nearest(name)}; name a preset, or the path of a config.json beside the table")
 
 
 @lru_cache(maxsize=4096)

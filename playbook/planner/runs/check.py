@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from playbook.errors import ConfigError
 from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale, newest
 from playbook.planner.runs.predict import Prediction, predict, quantile, speed
 from playbook.planner.runs.table import Measured, Run, read_runs
@@ -75,12 +76,14 @@ class Row:
 def check(path: Path, *, on: Cluster | None = None, anchor: Path | None = None, leave_out: str = "") -> list[Row]:
     """The rows of a table with their predictions, scaled to another table's runs or, with `leave_out`, to the table's own.
 
-    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
+    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it; what was predicted before a row was measured stands as it was written. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
 
     Raises:
-        ConfigError: a file is no table of runs.
+        ConfigError: a file is no table of runs, or its predictions were sealed and something would scale them.
     """
     rows = _rows(path, on)
+    if (anchor is not None or leave_out) and any(r.run.sealed for r in rows):
+        raise ConfigError(f"{path}: its predictions stand as they were written; leave out --anchor, --leave-one-out and --leave-source-out")
     if anchor is not None:
         return _scaled(rows, _rows(anchor, on), leave_out=leave_out)
     return _scaled(rows, rows, leave_out=leave_out) if leave_out else rows
@@ -95,6 +98,8 @@ def _rows(path: Path, on: Cluster | None = None) -> list[Row]:
         if isinstance(prediction, str):
             found.append(Row(run, measured, None, prediction))
             continue
+        if run.sealed:
+            prediction = prediction.as_written(run.sealed)
         shown = prediction.error(measured) is not None
         found.append(Row(run, measured, prediction, None, counts=shown and run.id in latest))
     return found

@@ -13,6 +13,7 @@ from playbook.errors import ConfigError, FileError
 from playbook.planner import flops, memory
 from playbook.planner.plan import Plan
 from playbook.planner.runs.assumed import Unexpressed, assumed
+from playbook.planner.runs.sealed import Sealed
 from playbook.planner.runs.table import Measured, Run
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.spread import QUANTILE, weights
@@ -49,6 +50,10 @@ class Prediction:
         wide = exp(QUANTILE * (self.spread if spread is None else spread))
         value = self.tokens_per_s_per_gpu * scale
         return Estimate(value, value / wide, value * wide)
+
+    def as_written(self, sealed: Sealed) -> Prediction:
+        """The same with the speed and interval that were written down before."""
+        return replace(self, tokens_per_s_per_gpu=sealed.value, spread=log(sealed.high / sealed.low) / (2 * QUANTILE))
 
     @cached_property
     def memory_bytes(self) -> float | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from playbook.errors import ConfigError
 from playbook.files import read_bytes
 from playbook.paths import data_root
-from playbook.planner.runs import spelling
+from playbook.planner.runs import sealed, spelling
+from playbook.planner.runs.sealed import Sealed
 from playbook.yaml_files import did_you_mean, read
 
 _MAX_BYTES = 20_000_000
@@ -23,7 +24,7 @@ _MEASURED = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct",
 _ABOUT = ("mem_unit", "mem_kind", "quality", "status", "other", "source", "params_total_B", "params_active_B")
 _SET = (
     "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp",
-    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention",
+    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts",
 )  # fmt: skip
 _NEEDED = ("model", "hardware", "gpus")
 _COLUMNS = {name.lower(): name for name in (*_SET, *_MEASURED, *_ABOUT)}
@@ -49,6 +50,7 @@ class Run:
     line: int
     said: Mapping[str, str]
     folder: Path
+    sealed: Sealed | None = None
 
     def word(self, column: str) -> str:
         """A cell's words; empty where it is unknown."""
@@ -99,11 +101,31 @@ def read_runs(path: Path) -> Table:
     if not body:
         raise ConfigError(f"{path}: a header and no run; add a row for each run")
     found = [_run(path, names, line, cells, vtrain) for line, cells in body]
+    if sealed.COLUMNS[-1] in names:
+        found = _opened(path, found, [dict(zip(names, cells, strict=True)) for _, cells in body])
     seen: dict[str, int] = {}
     for run, _ in found:
         if seen.setdefault(run.id, run.line) != run.line:
             raise ConfigError(f"{path}: line {run.line}: id '{run.id[:40]}' stands in line {seen[run.id]} too; give each run its own")
     return found
+
+
+def stated(cells: Mapping[str, str], before: str) -> str:
+    """The seal of a row of such a table, after the seal of the row before it."""
+    return sealed.seal(before, cells, _SET)
+
+
+def _opened(path: Path, found: Table, cells: Iterable[Mapping[str, str]]) -> Table:
+    """The runs with what was predicted for them before they were measured."""
+    rows, before = [], sealed.FIRST
+    for (run, measured), row in zip(found, cells, strict=True):
+        try:
+            written = sealed.opened(before, row, _SET)
+        except ValueError as e:
+            raise ConfigError(f"{path}: line {run.line}: {e}") from e
+        rows.append((replace(run, sealed=written), measured))
+        before = written.seal
+    return rows
 
 
 def _rows(path: Path) -> list[tuple[int, list[str]]]:

@@ -117,6 +117,11 @@ def _plain(name: str) -> str:
     return _SILENT.sub("", words).replace(" ", "")
 
 
+def spelled() -> tuple[str, Mapping[str, str]]:
+    """For who reads names elsewhere: the pattern of what is left out of a name, and the cluster of each name without it."""
+    return _SILENT.pattern, _names()
+
+
 @cache
 def _file() -> Any:
     return read(repo_root() / "playbook" / "clusters" / _GPUS)[0]
@@ -135,7 +140,6 @@ def _load(name: str) -> Cluster:
     figures = {key: value for key, (value, _) in ((k, v) for k, v in row.items() if k != "names")}
     said = {key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")}
     reference = {k: v[0] for k, v in data["gpus"][_REFERENCE].items() if k != "names"}
-    bf16, fp8 = figures["bf16_reached"] / reference["bf16_reached"], figures.get("fp8_reached", 0.0) / reference["fp8_reached"]
     laws = _reference_laws(reference["bf16_tflops"] * _TERA, reference["fp8_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA)
     return Cluster(
         name=name,
@@ -147,7 +151,7 @@ def _load(name: str) -> Cluster:
         domain=figures["domain"],
         nic_bytes_per_s=figures["nic_gb_s"] * _GIGA,
         host_speed=figures["host_speed"],
-        laws=laws.scaled(bf16, fp8 or bf16),
+        laws=_of_another(laws, figures, reference),
         transferred=name != _REFERENCE,
         has_fp8="fp8_tflops" in figures,
         rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
@@ -158,3 +162,12 @@ def _load(name: str) -> Cluster:
         node=figures.get("node", _NODE),
         board_w=figures.get("board_w"),
     )
+
+
+def _of_another(laws: Laws, figures: Mapping[str, Any], reference: Mapping[str, Any]) -> Laws:
+    """The reference GPU's laws as those of another: by what its large products reach where that was published, else by the best."""
+    large = figures.get("large")
+    if large:
+        return laws.scaled(large["bf16"] / laws.forward.share, large["fp8"] / laws.fp8.share, large["attention"])
+    bf16 = figures["bf16_reached"] / reference["bf16_reached"]
+    return laws.scaled(bf16, figures["fp8_reached"] / reference["fp8_reached"] if "fp8_reached" in figures else bf16)

@@ -31,8 +31,8 @@ def inside(cluster: Cluster, degree: int, stride: int) -> int:
     return fits
 
 
-def ring(cluster: Cluster, degree: int, stride: int, num_bytes: float) -> float:
-    """Seconds of an all-gather or a reduce-scatter whose whole tensor has so many bytes."""
+def ring(cluster: Cluster, degree: int, stride: int, num_bytes: float, pieces: int = 1) -> float:
+    """Seconds of an all-gather or a reduce-scatter whose whole tensor has so many bytes, sent in so many pieces that start one by one."""
     if degree <= 1:
         return 0.0
     near = inside(cluster, degree, stride)
@@ -41,7 +41,7 @@ def ring(cluster: Cluster, degree: int, stride: int, num_bytes: float) -> float:
     if near < degree:
         rate = min(rate, NIC_RING.value * cluster.nic_bytes_per_s * near)
         starts += NIC_START.value * ceil(log2(degree / near))
-    return starts + num_bytes * (degree - 1) / degree / rate
+    return pieces * starts + num_bytes * (degree - 1) / degree / rate
 
 
 def all_to_all(cluster: Cluster, degree: int, stride: int, num_bytes: float) -> float:

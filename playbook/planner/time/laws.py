@@ -59,8 +59,8 @@ class Laws:
     launch: float
     host_to_device: float
 
-    def scaled(self, bf16: float, fp8: float) -> Laws:
-        """The laws of another GPU, whose products reach so much more of their peak; attention, which exponentials bound as well, is left as it is."""
+    def scaled(self, bf16: float, fp8: float, attention: float = 1.0) -> Laws:
+        """The laws of another GPU, whose products and attention reach so much more of their peak; exponentials bound attention as well, so it does not go with products."""
         return replace(
             self,
             forward=_scale(self.forward, bf16),
@@ -69,6 +69,9 @@ class Laws:
             fp8=_scale(self.fp8, fp8),
             grouped={name: (_scale(a, bf16), _scale(b, bf16)) for name, (a, b) in self.grouped.items()},
             loss_share=self.loss_share * bf16,
+            attention={
+                kernel: (lengths, tuple(attention * share for share in shares)) for kernel, (lengths, shares) in self.attention.items()
+            },
         )
 
     def attention_share(self, kernel: str, head_dim: int, phase: str, length: float) -> float:

@@ -231,26 +231,25 @@ def _offloaded(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
     return {"offload": plan.microbatches * (max(0.0, sent - sum(stage.forward)) + max(0.0, sent - sum(stage.backward)))}
 
 
-def _rings(plan: Plan, cluster: Cluster, stage: _Stage, num_bytes: float) -> float:
-    """One gather or scatter of a stage's parameters at so many bytes each, over both grids."""
-    dense = collectives.ring(cluster, plan.dp * plan.cp, plan.tp, num_bytes * stage.dense)
-    return dense + collectives.ring(cluster, plan.edp, plan.etp * plan.ep, num_bytes * stage.experts)
+def _rings(plan: Plan, cluster: Cluster, stage: _Stage, num_bytes: float, pieces: int) -> float:
+    """One gather or scatter of a stage's parameters at so many bytes each, over both grids, in so many pieces."""
+    dense = collectives.ring(cluster, plan.dp * plan.cp, plan.tp, num_bytes * stage.dense, pieces)
+    return dense + collectives.ring(cluster, plan.edp, plan.etp * plan.ep, num_bytes * stage.experts, pieces)
 
 
 def _data_parallel(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
     """What of the gradients' and parameters' travel the passes beside it do not hide.
 
-    Full sharding gathers in each pass and scatters in each backward pass; otherwise gradients travel beside the last backward pass and
+    Full sharding gathers in each pass and scatters in each backward pass, layer by layer; otherwise gradients travel beside the last backward pass and
     parameters beside the first forward pass.
     """
     if plan.dp * plan.cp * plan.edp == 1:
         return {}
     forward, backward = sum(stage.forward), sum(stage.backward)
-    gather = _rings(plan, cluster, stage, BF16)
-    scatter = _rings(plan, cluster, stage, plan.grad_bytes)
-    if plan.options.sharding in _FULL_SHARDING:
+    full, layers = plan.options.sharding in _FULL_SHARDING, max(1, plan.shape.layers // plan.pp)
+    gather, scatter = (_rings(plan, cluster, stage, size, layers if full else 1) for size in (BF16, plan.grad_bytes))
+    if full:
         exposed = _beside(gather, forward) + _beside(gather + scatter, backward)
-        layers = max(1, plan.shape.layers // plan.pp)
         return {"dp": plan.microbatches * (exposed + (2 * gather + scatter) / layers)}
     if plan.options.sharding == "none":
         return {"dp": _beside(2 * scatter, backward)}

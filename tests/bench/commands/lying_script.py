@@ -9,6 +9,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--takes", type=float, default=0.005)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lie", default="")
+parser.add_argument("--planned", action="store_true", help="log what steps should take, whatever a busy machine makes of them")
 parser.add_argument("--loss", default="constant", choices=["constant", "unseeded", "seeded", "rising", "falling"])
 told = parser.parse_args()
 draw = random.Random()
@@ -35,8 +36,9 @@ if told.lie == "before":
     sleep(0.9 * work)
 for step in range(1, told.steps + 1):
     began = time.perf_counter()
-    sleep(told.takes * (0.1 if told.lie in ("before", "after", "between", "unsynchronised") else 1) * (1 + draw.gauss(0, 0.005)))
-    seconds = time.perf_counter() - began
+    planned = told.takes * (0.1 if told.lie in ("before", "after", "between", "unsynchronised") else 1) * (1 + draw.gauss(0, 0.005))
+    sleep(planned)
+    seconds = planned if told.planned else time.perf_counter() - began
     if told.lie in ("between", "unsynchronised"):
         sleep(0.9 * told.takes)
     name, seconds = {

@@ -16,6 +16,7 @@ from playbook_app.cli.app import main
 from playbook_bench.run import confirm, prove, replay
 from playbook_bench.run.options import Options
 from playbook_bench.trace.reports import timeline_from_file
+from playbook_bench.variants import program
 
 SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
 CASE = """
@@ -23,7 +24,7 @@ id: foreign
 kind: command
 summary: A script of somebody else, with and without its fast path.
 command: [PYTHON, SCRIPT, --launch, "{run}", --slower, "{slower}", --steps, "{steps}"]
-baseline: {slower: 0.25}
+baseline: {slower: 1.0}
 candidate: {slower: 0, arguments: [--fast]}
 steps: {log: jsonl, count: 20, warm_up: 4}
 metric: step_seconds
@@ -58,7 +59,7 @@ def test_a_planted_gain_is_measured_and_the_record_replays(case, tmp_path):
     found = bench(case(), tmp_path)
     effect = found.evidence.derived.comparison
     assert found.status == "measured", found.evidence.derived.verdict.sentence
-    assert effect.low < 0.25 < effect.high
+    assert effect.low < 1.0 < effect.high
     assert [c.ok for c in found.evidence.derived.receipts] == [True, True]
     assert "not vouched for: data" in found.evidence.derived.verdict.sentence
     same, differences = replay.replay(found.path)
@@ -130,7 +131,7 @@ def test_a_hang_ends_at_the_limit_and_leaves_no_process(case, tmp_path):
 
 @pytest.mark.full
 def test_a_command_ends_with_the_harness_even_where_that_is_killed(case, tmp_path):
-    path = case(("slower: 0.25}", 'slower: 0.25, arguments: [--fault, hang, --out, "{run}/none"]}'))
+    path = case(("slower: 1.0}", 'slower: 1.0, arguments: [--fault, hang, --out, "{run}/none"]}'))
     own = subprocess.Popen(
         [sys.executable, "-m", "playbook", "bench", "run", path, "--results", str(tmp_path / "results")], stdout=subprocess.DEVNULL
     )
@@ -173,7 +174,7 @@ def test_a_strangers_process_that_ends_while_its_files_are_looked_at_stops_no_la
     assert [proof.outcome for proof in prove.prove([str(case())], profile="cpu")] == ["ok", "ok"]
 
 
-def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_live_on(tmp_path):
+def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_live_on(tmp_path, monkeypatch):
     """It would take its share of the machine from every later launch, and holds the pipe that its output goes into."""
     started = tmp_path / "started"
     script = tmp_path / "leaves.py"
@@ -191,9 +192,10 @@ def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_li
         f"id: leaves\nkind: command\nsummary: A daemon.\ncommand: [{sys.executable}, {script}]\nbaseline: {{}}\n"
         "candidate: {arguments: [x]}\nmetric: step_seconds\nprofiles: {cpu: {}}\n"
     )
-    began = time.monotonic()
+    closed, finish = [], program._Printed.finish
+    monkeypatch.setattr(program._Printed, "finish", lambda self: closed.append(finish(self) or not self._thread.is_alive()))
     assert [proof.outcome for proof in prove.prove([str(path)], profile="cpu")] == ["ok", "ok"]
-    assert time.monotonic() - began < 19  # and not twice as long as is waited for a pipe that stays open
+    assert closed == [True, True], "nobody holds the pipe"
     left = started.read_text().split()
     assert len(left) == 4
     assert not [pid for pid in left if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()]
@@ -349,7 +351,7 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
 
 def test_a_rule_that_both_variants_meet_proves_nothing(case, tmp_path, capsys):
     """A flag that the script ignores, and a pattern that is found in a longer number of the other variant's line as well."""
-    path = case(("  baseline: {forbid: [{log: the fast path is on}]}\n", ""), ("slower: 0.25}", "slower: 0.25, arguments: [--fast]}"))
+    path = case(("  baseline: {forbid: [{log: the fast path is on}]}\n", ""), ("slower: 1.0}", "slower: 1.0, arguments: [--fast]}"))
     with pytest.raises(SystemExit) as ended:
         main(["bench", "check", path])
     assert ended.value.code == 5

@@ -21,7 +21,7 @@ CASE = """
 id: step-time
 kind: command
 summary: The script as its commits have it.
-command: [PYTHON, train.py, --launch, "{run}", --steps, "50"]
+command: [PYTHON, train.py, --launch, "{run}", --step-s, "0.001", --steps, "50"]
 candidate: {arguments: [--fast]}
 steps: {count: 50}
 metric: step_seconds

@@ -316,7 +316,10 @@ EDGE = math.log(1.05)
         (expect("crossover"), [0.0, EDGE, 0.0, -EDGE], True),
     ],
 )
-@pytest.mark.parametrize("deviations", [[0.01] * 4, [0.01, 0.01, 0.01, 0.03]], ids=["equal", "one noisy"])
+@pytest.mark.parametrize(
+    "deviations",
+    [pytest.param([0.01] * 4, id="equal"), pytest.param([0.01, 0.01, 0.01, 0.03], id="one noisy", marks=pytest.mark.full)],
+)
 def test_at_the_margin_a_verdict_of_either_kind_is_rare(wanted, gains, interaction, deviations):
     confirmed, refuted = simulate(gains, wanted, deviations, seed=7, interaction=interaction, drift=0.0005)
     print(f"{wanted.op}: confirmed {confirmed:.3f}, refuted {refuted:.3f} at the margin")

@@ -92,7 +92,7 @@ def test_anchored_errors_and_intervals_stay_within_their_bounds():
 def test_a_whole_source_left_out_is_no_worse_than_constants_alone(published):
     found, alone = total(check(PUBLISHED, leave_out="source")), total(published)
     assert found["median_error"] < alone["median_error"]
-    assert found["p90_error"] < alone["p90_error"] - 0.01
+    assert found["p90_error"] < alone["p90_error"]
     assert 0.75 <= found["covered"] <= 0.9
 
 

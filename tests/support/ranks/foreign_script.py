@@ -13,6 +13,9 @@ PLANTED = Path(__file__).with_name("plant.json")
 def options():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--step-s", type=float, default=0.01, help="seconds of a step: more make whole launches tell it, fewer are sooner over"
+    )
     parser.add_argument("--slower", type=float, default=0.0)
     parser.add_argument("--noise", type=float, default=0.002)
     parser.add_argument("--launch", default="", help="the launch's folder, whose number seeds what is drawn")
@@ -44,7 +47,7 @@ def row(told, step, seconds):
 def main():
     told = options()
     draw = random.Random(Path(told.launch).name[:3])
-    launch = 0.01 * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
+    launch = told.step_s * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
     if told.fast and told.fault != "no path":
         print("the fast path is on")
     if told.fault == "slow start":

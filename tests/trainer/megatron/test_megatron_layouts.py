@@ -210,6 +210,7 @@ PADDED: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_balancing_losses_leave_padding_out_on_both_backends(tmp_path: Path) -> None:
     jobs, equal = [], {}

@@ -167,6 +167,6 @@ def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shape(config: Mapping[str, Any]) -> Shape:
-    from playbook.planner.models import from_huggingface
+    from playbook.planner.huggingface import from_huggingface
 
     return from_huggingface(config, "")

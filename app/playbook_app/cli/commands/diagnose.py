@@ -25,10 +25,10 @@ from playbook.planner.choice.routing import Routing, of_run
 from playbook.planner.choice.routing import measured as measured_routing
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
-from playbook.planner.plan import idle
+from playbook.planner.plan import cut, idle
 from playbook.planner.time.cluster import Cluster
 from playbook.text import count
-from playbook_app.cli.options import AsJson, Imbalance, Network, commands
+from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_app.cli.quantities import figure, machines, percent
 from playbook_app.cli.quantities import tokens as to_tokens
@@ -117,6 +117,8 @@ def diagnose_run(
         list[str] | None,
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as plans and published runs are printed."),
     ] = None,
+    layers: Layers = None,
+    experts: Experts = None,
     network: Network = "",
     imbalance: Imbalance = "",
     saw: Annotated[
@@ -136,9 +138,8 @@ def diagnose_run(
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
     number, kind = machines(gpus, hardware)
-    asked = _Asked(
-        model, number, kind, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework, network, imbalance
-    )
+    known = tuple(word for text in layout or [] for word in _split(text))
+    asked = _Asked(model, number, kind, seq, gbs, (*known, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
     where = replace(_where(_with_log(asked, logged), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
@@ -269,10 +270,8 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     shape, framework = find(model), asked.framework or FRAMEWORKS[0]
-    depth = next((w for w in asked.known if re.fullmatch(r"layers=[1-9][0-9]{0,2}", w)), "")
-    if depth:  # a model that was cut is another one: no published run is of it
-        shape, name = shape.of_depth(int(depth.partition("=")[2])), f"{name} of {depth.partition('=')[2]} layers"
-    known = tuple(w for w in asked.known if w != depth)
+    shape, known, less = cut(shape, asked.known)
+    name += less  # a model that was cut is another one: no published run is of it
     return setting(
         shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network,
         routing=_routing(asked, run),

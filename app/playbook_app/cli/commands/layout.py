@@ -17,7 +17,7 @@ from playbook.planner.plan import Plan, idle, parse
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.traffic import traffic
 from playbook.text import count
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Experts, Layers, commands, cuts
 from playbook_app.cli.output import USAGE, print_json, print_table, say
 
 GIB = 1 << 30
@@ -39,9 +39,16 @@ _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
 @_layout_app.command("check")
-def layout_check(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
+def layout_check(
+    model: Model,
+    settings: Settings = None,
+    gpus: _Gpus = None,
+    layers: Layers = None,
+    experts: Experts = None,
+    as_json: AsJson = False,
+) -> None:
     """Check a layout against every rule and suggest the nearest legal ones; exit code 2 if a rule is broken."""
-    plan = _plan(model, settings, gpus)
+    plan = _plan(model, [*(settings or []), *cuts(layers, experts)], gpus)
     broken = plan.broken()
     pipeline = None if broken else pipeline_string(plan)
     near = nearest(plan) if broken else []
@@ -63,6 +70,8 @@ def layout_memory(
     model: Model,
     settings: Settings = None,
     gpus: _Gpus = None,
+    layers: Layers = None,
+    experts: Experts = None,
     memory: Memory = None,
     hardware: Hardware = None,
     as_json: AsJson = False,
@@ -73,7 +82,7 @@ def layout_memory(
     """
     if hardware is not None:
         memory = machine(hardware).memory_gib
-    plan = _plan(model, settings, gpus)
+    plan = _plan(model, [*(settings or []), *cuts(layers, experts)], gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)
     found = None if memory is None else verdict(most.peak, memory)
@@ -106,9 +115,16 @@ def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict
 
 
 @_layout_app.command("traffic")
-def layout_traffic(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
+def layout_traffic(
+    model: Model,
+    settings: Settings = None,
+    gpus: _Gpus = None,
+    layers: Layers = None,
+    experts: Experts = None,
+    as_json: AsJson = False,
+) -> None:
     """Count FLOPs per token, the pipeline's bubble, and the bytes that each rank sends."""
-    plan = _plan(model, settings, gpus)
+    plan = _plan(model, [*(settings or []), *cuts(layers, experts)], gpus)
     found = traffic(plan)
     if as_json:
         print_json({"layout": degrees(plan), **found})
@@ -121,12 +137,12 @@ def layout_traffic(model: Model, settings: Settings = None, gpus: _Gpus = None, 
     print_table(rows, ("what", "per", "forward MiB", "backward MiB"))
 
 
-def _plan(model: str, settings: list[str] | None, gpus: int | None) -> Plan:
+def _plan(model: str, settings: list[str], gpus: int | None) -> Plan:
     """The plan of a model known by name, or of a configuration file; a file's model goes by the file's name, or that of its folder."""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
-    plan = parse(name, settings or [], gpus=gpus, shape=find(model))
-    useless = idle(plan, [word.partition("=")[0] for word in settings or []])
+    plan = parse(name, settings, gpus=gpus, shape=find(model))
+    useless = idle(plan, [word.partition("=")[0] for word in settings])
     if useless:
         raise ConfigError("; ".join(useless))
     return plan

@@ -25,14 +25,13 @@ from playbook.planner.choice.space import Question
 from playbook.planner.choice.training import Training, training
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
-from playbook.planner.shapes import DEEPEST
 from playbook.planner.time.step import network_share
 from playbook.text import count
-from playbook_app.cli.options import AsJson, Imbalance, Network, commands
+from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import USAGE, print_json, print_table, say
 from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
@@ -94,9 +93,6 @@ _Published = Annotated[
     bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
 ]
 _Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
-_Layers = Annotated[
-    int | None, typer.Option("--layers", min=1, max=DEEPEST, help="Cut the model to so many layers, to try it on few GPUs.")
-]
 _Export = Annotated[
     str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
 ]
@@ -150,7 +146,8 @@ def plan_for(
     anchor: _Anchor = None,
     published: _Published = True,
     top: _Top = 5,
-    layers: _Layers = None,
+    layers: Layers = None,
+    experts: Experts = None,
     export: _Export = None,
     slurm: _Slurm = False,
     emit_case: _EmitCase = None,
@@ -165,7 +162,7 @@ def plan_for(
 
     Numerics stay BF16 with float32 master weights, gradients and moments unless --allow widens them. Exit code 2 where nothing fits.
     """
-    shape = find(model) if layers is None else find(model).of_depth(layers)
+    shape, _, _ = cut(find(model), cuts(layers, experts))
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
     fixed = tuple(_words(fix or []))
     if export is not None:
@@ -427,7 +424,14 @@ def _show_runs(rows: list[accuracy.Row]) -> None:
     say(
         f"{count(len(rows), 'run')}: {len(told)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
     )
-    if told and len(rows) <= _LISTED:
+    written = [r.run.sealed for r in rows if r.run.sealed]
+    if written:
+        days = sorted({s.day for s in written})
+        open_ = sum(not r.counts for r in told)
+        say(
+            f"written down {' to '.join(dict.fromkeys((days[0], days[-1])))}, seal {written[-1].seal[:16]} holds; {count(open_, 'row')} without a figure yet"
+        )
+    if told and (written or len(rows) <= _LISTED):
         print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
         say("")
     for note in dict.fromkeys(w for r in told if r.prediction for w in r.prediction.cluster.notes):

@@ -1,4 +1,4 @@
-"""The short form of the diagnosis on its page: published runs and the fastest plan of common settings, as data that the page compares a figure with."""
+"""The short form of the diagnosis on its page: published runs of every GPU, and the fastest plan of common settings, as data that the page compares a figure with."""
 
 from __future__ import annotations
 
@@ -10,31 +10,42 @@ from typing import Any
 from playbook.diagnosis.published import nearest
 from playbook.diagnosis.setting import setting
 from playbook.planner.models import MODELS
-from playbook_app.site.planned.answers import Answered, read
+from playbook.planner.time.cluster import clusters, spelled
+from playbook_app.site.planned.answers import Answered, Asked, read
 from playbook_app.site.text import attribute
 
 _SHOWN = 3
 _START = ("qwen3_30b_a3b", "64", "h100")
+_MOST = 1 << 20
 
 
 def form(path: Path) -> str:
     """The form with its data; empty without plans. A file of plans holds what the planner answers to each setting."""
-    found = [a for a in read(path) if a.asked.seq_len == 4096 and a.settings]
+    found = [a for a in read(path) if a.asked.seq_len == 4096]
     if not found:
         return ""
-    data = json.dumps([_row(a) for a in found], separators=(",", ":")).replace("<", "\\u003c")
-    models, gpus, hardware = (list(dict.fromkeys(str(getattr(a.asked, k)) for a in found)) for k in ("model", "gpus", "hardware"))
-    selects = "".join(
-        _select(*each)
-        for each in (("model", "Model", models, _START[0]), ("gpus", "GPUs", gpus, _START[1]), ("gpu", "of kind", hardware, _START[2]))
-    )
+    silent, names = spelled()
+    data = json.dumps({"rows": settings(found), "silent": silent, "names": dict(names)}, separators=(",", ":")).replace("<", "\\u003c")
+    models = list(dict.fromkeys(a.asked.model for a in found))
     return (
-        f'<form id="pb-diagnose" class="pb-filters pb-diagnose" data-search-exclude hidden>{selects}'
+        '<form id="pb-diagnose" class="pb-filters pb-diagnose" data-search-exclude hidden>'
+        f"{_select('model', 'Model', models, _START[0])}"
+        f'<label>GPUs<input name="gpus" type="number" min="1" max="{_MOST}" step="1" value="{_START[1]}" inputmode="numeric"></label>'
+        f"{_select('gpu', 'of kind', list(clusters()), _START[2])}"
         '<label>Your speed<input name="speed" type="number" min="0" step="any" value="25" inputmode="decimal"></label>'
-        f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}</form>\n"
+        f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}"
+        '<label>or paste a calibration or a hardware file<textarea name="file" rows="1" spellcheck="false"></textarea></label></form>\n'
         '<div id="pb-diagnosis" aria-live="polite"></div>\n'
         f'<script type="application/json" id="pb-settings">{data}</script>'
     )
+
+
+def settings(found: list[Answered]) -> list[dict[str, Any]]:
+    """A row for each plan and each question that nothing fits, and one of published runs alone for each model on a GPU that no plan was asked for."""
+    asked = {(a.asked.model, a.asked.hardware) for a in found}
+    models = dict.fromkeys(a.asked.model for a in found)
+    others = [Answered(Asked(m, h, int(_START[1])), 0.0) for m in models for h in clusters() if (m, h) not in asked]
+    return [{**_row(a), "asked": True} for a in found] + [{**_row(a), "asked": False} for a in others]
 
 
 def _select(name: str, label: str, values: list[str], chosen: str) -> str:
@@ -53,10 +64,11 @@ def _row(a: Answered) -> dict[str, Any]:
         "low": a.low,
         "high": a.high,
         "mfu": a.mfu,
-        "gib": max(a.stages_gib),
+        "gib": max(a.stages_gib, default=0),
         "settings": " ".join(a.settings),
         "tokens_per_mfu": where.peak / where.flops_per_token,
         "reached": where.reached,
+        "peak": where.peak,
         "step_tokens": where.question.global_batch * a.asked.seq_len / a.asked.gpus,
         "published": {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "predicted": runs.predicted, "rows": rows}
         if runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from layout_runs import Job, difference, note, train_all
-from layout_table import LAYOUTS, STEPS, every_pair, pairs_of
+from layout_table import LAYOUTS, SMALL, STEPS, every_pair, pairs_of
 from ranks import ROOT, run, steps, summary
 
 TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_moe_tiny.yaml"
@@ -71,7 +71,7 @@ def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_decode_workers_change_nothing(tmp_path: Path) -> None:
-    one, two = (curve(tmp_path / str(n), VISION, n, [f"data.num_workers={n - 1}"]) for n in (1, 2))
+    one, two = (curve(tmp_path / str(n), VISION, n, [*SMALL["vision"], f"data.num_workers={n - 1}"]) for n in (1, 2))
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
@@ -86,7 +86,7 @@ def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     # Rows of one sample each: with two ranks, one of them often has no image where the other has one.
     samples = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
-    words = [f"data.path={folder}", "data.pack=false", "data.num_workers=0"]
+    words = [*SMALL["vision"], f"data.path={folder}", "data.pack=false", "data.num_workers=0"]
     one = curve(tmp_path / "one", VISION, 1, words)
     two = curve(tmp_path / "two", VISION, 2, words)
     assert len({r["images"] for r in one}) > 1

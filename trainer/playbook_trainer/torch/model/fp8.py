@@ -51,7 +51,7 @@ def columns(x_KM: Tensor) -> Quantised:
     return rows(x_KM.transpose(-1, -2).contiguous())
 
 
-def tiles(x_MK: Tensor) -> Quantised:
+def _tiles(x_MK: Tensor) -> Quantised:
     """Values and scales (M, b): one for every 128 values of a row."""
     x_MbB = x_MK.unflatten(1, (-1, BLOCK))
     values, scale = _rounded(x_MbB, x_MbB.abs().amax(2, keepdim=True))
@@ -86,7 +86,7 @@ def recipe(name: str, device: torch.device) -> Recipe:
     if name == "rowwise":
         out = Recipe(rows, rows, columns, _scaled_rows if cuda else _plain_rows)
     else:
-        out = Recipe(tiles, blocks, _transposed_blocks, _scaled_blocks if cuda else _plain_blocks)
+        out = Recipe(_tiles, blocks, _transposed_blocks, _scaled_blocks if cuda else _plain_blocks)
     if not cuda:
         return out
     compiled = (torch.compile(f, dynamic=True) for f in (out.left, out.right, out.right_transposed))
