@@ -189,7 +189,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Figures:
-    """How fast a run is, in one of three ways; `said` is where the figure comes from."""
+    """How fast a run is, in one of three ways; `said` is the log that they come from, which may state a rate and a step time."""
 
     mfu_percent: float | None = None
     step_s: float | None = None
@@ -201,15 +201,15 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
     """The speed from one of three figures; None where none is given.
 
     Raises:
-        ConfigError: several are given, one is no positive number, or it is more than the GPUs can reach.
+        ConfigError: several are given and no log states them, one is no positive number, or it is more than the GPUs can reach.
     """
     given = {"MFU": figures.mfu_percent, "step time": figures.step_s, "tokens per second and GPU": figures.tokens_per_s_per_gpu}
     stated = {k: v for k, v in given.items() if v is not None}
     if not stated:
         return None
-    if len(stated) > 1:
+    if len(stated) > 1 and not figures.said:
         raise ConfigError(f"found {' and '.join(stated)}; expected one figure for the speed")
-    ((name, value),) = stated.items()
+    name, value = list(stated.items())[-1]
     if not (isfinite(value) and _LEAST <= value <= _MOST):
         raise ConfigError(f"{name} is {value:g}; expected a number from {_LEAST:g} to {_MOST:g}")
     if name == "MFU" and value < 1:
@@ -228,4 +228,4 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
             f" {where.reached:.0%}, which the best matrix product reaches on {q.cluster.name}. Check your token count: batch ({q.global_batch} samples of"
             f" {q.seq_len}), GPUs ({q.gpus}), that tokens/s are of one GPU, and that FLOPs are without recompute"
         )
-    return Measured(speed, share, tokens / speed, figures.said or name)
+    return Measured(speed, share, figures.step_s or tokens / speed, figures.said or name)

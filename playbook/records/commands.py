@@ -11,15 +11,17 @@ from pydantic import Field
 from playbook.records import confidential
 from playbook.yaml_files import Strict, did_you_mean
 
-DELTAS: Mapping[str, type[list[Any]] | type[dict[str, Any]] | type[str]] = {
+DELTAS: Mapping[str, type[Any]] = {
     "arguments": list,
     "environment": dict,
     "files": dict,
     "revision": str,
+    "step_tokens": int,
 }
-"""What a variant of a command may change, besides the values of its template's words."""
+"""What a variant of a command may change, besides the values of its template's words. `step_tokens`: of the whole job, where its log tells none."""
 _GIVEN = ("run", "root")
 """Words that every template may use: the launch's own new folder, and the folder of the repository, or of the command's start."""
+_MOST_TOKENS = 2**53
 _WORD = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
 Place = tuple[str | int, ...]
@@ -86,6 +88,10 @@ def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Pla
         if wanted is None:
             if not isinstance(value, str | int | float):
                 yield (*where, key), f"'{key}' is {type(value).__name__}; expected a text or a number"
+            continue
+        if key == "step_tokens":
+            if type(value) is not int or not 0 < value < _MOST_TOKENS:
+                yield (*where, key), f"'{key}' is {value!r}; expected the tokens of a step of the whole job, a whole number from 1"
             continue
         parts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
         if not isinstance(value, wanted) or not all(isinstance(part, str) for part in parts):

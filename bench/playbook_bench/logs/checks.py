@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from statistics import median
 
 from playbook.errors import LogError
-from playbook_bench.logs.fields import figures
+from playbook.text import count
+from playbook_bench.logs.fields import ranked
 from playbook_bench.logs.model import Clock, LoggedStep, StepLog
-from playbook_bench.logs.parsers import Row
+from playbook_bench.logs.parsers import Row, Unfinished
 
 _MAX_STEPS = 1_000_000
 _LARGEST_STEP = 2**53
 _BURST_S = 5e-5
 """Lines closer than this were written at once, whatever the steps took."""
-FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s")
+FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s")
 _NOT_WHEN_SKIPPED = frozenset({"loss", "grad_norm"})
-_ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
+ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
 _NEXT_LINE = 1.5
 """A line further in epochs than this many usual ones stands after a missing one."""
+_MANY = 8
+_CLOSING = 0.005
+"""Share by which the number of steps is uncertain that the closing line's rounded time and rate imply."""
 _ROUNDING = 1e-6
 
 
@@ -49,7 +53,7 @@ class Wanted:
     timed: str
     """What makes the trainer say how long steps take."""
     running: bool = False
-    """Whether the run may go on."""
+    """Whether the run may go on, and its log need not tell all that a comparison needs."""
 
 
 def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
@@ -58,7 +62,14 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
     Raises:
         LogError: it is not the whole and sound log of one run.
     """
-    found = [(number, figures(row)) for number, row in itertools.islice(rows, _MAX_STEPS + 1)]
+    found: list[tuple[int, dict[str, float]]] = []
+    left: list[str] = []
+    try:
+        found.extend(_named_alike(itertools.islice(rows, _MAX_STEPS + 1), wanted))
+    except Unfinished as e:
+        if not wanted.running:
+            raise
+        left.append(f"the log has no end ({e}): the run goes on, or ended early")
     if len(found) > _MAX_STEPS:
         raise LogError(f"{wanted.adapter}: the log has more than {_MAX_STEPS} lines about steps; expected the log of one short run")
     if len(found) < 2:
@@ -66,12 +77,18 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
             f"{wanted.adapter}: the log has {len(found)} lines about steps; expected at least 2. "
             f"Look at what the command printed, name the right adapter, and let it log each step: {wanted.each_step}"
         )
+    if wanted.running and not any(values.keys() & {"seconds", "clock"} for _, values in found):
+        found = [(number, values | ({"clock": values["bar_clock"]} if "bar_clock" in values else {})) for number, values in found]
     kept, sparse = _fields(found, wanted)
     lines = _numbered(found, wanted)
+    if wanted.running:
+        lines, again = _last_run(lines)
+        left += again
     every = _interval(lines, wanted)
-    left = _end(lines, every, wanted)
+    left += _end(lines, every, wanted)
     clock, seconds = _seconds(lines, kept, wanted)
     tokens = _tokens(lines, kept, wanted)
+    covered = [min(every, max(1, lines[0].step)), *(b.step - a.step for a, b in itertools.pairwise(lines))]
     begin = int(clock != "logged" or ("tokens_total" in kept and "tokens" not in kept))
     steps = tuple(
         LoggedStep(
@@ -79,14 +96,30 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
             seconds[i],
             tokens[i],
             **{name: _optional(line, name, kept) for name in FIELDS if name not in ("tokens", "skipped")},
-            skipped=bool(line.values["skipped"]) if "skipped" in kept else None,
+            skipped=line.values["skipped"] >= covered[i] if "skipped" in kept else None,
             arrived=_arrived(line, wanted.arrivals),
         )
         for i, line in enumerate(lines)
         if i >= begin
     )
     unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
-    return StepLog(wanted.adapter, steps, unknown, every, clock, (*left, *_caveats(every, clock, sparse, wanted)))
+    caveats = (*left, *_skipped(lines, sum(covered)), *_caveats(lines, every, clock, sparse, wanted))
+    return StepLog(wanted.adapter, steps, unknown, every, clock, caveats)
+
+
+def _named_alike(rows: Iterable[Row], wanted: Wanted) -> Iterable[tuple[int, dict[str, float]]]:
+    """The figures of lines.
+
+    Raises:
+        LogError: a figure has another name than before; what has two names may be two things, such as two clocks.
+    """
+    names: dict[str, int] = {}
+    for number, row in rows:
+        values = ranked(row)
+        other = next((figure for figure, (rank, _) in values.items() if names.setdefault(figure, rank) != rank), "")
+        if other:
+            raise LogError(f"{wanted.adapter}: line {number} has its {other} under another name than lines before; the log is damaged")
+        yield number, {figure: value for figure, (_, value) in values.items()}
 
 
 def _arrived(line: _Line, arrivals: Sequence[float] | None) -> float | None:
@@ -129,15 +162,48 @@ def _numbered(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) -> 
     """Lines with their steps; where they have none, counted, if their epochs show that none is missing."""
     if any("step" in values for _, values in found):
         return [_Line(number, _whole(values["step"], number, wanted), values) for number, values in found]
-    if wanted.steps is not None and wanted.steps % len(found):
-        raise LogError(
-            f"{wanted.adapter}: the log has {len(found)} lines about steps, which does not divide the {wanted.steps} steps expected; "
-            f"lines are missing or doubled. Let each step be logged: {wanted.each_step}"
-        )
+    origin, every = _uncounted([values for _, values in found], wanted)
     _even_epochs(found, wanted)
-    every = wanted.steps // len(found) if wanted.steps else 1
-    origin = 1 if wanted.first is None else wanted.first
-    return [_Line(number, origin - 1 + every * i, values) for i, (number, values) in enumerate(found, start=1)]
+    return [_Line(number, origin + every * i, values) for i, (number, values) in enumerate(found)]
+
+
+def _last_run(lines: list[_Line]) -> tuple[list[_Line], list[str]]:
+    """What follows the last time that steps begin again, in a file to which several runs were appended, and a word on it.
+
+    Lines of one step that are there twice, or out of order, begin again at once: they stay, for an error.
+    """
+    begins = [0, *(i for i, (a, b) in enumerate(itertools.pairwise(lines), 1) if b.step <= a.step)]
+    if len(begins) == 1 or _MANY * len(begins) > len(lines) or len(lines) - begins[-1] < _MANY:
+        return lines, []
+    last = lines[begins[-1] :]
+    return last, [
+        f"steps begin again {count(len(begins) - 1, 'time')}, as after a restart: counted is what follows, from line {last[0].number} on"
+    ]
+
+
+def _uncounted(rows: Sequence[Mapping[str, float]], wanted: Wanted) -> tuple[int, int]:
+    """The first step and the steps of a line, where lines have none: by the number expected, or by what the closing line implies."""
+    n = len(rows)
+    first = 0 if wanted.first is None else wanted.first - 1
+    if wanted.steps is not None:
+        if wanted.steps % n:
+            raise LogError(
+                f"{wanted.adapter}: the log has {n} lines about steps, which does not divide the {wanted.steps} steps expected; "
+                f"lines are missing or doubled. Let each step be logged: {wanted.each_step}"
+            )
+        every = wanted.steps // n
+        return first + every, every
+    if "run_steps" in rows[0]:
+        steps = rows[0]["run_steps"]
+        least, most = steps * (1 - _CLOSING) - 1, steps * (1 + _CLOSING) + 1
+        fits = [e for e in range(1, int(most / n) + 1) if least < e * (n + 1) and e * n < most]
+        if len(fits) != 1:
+            raise LogError(
+                f"{wanted.adapter}: the log has {n} lines about steps, and its closing line tells of about {steps:.0f} steps, which leaves open how many "
+                f"a line covers; expected the number of steps as well, or a line for each: {wanted.each_step}"
+            )
+        return first + fits[0], fits[0]
+    return first + 1, 1
 
 
 def _whole(value: float, number: int, wanted: Wanted) -> int:
@@ -167,7 +233,7 @@ def _even_epochs(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) 
 
 
 def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
-    """Steps from line to line; the first step may have a line of its own."""
+    """Steps from line to line; the first step and the last may have a line of their own."""
     for a, b in itertools.pairwise(lines):
         if b.step == a.step:
             raise LogError(
@@ -178,19 +244,21 @@ def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
             raise LogError(
                 f"{wanted.adapter}: step {b.step} on line {b.number} comes after step {a.step}; expected steps in order, from one run"
             )
-    every = min(b.step - a.step for a, b in itertools.pairwise(lines[1:])) if len(lines) > 2 else lines[1].step - lines[0].step
+    gaps = [b.step - a.step for a, b in itertools.pairwise(lines)]
+    every = min(gaps[1:-1] or gaps[1:] or gaps)
     for i, (a, b) in enumerate(itertools.pairwise(lines)):
         own_line = i == 0 and a.step == (min(a.step, 1) if wanted.first is None else wanted.first) and b.step - a.step < every
-        if b.step - a.step != every and not own_line:
+        cut_short = i == len(gaps) - 1 > 1 and b.step - a.step < every
+        if b.step - a.step != every and not own_line and not cut_short:
             raise LogError(
                 f"{wanted.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), where every {every} is logged; "
                 "steps are missing from the log"
             )
-    allowed = {0, 1, every - 1, every} if wanted.first is None else range(wanted.first, wanted.first + every)
-    if lines[0].step not in allowed:
+    begin = lines[0].step
+    if wanted.first is not None and begin not in range(wanted.first, wanted.first + every):
         raise LogError(
-            f"{wanted.adapter}: the first step logged is {lines[0].step} on line {lines[0].number}, where every {every} is logged; "
-            f"expected {' or '.join(map(str, sorted(allowed)[:4]))}: the beginning is missing, or the run resumed another"
+            f"{wanted.adapter}: the first step logged is {begin} on line {lines[0].number}, where every {every} is logged; "
+            f"expected {wanted.first} or less than {every} after it: the beginning is missing, or the run resumed another"
         )
     return every
 
@@ -201,11 +269,19 @@ def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> list[str]:
     expected = wanted.steps if wanted.steps is not None else int(named) if 0 < named < _LARGEST_STEP and wanted.first is None else None
     if expected is None:
         return []
-    origin = wanted.first if wanted.first is not None else int(lines[0].step not in (0, every - 1) or lines[0].step == 1)
-    last = lines[-1].step
-    if last + every <= origin + expected - 1:
+    begin, last = lines[0].step, lines[-1].step
+    # What the caller expects counts from a late beginning; the number that a log names, from the first step of all.
+    late = wanted.steps is not None and _late(lines, every, wanted)
+    origin = wanted.first if wanted.first is not None else begin if late else int(begin not in (0, every - 1) or begin == 1)
+    least = origin + expected - 1 - (every - 1 if late else 0)
+    if last + every <= least:
         if wanted.running:
             return [f"the log ends at step {last} of {expected}: the run goes on, or ended early"]
+        if late:
+            raise LogError(
+                f"{wanted.adapter}: the first step logged is {begin} on line {lines[0].number}, the last is {last}; expected {expected} steps. "
+                "The beginning is missing, or the run ended early"
+            )
         raise LogError(
             f"{wanted.adapter}: the log ends at step {last} (line {lines[-1].number}); expected {expected} steps. "
             "The run ended early, whatever its exit code said, or its last lines were not written"
@@ -217,14 +293,22 @@ def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> list[str]:
     return []
 
 
+def _late(lines: Sequence[_Line], every: int, wanted: Wanted) -> bool:
+    """Whether the log begins after the first steps, as that of a run which goes on from a checkpoint does."""
+    return wanted.first is None and lines[0].step not in {0, 1, every - 1, every}
+
+
 def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Clock, list[float]]:
     """Where seconds come from, and those of each line; the first line of a clock only starts it."""
     clock: Clock = "logged"
+    coarse = _whole_seconds(lines)
     if "seconds" in kept:
         seconds = [line.values["seconds"] for line in lines]
-    elif "clock" in kept:
+    elif "clock" in kept and not (coarse and wanted.arrivals is not None):
         clock = "differences"
         seconds = _rates([line.values["clock"] for line in lines], lines)
+        if coarse and wanted.running:
+            seconds = [_steady(lines)] * len(lines)
     elif wanted.arrivals is not None:
         clock = "arrival"
         if max(line.number for line in lines) > len(wanted.arrivals):
@@ -237,10 +321,12 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
             raise LogError(
                 f"{wanted.adapter}: lines arrived in bursts, so the command buffers what it prints; expected each as its step ends. Set PYTHONUNBUFFERED=1, or flush"
             )
+    elif wanted.running:
+        return "none", [math.nan] * len(lines)
     else:
         known = ", ".join(sorted(kept)) or "nothing known here"
         raise LogError(
-            f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}; {_ARRIVAL}"
+            f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}; {ARRIVAL}"
         )
     for line, value in list(zip(lines, seconds, strict=True))[clock != "logged" :]:
         if not 0 < value < math.inf:
@@ -250,7 +336,20 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
     return clock, seconds
 
 
+def _whole_seconds(lines: Sequence[_Line]) -> bool:
+    """Whether the log's clock has no more than whole seconds."""
+    return all(line.values.get("clock", math.nan).is_integer() for line in lines)
+
+
+def _steady(lines: Sequence[_Line]) -> float:
+    """Seconds of a step, on average after the first fifth."""
+    begin, end = lines[(len(lines) - 1) // 5], lines[-1]
+    return (end.values["clock"] - begin.values["clock"]) / (end.step - begin.step)
+
+
 def _tokens(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> list[float | None]:
+    if "tokens" in kept and _is_total([line.values["tokens"] for line in lines]):
+        return [None, *_rates([line.values["tokens"] for line in lines], lines)[1:]]
     if "tokens" in kept:
         tokens: list[float | None] = [line.values["tokens"] for line in lines]
     elif "tokens_total" in kept:
@@ -263,6 +362,11 @@ def _tokens(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> list[floa
     return tokens
 
 
+def _is_total(values: Sequence[float]) -> bool:
+    """Whether figures are a running total, which those of single steps never look like: they grow on each of many lines."""
+    return len(values) >= _MANY and all(b > a for a, b in itertools.pairwise(values))
+
+
 def _rates(totals: Sequence[float], lines: Sequence[_Line]) -> list[float]:
     """Growth for each step; 0 for the first line, whose own cannot be known."""
     grown = [
@@ -272,7 +376,19 @@ def _rates(totals: Sequence[float], lines: Sequence[_Line]) -> list[float]:
     return [0.0, *grown]
 
 
-def _caveats(every: int, clock: Clock, sparse: Sequence[str], wanted: Wanted) -> Iterable[str]:
+def _skipped(lines: Sequence[_Line], steps: int) -> Iterable[str]:
+    """What is to be said of steps without an update."""
+    skipped = sum(line.values.get("skipped", 0.0) for line in lines)
+    if skipped:
+        share = "no step made an update" if skipped >= steps else f"{skipped:.0f} of {steps} steps made no update"
+        yield f"{share}: their gradients were not finite under the loss scale, and the optimizer's work is missing from their time"
+
+
+def _caveats(lines: Sequence[_Line], every: int, clock: Clock, sparse: Sequence[str], wanted: Wanted) -> Iterable[str]:
+    if _late(lines, every, wanted):
+        yield f"the log begins at step {lines[0].step}: the run went on from a checkpoint, or the beginning is missing"
+    if clock == "differences" and wanted.running and _whole_seconds(lines):
+        yield "the log's clock has whole seconds: each step has the mean of all after the first fifth"
     if every > 1:
         yield f"each line covers {every} steps, so what a single step took does not show. To see each: {wanted.each_step}"
     if clock == "differences":

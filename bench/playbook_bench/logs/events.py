@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from playbook.errors import LogError
 from playbook_bench.logs.fields import figures
-from playbook_bench.logs.parsers import Row
+from playbook_bench.logs.parsers import VALIDATION, Row
 from playbook_bench.logs.text import MAX_BYTES, shown
 
 _FRAME_BYTES = 16
 """Length and checksums around each record."""
+_Points = Sequence[tuple[int, float, float]]
+"""Step, value and moment of each scalar under a tag."""
+_NO_FIGURES = frozenset({"step", "total", "epoch"})
+"""What tags need not say: an event has its step, and epochs are written beside validations as well."""
 
 
 def read(name: str) -> Iterator[Row]:
-    """The scalars of one event file, step by step. Where none of them is a time, the moments at which they were written are the clock.
+    """The steps of one event file: those at which the loss was written, or, where it hardly was, the most frequent figure.
+
+    Other figures count at those steps alone: validations are written at steps of their own, and the end of a run writes some figures again.
+    Where no figure is a time, the moments at which scalars were written are the clock.
 
     Raises:
         LogError: TensorBoard is not installed, or the file cannot be read to its end.
     """
-    path = Path(name)
-    rows: dict[int, list[dict[str, Any]]] = {}
+    tags = _by_figure(_scalars(Path(name)))
+    if not tags:
+        return
+    most = max(tags, key=lambda figure: len(tags[figure][1]))
+    leading = "loss" if "loss" in tags and 2 * len(tags["loss"][1]) >= len(tags[most][1]) else most
+    others = [(tag, {step: value for step, value, _ in reversed(points)}) for figure, (tag, points) in tags.items() if figure != leading]
+    tag, points = tags[leading]
+    for number, (step, value, moment) in enumerate(points, start=1):
+        yield number, {"step": step, "wall_time": moment, tag: value, **{name: at[step] for name, at in others if step in at}}
+
+
+def _by_figure(tags: Mapping[str, _Points]) -> dict[str, tuple[str, _Points]]:
+    """For each figure of a step the tag that is read as it, and its points; of several tags, the one with most points."""
+    chosen: dict[str, tuple[str, _Points]] = {}
+    for tag, points in tags.items():
+        figure = next(iter(figures({tag: 0.0}).keys() - _NO_FIGURES), None)
+        if figure and not VALIDATION.match(tag) and (figure not in chosen or len(points) > len(chosen[figure][1])):
+            chosen[figure] = (tag, points)
+    return chosen
+
+
+def _scalars(path: Path) -> dict[str, list[tuple[int, float, float]]]:
+    found: dict[str, list[tuple[int, float, float]]] = {}
     for event in _events(path):
         for value in event.summary.value:
             scalar = _scalar(value)
-            if scalar is None or not figures({value.tag: scalar}):
-                continue
-            of_step = rows.setdefault(event.step, [{"step": event.step, "wall_time": event.wall_time}])
-            if value.tag in of_step[-1]:
-                of_step.append({"step": event.step, "wall_time": event.wall_time})
-            of_step[-1][value.tag] = scalar
-    yield from enumerate((row for of_step in rows.values() for row in of_step), start=1)
+            if scalar is not None:
+                found.setdefault(value.tag, []).append((event.step, scalar, event.wall_time))
+    return found
 
 
 def _events(path: Path) -> Iterator[Any]:

@@ -4,43 +4,96 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
+_OF = ("global_step/max_steps", "steps[global_step/max_steps]")
+_DATES = ("time", "datetime", "date", "asctime", "created_at", "ts")
+"""Names of a clock only where they hold a date: as numbers they mean too many things."""
 NAMES: dict[str, tuple[tuple[str, float], ...]] = {
-    "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step")),
+    "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step", "current_steps", *_OF)),
     "total": (("total_steps", 1.0), ("max_steps", 1.0), ("train_iters", 1.0)),
     "seconds": (
         *((n, 1.0) for n in ("seconds", "step_time", "step_seconds", "step_time_s", "time_per_step", "seconds_per_step", "sec_per_step")),
-        *((n, 1.0) for n in ("step_duration", "iteration_time", "iter_time", "step_timing in s", "time_metrics/end_to_end(s)")),
+        *(
+            (n, 1.0)
+            for n in (
+                "timing_s/step",
+                "perf/time_per_step",
+                "step_duration",
+                "iteration_time",
+                "iter_time",
+                "step_timing in s",
+                "time_metrics/end_to_end(s)",
+            )
+        ),
         *(
             (n, 1e-3)
             for n in ("milliseconds", "ms", "step_time_ms", "step_ms", "ms_per_step", "iteration_time_ms", "iter_time_ms", "time_ms")
         ),
         ("elapsed time per iteration (ms)", 1e-3),
     ),
-    "clock": tuple(
-        (n, 1.0) for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
+    "clock": (
+        *(
+            (n, 1.0)
+            for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
+        ),
+        *((n, 1.0) for n in ("seconds_total", "elapsed_time", "Relative Time (Process)")),
+        *((n, 1.0) for n in _DATES),
+        ("ms_total", 1e-3),
     ),
-    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "num_tokens", "tokens_per_step", "step_tokens")),
-    "tokens_total": tuple((n, 1.0) for n in ("tokens_seen", "total_tokens", "consumed tokens", "num_input_tokens_seen", "ntokens_seen")),
+    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "tokens_per_step", "step_tokens", "perf/total_num_tokens")),
+    "tokens_total": tuple(
+        (n, 1.0)
+        for n in (
+            "tokens_seen",
+            "total_tokens",
+            "consumed tokens",
+            "num_input_tokens_seen",
+            "ntokens_seen",
+            "num_tokens",
+            "tokens_total",
+            "throughput/total tokens",
+        )
+    ),
     "samples": (("global batch size", 1.0), ("samples_per_step", 1.0)),
-    "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss")),
-    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm")),
+    "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss", "CE loss")),
+    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm", "optim/total grad norm", "actor/grad_norm")),
     "memory_bytes": (
         *((n, 1.0) for n in ("memory_bytes", "peak_memory_bytes", "max_memory_allocated")),
-        *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)")),
+        *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)", "memory/max_active (GiB)")),
+        ("perf/max_memory_allocated_gb", 2.0**30),
+        ("gpu_memory/GPU active mem (GiB)", 2.0**30),
     ),
-    "skipped": (("skipped", 1.0), ("number of skipped iterations", 1.0)),
+    "skipped": (("skipped", 1.0), ("optim/step skipped", 1.0), ("number of skipped iterations", 1.0)),
     "nan": (("nan", 1.0), ("number of nan iterations", 1.0)),
-    "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "throughput(tps)")),
-    "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
+    "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "tok/s", "tokens/s")),
+    "tokens_per_s_per_gpu": tuple(
+        (n, 1.0)
+        for n in (
+            *("tokens_per_s_per_gpu", "tokens_per_second_per_gpu", "tokens/s/gpu", "tok/s/gpu", "throughput(tps)", "throughput/device/TPS"),
+            *("tokens/train_per_sec_per_gpu", "tokens_per_sec_per_gpu"),
+        )
+    ),
+    "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("TFLOPS_per_GPU", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
     "epoch": (("epoch", 1.0),),
+    "bar_clock": (("progress bar's clock", 1.0),),
+    "run_steps": (("steps by the closing line", 1.0),),
 }
 """For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
-Capitals and punctuation do not matter, nor does a leading `train`. `time`, `samples` and `throughput` are left out: they mean too many things."""
+Capitals and punctuation do not matter, nor does a leading `train`, though a name without it goes first. `time`, `samples` and `throughput` are left out: they mean too many things."""
 
 _PUNCTUATION = re.compile(r"[^a-z0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+_OF_TOTAL = re.compile(r"(\d{1,15})/(\d{1,15})")
+_DURATIONS = (
+    re.compile(r"(?:(\d{1,5}) days?, )?(\d{1,3}):(\d\d):(\d\d)"),
+    re.compile(r"(?:(\d{1,5})d ?)?(?:(\d{1,3})h ?)?(?:(\d{1,3})m ?)?(\d{1,5})s"),
+)
+"""Days, hours, minutes and seconds as the Trainers of LLaMA-Factory and ms-swift write them."""
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
+_SECONDS = (86400, 3600, 60, 1)
 _LONGEST = 40
 """Characters of a number."""
 
@@ -49,7 +102,7 @@ def _plain(name: str) -> str:
     return _PUNCTUATION.sub("_", name.lower()).strip("_")
 
 
-_BY_NAME = {_plain(name): (figure, rank, factor) for figure, names in NAMES.items() for rank, (name, factor) in enumerate(names)}
+_BY_NAME = {_plain(name): (figure, 2 * rank, factor) for figure, names in NAMES.items() for rank, (name, factor) in enumerate(names)}
 
 
 def number(value: Any) -> float | None:
@@ -66,17 +119,48 @@ def number(value: Any) -> float | None:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one line, in our units."""
+    """The figures of one line, in our units. A step may be written with the number of all, as `3/100`, and a clock as `1m 30s`."""
+    return {figure: value for figure, (_, value) in ranked(row).items()}
+
+
+def ranked(row: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
+    """The figures of one line, each with the place of its name in `NAMES`: two clocks of a log are not one."""
     found: dict[str, tuple[int, float]] = {}
     for name, raw in row.items():
         known = _figure(name)
-        value = number(raw)
-        if known is not None and value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
+        if known is None:
+            continue
+        if known[0] == "step" and isinstance(raw, str) and (both := _OF_TOTAL.fullmatch(raw.strip())):
+            raw = both[1]
+            found.setdefault("total", (2 * len(NAMES["total"]), float(both[2])))
+        value = number(raw) if known[0] != "clock" else _moment(name, raw)
+        if value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
             found[known[0]] = (known[1], value * known[2])
-    return {figure: value for figure, (_, value) in found.items()}
+    return found
 
 
+def _moment(name: str, raw: Any) -> float | None:
+    """Seconds on some clock: a number, a duration, or a date."""
+    if (value := number(raw)) is not None or not isinstance(raw, str):
+        return None if _plain(name).removeprefix("train_") in _DATES else value
+    text = raw.strip()[:_LONGEST]
+    match = next((m for each in _DURATIONS if (m := each.fullmatch(text))), None)
+    if match is not None:
+        return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), _SECONDS, strict=True)))
+    if not _DATE.match(text):
+        return None
+    try:
+        moment = datetime.fromisoformat(text.replace(",", "."))
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+
+
+@lru_cache(4096)
 def _figure(name: str) -> tuple[str, int, float] | None:
     plain = _plain(name)
     bare = plain.removesuffix("_step") if plain.endswith("loss_step") else plain
-    return _BY_NAME.get(bare) or _BY_NAME.get(bare.removeprefix("train_"))
+    if bare in _BY_NAME:
+        return _BY_NAME[bare]
+    figure, rank, factor = _BY_NAME.get(bare.removeprefix("train_"), ("", 0, 0.0))
+    return (figure, rank + 1, factor) if figure else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from playbook.errors import LogError
-from playbook_bench.logs import parsers, text
+from playbook_bench.logs import facts, neighbours, parsers, proposal, text
 from playbook_bench.logs.adapters import ADAPTERS, Adapter
-from playbook_bench.logs.checks import Wanted, step_log
+from playbook_bench.logs.checks import ARRIVAL, Wanted, step_log
 from playbook_bench.logs.model import StepLog
 
 _PATTERN = "regex:"
@@ -22,6 +25,11 @@ class NoAdapter(LogError):
     known = _NAMES
     """Those that were tried."""
 
+    def __init__(self, message: str, pattern: str) -> None:
+        super().__init__(message)
+        self.pattern = pattern
+        """A regular expression that fits the log, as `regex:...`; empty where none was found."""
+
 
 def read(
     text_or_path: str | Path,
@@ -31,13 +39,15 @@ def read(
     first: int | None = None,
     arrivals: Sequence[float] | None = None,
     running: bool = False,
+    beside: bool = True,
 ) -> StepLog:
     """The steps that a log tells of: its text, a file, or a folder with one file that an adapter knows.
 
     `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make: only
     with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that is neither
     0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs that hold no time.
-    `running`: the run may go on, so that a log which ends early is one, with a caveat.
+    `running`: the run may go on, so that a log which ends early is one, with a caveat; so is one without times: its seconds
+    are those of a file `beside` it that has its steps and losses, else NaN.
 
     Raises:
         LogError: the log is not the whole and sound log of one run, or does not say how long its steps took.
@@ -46,7 +56,15 @@ def read(
     chosen = _chosen(adapter, content)
     source = _source(chosen, content)
     arrived = arrivals if chosen.printed else None
-    return step_log(chosen.parse(source), Wanted(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
+    log = step_log(chosen.parse(source), Wanted(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
+    log = log if chosen.binary else replace(log, facts=facts.of(source))
+    if log.clock != "none":
+        return log
+    names = [name for each in ADAPTERS for name in each.files]
+    timed = (
+        neighbours.timed(log, content, names, partial(read, running=True, beside=False)) if isinstance(content, Path) and beside else None
+    )
+    return timed or replace(log, caveats=(*log.caveats, f"the log holds no time, which `playbook ab` needs. {chosen.timed}; {ARRIVAL}"))
 
 
 def _file(path: Path) -> Path:
@@ -99,9 +117,13 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
     whole = text.load(content) if isinstance(content, Path) else content
     found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
     if found is None:
-        raise NoAdapter(
-            f"no adapter knows a line of this log; expected one of {_KNOWN}. JSON lines with step, seconds, loss and tokens are read without options"
+        fitting = f"{_PATTERN}{proposed}" if (proposed := proposal.pattern(whole)) else ""
+        hint = (
+            f"This pattern fits its lines: {shlex.quote(fitting)}"
+            if fitting
+            else "JSON lines with step, seconds, loss and tokens are read without options"
         )
+        raise NoAdapter(f"no adapter knows a line of this log; expected one of {_KNOWN}. {hint}", fitting)
     return found
 
 

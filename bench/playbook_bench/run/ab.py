@@ -18,7 +18,7 @@ from typing import Any, Literal
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError, LaunchError
 from playbook.records import confidential
-from playbook.records.case import Budget, Case, Guardrails, Loss
+from playbook.records.case import Budget, Case, Delta, Guardrails, Loss
 from playbook.records.commands import Steps, Traced, fill
 from playbook.records.evidence import Derived, Variant
 from playbook.yaml_files import did_you_mean
@@ -37,6 +37,11 @@ from playbook_bench.variants.resolve import resolve_all
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
 EXIT_CODES: Mapping[Verdict, int] = {"faster": 0, "equivalent": 0, "slower": 1, "undecided": 3, "error": 5}
 ID = "ab"
+_OPTIONS = {
+    "compare useful tokens per second instead": "--metric tokens_per_s --work any",
+    "declare delta.work with a reason": "--work any",
+}
+"""For what a guard advises to who writes a case, the options of the command line."""
 _ALL_DAY_MINUTES = 1440.0
 NSYS = "nsys"
 _PROFILED = (NSYS, "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-o", "{run}/trace")
@@ -57,6 +62,10 @@ class Question:
     steps: Steps = field(default_factory=Steps)
     loss: float | None = 0.01
     """How far mean losses may differ, as a share; None: by anything."""
+    tokens: tuple[int, int] | None = None
+    """Of a step of the whole job, of both commands; None where their logs are to tell them."""
+    any_work: bool = False
+    """Whether steps may have different numbers of tokens."""
     timeout_s: float = 3600.0
 
 
@@ -126,6 +135,8 @@ def case_of(asked: Question, profile: str) -> Case:
         variants[1]["environment"] = dict(asked.environment)
     elif a == b:
         variants = [{"side": side, **own} for side, own in zip("AB", variants, strict=True)]  # one command against itself
+    if asked.tokens:
+        variants = [{**own, "step_tokens": n} for own, n in zip(variants, asked.tokens, strict=True)]
     return Case(
         id=ID,
         summary="Two commands, compared by playbook ab.",
@@ -135,6 +146,7 @@ def case_of(asked: Question, profile: str) -> Case:
         steps=asked.steps,
         metric=metric,
         profiles={profile: {}},
+        delta=Delta(work=True, reason="any work was allowed by --work any") if asked.any_work else Delta(),
         guardrails=Guardrails(loss=Loss(relative=asked.loss, reason=None if asked.loss else "any loss was allowed by --loss any")),
         budget=Budget(minutes=_ALL_DAY_MINUTES, launch_timeout_s=asked.timeout_s),
     )
@@ -169,6 +181,12 @@ def _verdict(low: float, high: float, margin: float) -> Verdict:
     if 1 / (1 + margin) <= 1 + low and high <= margin:
         return "equivalent"
     return "faster" if low > 0 else "slower" if high < 0 else "undecided"
+
+
+def hint(derived: Derived) -> str:
+    """The option that lets launches be compared which do different work, where that is why they could not be; else empty."""
+    details = [gate.detail for gate in derived.gates if not gate.ok]
+    return next((f"where that is meant: {option}" for words, option in _OPTIONS.items() if any(words in each for each in details)), "")
 
 
 def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:

@@ -299,11 +299,26 @@ def _measure(running: Series, metric: Metric, limits: Limits) -> None:
         ended = running.run(spec)
         if ended.outcome != "ok" or guards.complete(ended, metric):
             return
+    if _unlike(running, metric):
+        return
     if metric.deterministic:
         series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
         return
     others = [v for v in running.variants if v != "candidate"]
     series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
+
+
+def _unlike(running: Series, metric: Metric) -> bool:
+    """Whether the discarded launches show already that the tree cannot be compared with the baseline."""
+    runs = _against(running.runs, "baseline")
+    first = _discarded(runs)
+    return bool(first) and any(not g.ok for g in _comparable(running, runs, metric, first, "baseline"))
+
+
+def _discarded(runs: Sequence[Run]) -> list[guards.Pair]:
+    """The discarded launches of both commits as a pair, whose speed counts for nothing; none where one is missing."""
+    ran = {r.variant: r for r in runs if r.role == "burn_in" and r.outcome == "ok"}
+    return [(ran["baseline"], ran["candidate"])] if ran.keys() >= {"baseline", "candidate"} else []
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
@@ -382,15 +397,21 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
         return replace(blank, sentence=problem)
     pairs, first = guards.pairs_of(runs), running.plan.looks[0]
     cut = f"stopped after {len(pairs)} of the {first} pairs that the gate needs, without a failure; raise --budget (or --pairs)"
-    if not pairs:
+    compared = pairs or _discarded(runs)
+    if not compared:
         return replace(blank, status="undecided", sentence=cut)
     if metric.deterministic and not metrics.as_told(metric, running.case, runs).deterministic:
         text = f"{metric.name} differs between launches of one commit, so that a pair of them tells nothing; fix its seed, or gate a time"
         return replace(blank, status="undecided", sentence=text)
-    alike, cost = _alike(running, runs, metric, limits, pairs, reference), slowdown.same_cost(pairs, runs, limits.allowed)
-    blank = replace(blank, gates=[*alike, *cost])
+    alike = _comparable(running, runs, metric, compared, reference)
+    if pairs and reference == "baseline":
+        alike += slowdown.same_training(pairs, runs, limits.allowed)
     if broken := [f"{g.name}: {g.detail}" for g in alike if not g.ok]:
-        return replace(blank, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
+        return replace(blank, gates=alike, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
+    if not pairs:
+        return replace(blank, gates=alike, status="undecided", sentence=cut)
+    cost = slowdown.same_cost(pairs, runs, limits.allowed)
+    blank = replace(blank, gates=[*alike, *cost])
     dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
@@ -430,16 +451,14 @@ def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, found: Compa
     return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=found)
 
 
-def _alike(
-    running: Series, runs: Sequence[Run], metric: Metric, limits: Limits, pairs: Sequence[guards.Pair], reference: str
-) -> list[Condition]:
-    """The conditions that make runs of two commits comparable. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
+def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Sequence[guards.Pair], reference: str) -> list[Condition]:
+    """The conditions that make runs of two commits comparable, which one pair can show. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
     if reference == "anchor":
         return [guards.work(running.case, metric, pairs)]
     measured = running.measured().model_copy(update={"runs": list(runs)})
     found = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
     # What is outside of steps has its own limit here (`_rest`), and steps that slow down are a regression whatever it does.
-    return [*(g for g in found if g.name not in ("configuration", "whole_launch")), *slowdown.same_training(pairs, runs, limits.allowed)]
+    return [*(g for g in found if g.name not in ("configuration", "whole_launch")), slowdown.same_fields(pairs)]
 
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:

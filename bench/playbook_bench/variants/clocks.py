@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -55,7 +56,7 @@ def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
 
 def logged(log: StepLog) -> float:
     """Seconds of all steps of a log, at least: its first line may be of one step alone."""
-    return log.steps[0].seconds + log.every * math.fsum(step.seconds for step in log.steps[1:])
+    return log.steps[0].seconds + math.fsum((b.step - a.step) * b.seconds for a, b in itertools.pairwise(log.steps))
 
 
 def _fine(log: StepLog, first: int) -> None:

@@ -38,6 +38,8 @@ class Command:
     files: trees.Files | None = None
     """The files that it runs in; those of `here`, where None."""
     here: Path = Path()
+    tokens: int | None = None
+    """Of a step of the whole job; None where its log is to tell them."""
     longer: bool = False
     proves: bool = False
     cache: Path = Path()
@@ -76,6 +78,7 @@ class Command:
             case.trace,
             files,
             here,
+            values.get("step_tokens"),
         )
 
     @property
@@ -155,6 +158,7 @@ class Command:
             ranks=self.ranks,
             timeout_s=timeout_s,
             told=self.told.model_copy(update={"file": fill(self.told.file, given)}) if self.told.file else self.told,
+            tokens=self.tokens,
             longer=self.longer,
             patterns=self.patterns,
             trace=cwd / fill(traced.file, given) if traced else None,

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Program:
     ranks: int
     timeout_s: float
     told: Steps
+    tokens: int | None = None
+    """Of a step of the whole job; None where its log is to tell them."""
     longer: bool = False
     patterns: Sequence[str] = ()
     trace: Path | None = None
@@ -169,7 +171,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
     Raises:
         PlaybookError: the log does not tell the steps that it must, or a trace cannot be read.
     """
-    found = _read_steps(program.told, program.steps_file, printed)
+    found = _with_tokens(_read_steps(program.told, program.steps_file, printed), program.tokens)
     rows = _rows(found, program.told, program.longer)
     first = next(i for i, row in enumerate(rows) if row["timed"])
     warm_up, timed = (math.fsum(r["seconds"] for r in rows if r["timed"] is which) for which in (False, True))
@@ -228,6 +230,22 @@ def _read_steps(told: Steps, file: Path | None, printed: _Printed) -> StepLog:
     if len(found.steps) <= told.first_timed(len(found.steps), found.every):
         raise LogError(f"its log has {len(found.steps)} lines of steps, of which none is left after the warm-up; run more steps")
     return found
+
+
+def _with_tokens(log: StepLog, tokens: int | None) -> StepLog:
+    """The log with tokens that its command is known to take.
+
+    Raises:
+        LogError: it tells them itself.
+    """
+    if tokens is None:
+        return log
+    if "tokens" not in log.unknown:
+        raise LogError(
+            f"its log tells the tokens of a step itself; leave out the {tokens} that are named beside it (--tokens, step_tokens)"
+        )
+    steps = tuple(replace(step, tokens=float(tokens)) for step in log.steps)
+    return replace(log, steps=steps, unknown=tuple(name for name in log.unknown if name != "tokens"))
 
 
 def _rows(found: StepLog, told: Steps, longer: bool) -> list[dict[str, Any]]:

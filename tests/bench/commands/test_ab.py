@@ -10,11 +10,13 @@ import pytest
 
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError
+from playbook.records.commands import Steps
 from playbook_app.cli.app import main
 from playbook_bench.launch.outcome import Result
 from playbook_bench.run import ab, replay
 from playbook_bench.variants import checkout
 from playbook_bench.variants import command as variant
+from playbook_bench.variants.program import Program, start
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py")
 COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
@@ -30,9 +32,11 @@ def invented(monkeypatch):
         def start(program, folder, on_step=None):
             slower = next((float(w.partition("=")[2]) for w in program.words if w.startswith("--slower=")), 0.0)
             launch = 0.1 * (1 + slower) * (1 + draw.gauss(0, noise))
+            tokens = program.tokens or 8
             seconds = [launch * (1 + draw.gauss(0, 0.005)) for _ in range(20)]
             rows = [
-                {"step": i, "timed": i >= 4, "seconds": s, "useful_tokens": 8, "raw_tokens": 8, "loss": 1.0} for i, s in enumerate(seconds)
+                {"step": i, "timed": i >= 4, "seconds": s, "useful_tokens": tokens, "raw_tokens": tokens, "loss": 1.0}
+                for i, s in enumerate(seconds)
             ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             env = {"strict": {"packages": {}, "world_size": 1}}
@@ -154,6 +158,8 @@ def test_a_log_that_tells_no_step_is_no_crash(run):
         ("--timeout", "0s", "--timeout is 0"),
         ("--timeout", "soon", "--timeout is 'soon'"),
         ("--loss", "0%", "--loss is 0 %"),
+        ("--tokens", "4096,", "--tokens is '4096,'"),
+        ("--work", "more", "--work is 'more'"),
     ],
 )
 def test_an_option_that_nothing_can_meet_is_said_before_anything_runs(run, option, value, said):
@@ -235,6 +241,43 @@ def test_an_unknown_metric_is_a_mistake(run):
     assert "step_tine" in err
     assert "did you mean 'step_time'?" in err
     assert "expected one of: memory, step_time, tokens_per_s" in run("--metric", "throughput", "--", *COMMAND, "--vs", *COMMAND)[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict", "says"),
+    [
+        (["--metric", "tokens_per_s"], "undecided", "; where that is meant: --work any"),
+        (["--work", "any"], "undecided", "; where that is meant: --metric tokens_per_s --work any"),
+        (["--metric", "tokens_per_s", "--work", "any"], "faster", "faster  +"),
+    ],
+)
+def test_batches_that_differ_on_purpose_are_compared_by_tokens(run, invented, options, verdict, says):
+    """The candidate's step takes 1.5 times as long and has twice the tokens."""
+    invented()
+    _, found, err = run(*options, "--tokens", "4096,8192", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.5")
+    assert (found["verdict"], says in found["sentence"] + err) == (verdict, True), found["sentence"] + err
+    if verdict == "faster":
+        assert found["effect_percent"]["low"] < 100 / 3 < found["effect_percent"]["high"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_tokens_that_are_named_count_where_the_log_tells_none(tmp_path, told):
+    rows = [{"step": i, "seconds": (1 + i / 999) / 1e3, "loss": 2.0} | ({"tokens": 16} if told else {}) for i in range(1, 9)]
+    words = [sys.executable, "-c", "".join(f"print({json.dumps(json.dumps(row))})\n" for row in rows)]
+    ended = start(Program(words, tmp_path, {}, None, 1, 60.0, Steps(), tokens=4096), tmp_path)
+    if told:
+        assert "its log tells the tokens of a step itself; leave out the 4096" in ended.message
+    else:
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert {row["useful_tokens"] for row in rows} == {4096}
+        assert json.loads((tmp_path / "summary.json").read_text())["env"]["strict"]["not_told"] == []
+
+
+def test_an_unknown_log_ends_with_a_pattern_that_reads_it(run):
+    words = [sys.executable, "-c", "for i in range(1, 9): print(f'it {i} loss=2.{i} (4.{i} s/it)')"]
+    code, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
+    assert code == 5
+    assert "This pattern fits its lines: 'regex:it" in found["sentence"]
 
 
 @pytest.mark.parametrize(("metric", "fault", "field"), [("memory", "", "memory_bytes"), ("tokens_per_s", "no tokens", "tokens")])

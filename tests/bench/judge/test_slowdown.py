@@ -43,7 +43,9 @@ def series(
 def gates(which: str, made: tuple[list[Pair], list[Run]], allowed: dict[str, float] | None = None) -> dict[str, str]:
     """What each condition that does not hold says."""
     pairs, runs = made
-    found = slowdown.same_training(pairs, runs, allowed or {}) if which == "training" else slowdown.same_cost(pairs, runs, allowed or {})
+    allowed = allowed or {}
+    trained = [slowdown.same_fields(pairs), *slowdown.same_training(pairs, runs, allowed)]
+    found = trained if which == "training" else slowdown.same_cost(pairs, runs, allowed)
     return {g.name: g.detail for g in found if not g.ok}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 import log_excerpts as logs
 import pytest
@@ -25,9 +25,19 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "console": (logs.trainer_console(), None),
     "lightning": (logs.lightning(), None),
     "monitor": (logs.lightning(monitor=True), None),
+    "swift": (logs.swift(), None),
+    "nanogpt": (logs.nanogpt(), None),
+    "modded": (logs.modded_nanogpt(), None),
+    "deepspeed": (logs.deepspeed(), None),
+    "olmo": (logs.olmo_core(), None),
+    "nemo": (logs.nemo(), None),
+    "verl": (logs.verl(), None),
+    "wandb": (logs.wandb(), None),
+    "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }
-NUMBER = re.compile(r"[\w+.\-]*\d[\w+.\-]*")
+WORD = re.compile(r"[\w+.\-]+")
+DIGIT = re.compile(r"\d")
 JUNK = "x|:,'\"{}[]\x00\x1b\r\n\t \x0b\u2028é0"
 
 
@@ -82,7 +92,14 @@ def figures(log: StepLog) -> dict[str, list[object]]:
     """Figure by figure, without the arrival of lines, which a line that was put between others moved."""
     moved = {"arrived", *(["seconds"] if log.clock == "arrival" else [])}
     names = [f.name for f in dataclasses.fields(LoggedStep) if f.name not in moved]
-    return {name: [getattr(step, name) for step in log.steps] for name in names}
+    # Where a clock of a table is lost, another counts, which rounds otherwise.
+    values = {name: [getattr(step, name) for step in log.steps] for name in names}
+    return values | ({"seconds": [round(s.seconds, 6) for s in log.steps]} if "seconds" in names else {})
+
+
+@lru_cache(64)
+def numbers(text: str) -> list[str]:
+    return sorted(word for word in WORD.findall(text) if DIGIT.search(word))
 
 
 def check(kind: str, seed: int) -> bool:
@@ -90,12 +107,16 @@ def check(kind: str, seed: int) -> bool:
     text, adapter = LOGS[kind]
     rng = random.Random(f"{kind} {seed}")
     mutated = rng.choice(MUTATIONS)(rng, text)
-    found = attempt(mutated, adapter)
+    # Most are read by the name of their adapter, as a second launch's is; the others must be recognised first.
+    found = attempt(mutated, adapter or (original(kind).adapter if seed % 4 else None))
+    if kind in ("olmo", "state") and sorted(mutated.split("\n")) == sorted(text.split("\n")):
+        return False  # figures of a step on lines of their own, which changed places: nothing can show it
     if isinstance(found, str):
         assert len(found) > 30
         assert found.isprintable()
         return True
-    digits = sorted(NUMBER.findall(mutated)) != sorted(NUMBER.findall(text)) and mutated.count("\n") == text.count("\n")
+    # A line break in place of a digit does not show where a number ends a line and no other form is expected.
+    digits = (kind in ("state", "regex", "olmo") or mutated.count("\n") == text.count("\n")) and numbers(mutated) != numbers(text)
     if digits:
         assert len(found.steps) == len(original(kind).steps)
         assert all(s.seconds > 0 for s in found.steps)
@@ -118,5 +139,5 @@ def test_damage_is_an_error_or_changes_nothing(kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", LOGS)
 def test_ten_thousand_mutations_are_errors_or_change_nothing(kind: str) -> None:
-    noticed = sum(check(kind, seed) for seed in range(1000))
-    assert 100 < noticed < 1000
+    noticed = sum(check(kind, seed) for seed in range(10_000))
+    assert 1000 < noticed < 10_000

@@ -23,6 +23,8 @@ ALL: dict[str, tuple[Callable[[], str], str | None, str]] = {
     "hf": (logs.trainer_state, None, "differences"),
     "lightning": (logs.lightning, None, "logged"),
     "lightning monitor": (lambda: logs.lightning(monitor=True), None, "differences"),
+    "nanogpt": (logs.nanogpt, None, "logged"),
+    "nanogpt modded": (logs.modded_nanogpt, None, "differences"),
     "regex": (logs.own_format, logs.OWN_PATTERN, "logged"),
 }
 
@@ -36,17 +38,17 @@ def test_seconds_and_losses_are_those_of_the_log(kind: str) -> None:
     assert (log.clock, log.every) == (clock, 1)
     assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[begin:], abs=1e-6)
     assert [s.loss for s in log.steps] == pytest.approx(logs.LOSSES[begin:])
-    origin = 0 if log.adapter in ("lightning", "regex") else 1
+    origin = 0 if kind in ("lightning", "lightning monitor", "nanogpt", "regex") else 1
     assert [s.step for s in log.steps] == list(range(origin + begin, origin + 8))
 
 
 UNKNOWN = {
-    "jsonl": {"grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s"},
-    "playbook": {"memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s"},
-    "megatron": {"tokens", "memory_bytes", "tokens_per_s"},
-    "torchtitan": {"tokens", "skipped", "samples"},
-    "hf": {"memory_bytes", "skipped", "samples", "flops_per_s"},
-    "lightning": {"tokens", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s"},
+    "jsonl": {"grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+    "playbook": {"memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+    "megatron": {"tokens", "memory_bytes", "tokens_per_s", "tokens_per_s_per_gpu"},
+    "torchtitan": {"tokens", "skipped", "samples", "tokens_per_s"},
+    "hf": {"memory_bytes", "skipped", "samples", "tokens_per_s_per_gpu", "flops_per_s"},
+    "lightning": {"tokens", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
 }
 
 
@@ -59,7 +61,11 @@ def test_figures_come_in_our_units() -> None:
     step = read(logs.megatron()).steps[-1]
     assert (step.samples, step.flops_per_s, step.grad_norm, step.skipped) == (128, pytest.approx(220.4e12), 2.853, False)
     step = read(logs.torchtitan()).steps[-1]
-    assert (step.memory_bytes, step.tokens_per_s, step.flops_per_s) == (pytest.approx(9.46 * 2**30), 7282, pytest.approx(1000.52e12))
+    assert (step.memory_bytes, step.tokens_per_s_per_gpu, step.flops_per_s) == (
+        pytest.approx(9.46 * 2**30),
+        7282,
+        pytest.approx(1000.52e12),
+    )
     assert read(logs.trainer_state()).steps[-1].tokens == logs.TOKENS
 
 
@@ -165,14 +171,17 @@ def test_a_log_that_names_its_length_needs_no_telling() -> None:
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_told_apart_from_a_lost_beginning() -> None:
     text = "".join(f'{{"step": {n}, "seconds": 0.5}}\n' for n in range(101, 111))
-    with pytest.raises(LogError, match="first step logged is 101"):
-        read(text, steps=10)
-    assert [s.step for s in read(text, steps=10, first=101).steps] == list(range(101, 111))
+    for log in (read(text, steps=10), read(text, steps=10, first=101)):
+        assert [s.step for s in log.steps] == list(range(101, 111))
+    with pytest.raises(LogError, match=r"first step logged is 102 .* expected 10 steps"):
+        read(without(text, "101"), steps=10)
+    with pytest.raises(LogError, match="first step logged is 102"):
+        read(without(text, "101"), first=101)
 
 
 def test_an_unknown_adapter_names_the_known_ones() -> None:
-    with pytest.raises(LogError, match="jsonl, megatron, torchtitan, hf, lightning"):
-        read(J, "nemo")
+    with pytest.raises(LogError, match="jsonl, megatron, nemo, verl, torchtitan, nanogpt, olmo-core, hf, deepspeed, lightning"):
+        read(J, "nobody")
 
 
 @pytest.mark.parametrize("pattern", ["regex:(", "regex:took (?P<seconds>.*)", "regex:" + "(?P<step>a)" * 2])

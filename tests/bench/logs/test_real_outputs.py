@@ -105,6 +105,40 @@ def test_tensorboards_events_are_read_by_their_scalars_or_their_moments(tmp_path
     assert (log.clock, [s.seconds for s in log.steps]) == ("differences", pytest.approx([0.25] * 4))
 
 
+def test_tags_at_different_steps_are_those_of_validations_and_of_the_runs_end(tmp_path: Path) -> None:
+    """As transformers and Lightning write them: the epoch at each validation too, totals twice, the mean loss once at the end."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 21):
+            named: list[tuple[str, float]] = []
+            if step % 2 == 0:
+                named += [("train/loss", 2 + 1 / step), ("train/grad_norm", 1.5), ("train/num_input_tokens_seen", 4096 * step)]
+            if step % 3 == 0:
+                named += [("eval/loss", 9.0), ("val_loss", 9.0), ("train/num_input_tokens_seen", 4096 * step)]
+            if step == 20:
+                named += [("train/train_loss", 5.0), ("train/train_runtime", 5.0), ("train/total_flos", 1e12)]
+            for tag, value in [*named, *([("epoch", 0), ("train/epoch", step / 20)] if named else [])]:
+                writer.add_scalar(tag, value, step, walltime=1000 + step / 4)
+    log = read(tmp_path, steps=20)
+    assert (log.every, log.clock, steps_of(log)) == (2, "differences", list(range(4, 21, 2)))
+    assert [s.seconds for s in log.steps] == pytest.approx([0.25] * 9)
+    assert [s.loss for s in log.steps] == pytest.approx([2 + 1 / n for n in range(4, 21, 2)])
+    assert {s.tokens for s in log.steps} == {4096}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "options", "steps"),
+    [("train_hugging_face.py", ["--logging-steps", "2"], [4, 6]), ("train_lightning.py", ["--pause-ms", "50"], [1, 3, 5])],
+)
+def test_events_of_the_installed_packages_are_read(tmp_path: Path, script: str, options: list[str], steps: list[int]) -> None:
+    run(script, *options, "--tensorboard", "--output", "out", folder=tmp_path)
+    log = read(next(tmp_path.rglob("events.out.tfevents.*")), steps=STEPS)
+    assert (log.adapter, log.every, steps_of(log)) == ("tensorboard", 2, steps)
+    assert all(s.seconds > 0 and s.loss is not None for s in log.steps)
+
+
 def test_damaged_events_are_errors(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole = path.read_bytes()

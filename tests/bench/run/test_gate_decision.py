@@ -227,14 +227,21 @@ def test_a_path_that_did_not_run_is_no_pass(judged):
     [
         ({"data": "other"}, "the two commits cannot be compared: data"),
         ({"tokens": 900}, "the two commits cannot be compared: work"),
-        ({"loss": 0.1}, "; loss: loss of step 12 is 4.98, and 4.88 before"),
+        ({"loss": 0.1}, "the two commits cannot be compared: loss: mean losses differ by 2 %"),
         ({"grad_norm": 2.0}, "the two commits cannot be compared: grad_norm"),
     ],
 )
 @pytest.mark.parametrize("metric", [SPEED, BYTES])
 def test_a_commit_that_trains_otherwise_is_no_pass(judged, planted, says, metric):
-    found, _ = judged(case=CASE.model_copy(update={"metric": metric}), candidate=planted)
+    found, launched = judged(case=CASE.model_copy(update={"metric": metric}), candidate=planted)
     assert (found.status, says in found.sentence) == ("error", True), found.sentence
+    assert (len(launched) == 2) == (metric == BYTES or "grad_norm" not in planted), "what the first launch of each shows takes no more"
+
+
+def test_a_loss_within_the_band_is_told_apart_once_launches_of_one_commit_show_their_rounding(judged):
+    found, launched = judged(candidate={"loss": 0.02})
+    assert "the two commits cannot be compared: loss: loss of step 12 is 4.9, and 4.88 before" in found.sentence
+    assert len(launched) > 2
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,106 @@ def trainer_console() -> str:
     return "".join(out)
 
 
+def swift(old: bool = False) -> str:
+    """ms-swift's `logging.jsonl`, with a validation, its closing line and the whole history at the end; old: with a speed in place of a clock."""
+    rows = []
+    for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1):
+        clock = (
+            {"global_step": i}
+            if old
+            else {"global_step/max_steps": f"{i}/8", "percentage": f"{i * 12.5:.2f}%", "elapsed_time": f"{at:.0f}s"}
+        )
+        rows.append({"loss": x, "grad_norm": 1.5, "memory(GiB)": 20.5, "train_speed(iter/s)": round(i / at, 6), "epoch": i / 8} | clock)
+    end = {"epoch": 1.0, "global_step/max_steps": "8/8", "elapsed_time": "4s"}
+    rows += [{"eval_loss": 2.2, "eval_runtime": 0.5} | end, {"train_runtime": 4.5, "train_loss": 2.3} | end]
+    rows += [{"last_model_checkpoint": "output/checkpoint-8", "global_step": 8, "log_history": [{"loss": 2.5, "step": 1}]}]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def nanogpt(first: int = 0) -> str:
+    """nanoGPT's lines, with its validation between them."""
+    rows = [
+        f"iter {first + i}: loss {x:.4f}, time {s * 1000:.2f}ms, mfu 38.20%" for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True))
+    ]
+    return "\n".join(["step 0: train loss 10.9886, val loss 10.9898", *rows]) + "\n"
+
+
+def modded_nanogpt() -> str:
+    """modded-nanoGPT's lines of early 2025: milliseconds since the start."""
+    rows = [
+        f"step:{i}/8 train_loss:{x:.4f} train_time:{at * 1000:.0f}ms step_avg:{at * 1000 / i:.2f}ms"
+        for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1)
+    ]
+    return "\n".join([*rows, "step:8/8 val_loss:3.2784 train_time:4300ms step_avg:537.50ms"]) + "\n"
+
+
+def nemo() -> str:
+    """NeMo 2's lines, whose steps begin at 0."""
+    rows = [
+        f"Training epoch 0, iteration {i}/7 | lr: 6.897e-06 | global_batch_size: 128 | global_step: {i} | max_memory_reserved: 127785762816 |"
+        f" max_memory_allocated: 115792977920 | reduced_train_loss: {x:.4g} | train_step_timing in s: {s:.4g} | TFLOPS_per_GPU: 1.249e+03 |"
+        f" consumed_samples: {128 * (i + 1)}" + (" | val_loss: 2.861" if i > 4 else "")
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True))
+    ]
+    return "\n".join(["[NeMo I 2025-04-01 10:00:00 nemo_logging:393] Setting up optimizers", *rows]) + "\n"
+
+
+def verl() -> str:
+    """verl's console, with the validation before its first step, by a worker of Ray."""
+    who = "\x1b[36m(TaskRunner pid=42)\x1b[0m "
+    rows = [
+        f"{who}step:{i} - actor/pg_loss:{-0.01 * i:.3f} - actor/grad_norm:np.float64(1.5) - perf/max_memory_allocated_gb:38.5 - training/global_step:{i}"
+        f" - critic/returns/min:-2.01 - timing_s/gen:{s / 2} - timing_s/step:{s} - perf/total_num_tokens:{TOKENS} - perf/time_per_step:{s}"
+        " - perf/throughput:8192.0"
+        for i, s in enumerate(SECONDS, 1)
+    ]
+    return "\n".join([f"{who}step:0 - val-core/openai/gsm8k/reward/mean@1:0.2", *rows]) + "\n"
+
+
+def wandb() -> str:
+    """A run's history as W&B's API gives it to pandas: its own counter of rows, and rows of a validation and of the end."""
+    pairs = enumerate(zip(moments(), LOSSES, strict=True), 1)
+    rows = [f"{i + (i > 4)},{i + (i > 4)},{1e9 + at},{at},{i},{x},1.5,," for i, (at, x) in pairs]
+    rows.insert(4, "5,4,1000000002.3,2.3,4,,,2.2,")
+    return (
+        "\n".join(
+            [
+                ",_step,_timestamp,_runtime,train/global_step,train/loss,train/grad_norm,eval/loss,train/train_runtime",
+                *rows,
+                "9,10,1000000009,9,8,,,,4.5",
+            ]
+        )
+        + "\n"
+    )
+
+
+def deepspeed() -> str:
+    """DeepSpeed's two lines a step: what its optimizer did, and its timer."""
+    out = []
+    for i, at in enumerate(moments(), 1):
+        second, milli = divmod(round(at * 1000), 1000)
+        moment = f"[2023-11-07 01:55:{second:02d},{milli:03d}] [INFO]"
+        out.append(f"{moment} [logging.py:96:log_dist] [Rank 0] step={i}, skipped=0, lr=[4.9e-05, 4.9e-05], mom=[(0.9, 0.95), (0.9, 0.95)]")
+        out.append(
+            f"{moment} [timer.py:260:stop] epoch=0/micro_step={4 * i}/global_step={i}, RunningAvgSamplesPerSec=25.025771473496132,"
+            f" CurrSamplesPerSec=25.704280480541442, MemAllocated=4.32GB, MaxMemAllocated=38.5GB"
+        )
+    return "\n".join(out) + "\n"
+
+
+def olmo_core() -> str:
+    """Blocks of OLMo-core's console, one a step."""
+    out = []
+    for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1):
+        second, milli = divmod(round(at * 1000), 1000)
+        where = "host:0\tolmo_core.train.callbacks.console_logger:91\tINFO"
+        out.append(f"2025-06-01 12:00:{second:02d}.{milli:03d}\t{where}\t[step={i}/8,epoch=1,eta=0:00:0{8 - i}]")
+        out += [f"    optim/total grad norm={1.5}", f"    train/CE loss={x}", "    throughput/device/TPS=8,192"]
+        out += [f"    throughput/total tokens={TOKENS * i:,}", "    gpu_memory/GPU active mem (GiB)=38.50"]
+    out.append(f"2025-06-01 12:00:09.000\t{where}\tTraining complete")
+    return "\n".join(out) + "\n"
+
+
 def lightning(monitor: bool = False) -> str:
     """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation and callbacks in rows of their own."""
     if not monitor:

@@ -59,6 +59,7 @@ def main() -> None:
     arguments.add_argument("--logging-steps", type=int, default=1)
     arguments.add_argument("--collate-ms", type=float, default=0.0)
     arguments.add_argument("--faster", action="store_true")
+    arguments.add_argument("--tensorboard", action="store_true", help="write events, with a validation between logged steps")
     told = arguments.parse_args()
     set_seed(7)
     if told.faster:
@@ -76,11 +77,14 @@ def main() -> None:
         logging_steps=told.logging_steps,
         include_num_input_tokens_seen="all",
         save_strategy="no",
-        report_to="none",
+        report_to="tensorboard" if told.tensorboard else "none",
+        eval_strategy="steps" if told.tensorboard else "no",
+        eval_steps=3,
         use_cpu=True,
         learning_rate=1e-2,
     )
-    trainer = Trainer(model=Model(told.faster), args=settings, train_dataset=Samples(told.batch * 16), data_collator=collate)
+    samples = Samples(told.batch * 16)
+    trainer = Trainer(model=Model(told.faster), args=settings, train_dataset=samples, eval_dataset=samples, data_collator=collate)
     trainer.train()
     Path(told.output).mkdir(parents=True, exist_ok=True)
     trainer.save_state()

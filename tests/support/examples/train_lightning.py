@@ -1,4 +1,4 @@
-"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger. `--pause-ms` makes a step longer."""
+"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger or TensorBoard's. `--pause-ms` makes a step longer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,6 +34,9 @@ class Model(lightning.LightningModule):
             self.before = now
         return loss
 
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.inner(batch[0]), batch[0]))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -44,6 +47,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=20)
     arguments.add_argument("--pause-ms", type=float, default=0.0)
     arguments.add_argument("--monitor", action="store_true", help="Lightning's own clock instead of a step time")
+    arguments.add_argument("--tensorboard", action="store_true", help="write events, with a validation between logged steps")
     told = arguments.parse_args()
     lightning.seed_everything(7)
     data = DataLoader(TensorDataset(torch.randn(told.steps * 8, WIDTH)), batch_size=8)
@@ -52,15 +56,16 @@ def main() -> None:
         callbacks = [lightning.pytorch.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))]
     trainer = lightning.Trainer(
         max_steps=told.steps,
-        logger=CSVLogger(told.output, name="", version=""),
-        log_every_n_steps=1,
+        logger=(TensorBoardLogger if told.tensorboard else CSVLogger)(told.output, name="", version=""),
+        log_every_n_steps=2 if told.tensorboard else 1,
+        val_check_interval=3 if told.tensorboard else None,
         callbacks=callbacks,
         accelerator="cpu",
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(told.pause_ms, not told.monitor), data)
+    trainer.fit(Model(told.pause_ms, not told.monitor), data, data if told.tensorboard else None)
 
 
 if __name__ == "__main__":

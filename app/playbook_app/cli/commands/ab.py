@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import asdict
@@ -20,6 +21,8 @@ from playbook_bench.machine import detect
 from playbook_bench.run import ab as two_commands
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
+
+_TOKENS = re.compile(r"([1-9][0-9]{0,14})(?:,([1-9][0-9]{0,14}))?")
 
 app = commands()
 
@@ -46,6 +49,11 @@ def ab(
         int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed; the first fifth, if not given.")
     ] = None,
     loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far mean losses may differ; any, if they may differ at all.")] = "1%",
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N]", help="Tokens of a step of the whole job where a log tells none; of A and B, if they differ."),
+    ] = None,
+    work: Annotated[str, typer.Option(help="equal, or any: steps may have different numbers of tokens, for metrics per token.")] = "equal",
     timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
     trace: Annotated[
         str | None,
@@ -73,6 +81,8 @@ def ab(
         metric=metric,
         margin=to_share(margin, "--margin"),
         steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
+        tokens=None if tokens is None else _both(tokens),
+        any_work=_any_work(work),
         loss=None if loss == "any" else to_share(loss, "--loss"),
         timeout_s=to_seconds(timeout, "--timeout") or 0.0,
     )
@@ -91,14 +101,31 @@ def ab(
         progress.close()
     report.print_outcome(outcome, out, found.verdict)
     report.print_summary([outcome], out)
+    if hint := two_commands.hint(outcome.evidence.derived):
+        out.print(f"      {hint}", markup=False)
     walls = _walls(asked, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:
-        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
+        sentence = "; ".join(filter(None, [outcome.evidence.derived.verdict.sentence, hint]))
+        answered = two_commands.as_json(asked, found, str(outcome.path), sentence)
         print_json(answered | ({"walls": walls} if walls else {}))
     for variant, each in [] if as_json else walls.items():
         say(f"\n{variant}")
         print_walls(each)
     raise typer.Exit(two_commands.EXIT_CODES[found.verdict])
+
+
+def _both(text: str) -> tuple[int, int]:
+    """Tokens of a step of both commands: `4096`, or `4096,8192`."""
+    match = _TOKENS.fullmatch(text)
+    if match is None:
+        raise PlaybookError(f"--tokens is '{text[:40]}'; expected tokens of a step, such as 4096, or 4096,8192 for A and B")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _any_work(text: str) -> bool:
+    if text not in ("equal", "any"):
+        raise PlaybookError(f"--work is '{text[:40]}'; expected equal or any")
+    return text == "any"
 
 
 def _walls(asked: two_commands.Question, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:

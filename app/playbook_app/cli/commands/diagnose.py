@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
@@ -15,7 +17,7 @@ import typer
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.seen import KINDS, parsed
-from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, setting
+from playbook.diagnosis.setting import FRAMEWORKS, Figures, Measured, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
 from playbook.planner.choice.plain_data import words
@@ -33,6 +35,7 @@ from playbook_app.cli.quantities import tokens as to_tokens
 from playbook_app.services.changes import changed
 from playbook_app.services.standing import stock_here
 from playbook_bench.logs import NoAdapter, read
+from playbook_bench.logs.facts import Facts
 from playbook_trainer.config.dry_run import plan_of
 from playbook_trainer.config.tree import load
 
@@ -47,6 +50,21 @@ _GROWTH = 0.02
 _SHOWN = 3
 _SEQ = 4096
 """Tokens of a sequence where nobody says."""
+_LIKE = 0.2
+"""Share by which two figures of one log may differ: checkpoints between its steps count in one and not in the other."""
+_FEWEST = 0.4
+"""Share of a batch's tokens that may count: a trainer may leave out padding and prompts."""
+_OTHER_COUNT = 1.8
+"""Factor between ways to count FLOPs: attention causal or not, long sequences."""
+_TENTH = 0.1
+"""Of a sample: what a batch by its tokens may be off."""
+_NO_BATCH = "about four million tokens"
+_STATED = (
+    ("gbs", "gbs", "a global batch of {} samples"),
+    ("seq", "seq_len", "sequences of {} tokens"),
+    ("gpus", "gpus", "{} GPUs"),
+)
+"""For each fact of a log the option that names it as well, the word of a layout, and what it is."""
 _MAX_SUMMARY = 10_000_000
 _METRICS = "metrics.jsonl"
 _AB = "playbook ab -- COMMAND --vs"
@@ -57,10 +75,14 @@ _AB = "playbook ab -- COMMAND --vs"
 class _Log:
     """What a log says of the speed. Units: seconds; tokens per second and GPU, or tokens of a step of the whole job."""
 
-    seconds: float
+    seconds: float | None
     tokens: float | None
     rate: float | None
-    samples: int | None
+    rate_of_any: float | None
+    """Tokens per second of the job or of one GPU: the log does not say which."""
+    flops: float | None
+    """FLOP/s of one GPU, as the trainer counts them."""
+    facts: Facts
     uneven: float | None
     grown: tuple[float, float] | None
     """Peak bytes of its first and of its last quarter, where memory grew."""
@@ -106,6 +128,9 @@ def diagnose_run(
         Path | None,
         typer.Option("--trace", help="A trace of some steps: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace."),
     ] = None,
+    log: Annotated[
+        str | None, typer.Option("--log", help="Kind of RUN's log, such as jsonl, hf, megatron or regex:PATTERN; found out, if not given.")
+    ] = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
     ] = None,
@@ -115,14 +140,20 @@ def diagnose_run(
     number, kind = machines(gpus, hardware)
     known = tuple(word for text in layout or [] for word in _split(text))
     asked = _Asked(model, number, kind, seq, gbs, (*known, *cuts(layers, experts)), framework, network, imbalance)
-    log = _log(run) if run else None
-    where = replace(_where(_with_log(asked, log), run), seen=parsed(saw or []))
+    logged = _log(run, log) if run else None
+    where = replace(_where(_with_log(asked, logged), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
-    if log is not None and figures == Figures():
-        rate = log.rate or (log.tokens / log.seconds / where.question.gpus if log.tokens else None)
-        figures = Figures(step_s=None if rate else log.seconds, tokens_per_s_per_gpu=rate, said=str(run))
+    if logged is not None and figures == Figures():
+        figures = Figures(step_s=logged.seconds, tokens_per_s_per_gpu=_rate(logged, where), said=str(run))
     speed = measured(where, figures)
-    seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None, log.grown if log else None)
+    if logged is not None and speed is not None and figures.said:
+        _agree(where, speed, logged)
+    seen = Seen(
+        _walls(trace) if trace else None,
+        logged.notes if logged else (),
+        logged.uneven if logged else None,
+        logged.grown if logged else None,
+    )
     stock = stock_here()
     found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
     print_json(found) if as_json else _show(found)
@@ -144,19 +175,83 @@ class _Asked:
 
 
 def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
-    """What is asked, with the batch that a log tells: what the run itself wrote goes before what would be assumed.
+    """What is asked, with the GPUs, sequences and batch that a log states: what the run itself wrote goes before what would be assumed.
 
     Raises:
-        ConfigError: the command line names another.
+        ConfigError: the command line names others, or the log's tokens make no sample.
     """
     if log is None:
         return asked
-    named = next((int(w[4:]) for w in asked.known if re.fullmatch(r"gbs=[0-9]{1,10}", w)), asked.gbs)
-    if log.samples and named and named != log.samples:
-        raise ConfigError(f"the log has a global batch of {log.samples} samples, and --gbs is {named}; leave --gbs out")
-    each = asked.seq or _SEQ
-    told = log.samples or (round(log.tokens / each) if log.tokens and log.tokens % each == 0 else None)
-    return replace(asked, gbs=told) if told and named is None and asked.model else asked
+    for key, word, unit in _STATED:
+        stated, named = getattr(log.facts, key), _named(asked, key, word)
+        if stated and named and named != stated:
+            raise ConfigError(f"the log has {unit.format(stated)}, and --{key} is {named}; leave --{key} out")
+        if stated and named is None and asked.model:
+            asked = replace(asked, **{key: stated})
+    gpus = _named(asked, "gpus", "gpus")
+    rate = log.rate or (log.rate_of_any if gpus == 1 else None)
+    tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus and log.seconds else None)
+    if _named(asked, "gbs", "gbs") or not (tokens and asked.model):
+        return asked
+    each = _named(asked, "seq", "seq_len") or _SEQ
+    if tokens < each / 2:
+        raise ConfigError(f"the log's steps have {tokens:,.0f} tokens, which is no sequence of {each}; name its length with --seq")
+    return replace(asked, gbs=max(1, ceil(tokens / each - _TENTH)))
+
+
+def _named(asked: _Asked, key: str, word: str) -> int | None:
+    """A count by a word of the layout, or by its option."""
+    return next((int(w.partition("=")[2]) for w in asked.known if re.fullmatch(rf"{word}=[0-9]{{1,10}}", w)), getattr(asked, key))
+
+
+def _rate(log: _Log, where: Setting) -> float | None:
+    """Tokens per second and GPU by the log; None where only its step time and the batch tell.
+
+    Raises:
+        ConfigError: a rate may be of the job or of one GPU, and nothing says which.
+    """
+    q = where.question
+    if log.tokens and log.seconds:
+        return log.tokens / log.seconds / q.gpus
+    if log.rate or not log.rate_of_any:
+        return log.rate
+    named = _NO_BATCH not in "".join(where.assumed)
+    job = q.global_batch * q.seq_len / log.seconds if log.seconds else 0.0
+    if q.gpus == 1:
+        return log.rate_of_any
+    each = next((r for r in (log.rate_of_any, log.rate_of_any / q.gpus) if job and abs(r * q.gpus / job - 1) < _LIKE), None)
+    if named and each:
+        return each
+    raise ConfigError(
+        f"the log's {log.rate_of_any:,.0f} tokens/s may be of the job or of one GPU; "
+        + ("neither fits its batch and its step time: check --gbs, --seq and --gpus" if named else "name the batch with --gbs, which tells")
+    )
+
+
+def _agree(where: Setting, speed: Measured, log: _Log) -> None:
+    """Hold the figures that come out against others of the log.
+
+    Raises:
+        ConfigError: the log contradicts them.
+    """
+    q = where.question
+    implied = log.tokens / log.seconds / log.rate if log.tokens and log.seconds and log.rate else q.gpus
+    if abs(implied / q.gpus - 1) > _LIKE:
+        raise ConfigError(
+            f"the log's tokens, seconds and rate of a GPU are those of {implied:.3g} GPUs, and --gpus is {q.gpus}; check --gpus"
+        )
+    share = speed.tokens_per_s_per_gpu * speed.step_s * q.gpus / (q.global_batch * q.seq_len)
+    if not _FEWEST < share < 1 + _LIKE:
+        raise ConfigError(
+            f"the log's steps have {share * q.global_batch * q.seq_len:,.0f} tokens, and {q.global_batch} samples of {q.seq_len} are"
+            f" {q.global_batch * q.seq_len:,}; check --gbs, --seq and --gpus"
+        )
+    flops = speed.tokens_per_s_per_gpu * where.flops_per_token
+    if log.flops and not 1 / _OTHER_COUNT < flops / log.flops < _OTHER_COUNT:
+        raise ConfigError(
+            f"the log says {log.flops / 1e12:,.0f} TFLOP/s on each GPU, and {q.global_batch} samples of {q.seq_len} tokens in {speed.step_s:.3g} s on"
+            f" {q.gpus} GPUs are {flops / 1e12:,.0f}; check --model, --gbs, --seq and --gpus"
+        )
 
 
 def _where(asked: _Asked, run: Path | None) -> Setting:
@@ -208,30 +303,36 @@ def _seconds(text: str) -> float:
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
-def _log(path: Path) -> _Log:
+def _log(path: Path, adapter: str | None) -> _Log:
     """The steady part of a log."""
     if not path.exists():
         raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
     try:
-        found = read(path, running=True)
+        found = read(path, adapter, running=True)
     except NoAdapter as e:
-        raise LogError(
-            f"{path}: no line tells of a step; expected the log of one of {e.known}, or JSON lines with step and seconds"
-        ) from None
+        hint = f"this fits its lines: --log {shlex.quote(e.pattern)}" if e.pattern else "or JSON lines with step and seconds"
+        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.known}, {hint}") from None
     steps = found.steps[len(found.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
-    whole = [s.tokens for s in steps if s.tokens is not None]
-    rates = [s.tokens_per_s for s in steps if s.tokens_per_s is not None]
-    samples = [s.samples for s in steps if s.samples]
-    middle = median(seconds)
-    uneven = quantiles(seconds, n=20)[-1] / middle if len(seconds) >= _FEW and found.every == 1 else None
+    middle = None if found.clock == "none" else median(seconds)
+    uneven = quantiles(seconds, n=20)[-1] / middle if middle and len(seconds) >= _FEW and found.every == 1 else None
     notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
     held = [s.memory_bytes for s in steps if s.memory_bytes]
     first, last = (max(part, default=0.0) for part in (held[: len(held) // 4], held[-(len(held) // 4) :] if len(held) >= _FEW else []))
     grown = (first, last) if first and last > (1 + _GROWTH) * first else None
-    batch = round(median(samples)) if samples else None
-    notes = (*notes, f"{path}: a global batch of {batch} samples") if batch else notes
-    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, batch, uneven, grown, notes)
+    samples = _middle(s.samples for s in steps)
+    facts = replace(found.facts, gbs=round(samples)) if samples else found.facts
+    notes += tuple(f"{path}: {unit.format(getattr(facts, key))}" for key, _, unit in _STATED if getattr(facts, key))
+    return _Log(
+        middle, _middle(s.tokens for s in steps), _middle(s.tokens_per_s_per_gpu for s in steps), _middle(s.tokens_per_s for s in steps),
+        _middle(s.flops_per_s for s in steps), facts, uneven, grown, notes,
+    )  # fmt: skip
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [v for v in values if v]
+    return median(known) if known else None
 
 
 @dataclass(frozen=True)
