@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import re
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 from playbook.errors import LogError
 from playbook_bench.logs import LoggedStep, StepLog, read
 
+MUTATIONS = int(os.environ.get("PLAYBOOK_MUTATIONS", "1500"))
+"""Of each format; 10,000 take about three minutes."""
 LOGS: dict[str, tuple[str, str | None]] = {
     "jsonl": (logs.json_lines(), None),
     "playbook": (logs.playbook(), None),
@@ -138,6 +141,6 @@ def test_damage_is_an_error_or_changes_nothing(kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", LOGS)
-def test_ten_thousand_mutations_are_errors_or_change_nothing(kind: str) -> None:
-    noticed = sum(check(kind, seed) for seed in range(10_000))
-    assert 1000 < noticed < 10_000
+def test_many_mutations_are_errors_or_change_nothing(kind: str) -> None:
+    noticed = sum(check(kind, seed) for seed in range(MUTATIONS))
+    assert MUTATIONS // 10 < noticed < MUTATIONS
