@@ -120,7 +120,7 @@ def test_ties_are_told_from_plans_that_lose() -> None:
         ({"allow": frozenset({"fp4"})}, "expected some of fp8"),
         ({"allow": frozenset({"fp8"}), "hardware": "a100"}, "no 8-bit products"),
         ({"memory_share": 92.0}, "a share of the GPU's memory"),
-        ({"fixed": ("gbs=4",)}, "--gbs say that"),
+        ({"fixed": ("gbs=4",)}, "--layers and --experts say that"),
         ({"fixed": ("speed=4",)}, "not a setting"),
         ({"model": "qwen3_8b", "fixed": ("imbalance=2",)}, "imbalance has no effect with a model without experts"),
         ({"fixed": ("tp=1", "sp=true")}, "sp has no effect with tp 1"),
