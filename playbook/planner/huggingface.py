@@ -99,6 +99,8 @@ class Fields:
         low = [k for k in ("layers", "heads", "kv_heads", "hidden", "vocab", "head_dim") if getattr(shape, k) < 1]
         if low or shape.layers > DEEPEST:
             raise ConfigError(f"{', '.join(low) or 'layers'} out of range; expected 1 or more, and at most {DEEPEST} layers")
+        if shape.mla is None and shape.heads % shape.kv_heads:
+            raise ConfigError(f"{shape.kv_heads} heads of keys and values for {shape.heads} heads; expected a number that divides them")
         if shape.experts and not 0 < shape.top_k <= shape.experts:
             raise ConfigError(f"{shape.top_k} of {shape.experts} experts for each token; expected 1 to {shape.experts}")
         return shape
@@ -148,6 +150,8 @@ def _shape(c: Fields, source: str, tower: Config | None, *, known: bool) -> Shap
     vocab = c.count("vocab_size", "padded_vocab_size")
     hybrid = _hybrid(c) if "hybrid_override_pattern" in c or "layers_block_type" in c else {}
     layers: int = hybrid["layers"] if hybrid else c.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if layers > DEEPEST:
+        raise ConfigError(f"layers out of range; expected 1 or more, and at most {DEEPEST} layers")
     tied = c.flag("tie_word_embeddings") if known else c.needed_flag("tie_word_embeddings")
     values: dict[str, Any] = {
         "layers": layers, "heads": heads, "experts": 0, "source": source, "hidden": hidden, "vocab": vocab, "tied": tied,
@@ -214,12 +218,15 @@ def _dense_layers(c: Fields, layers: int) -> int:
     plain = set(range(min(c.count("first_k_dense_replace", default=0), layers)))
     plain |= set(c.places("mlp_only_layers"))
     if isinstance(c.fields.get("moe_layer_freq"), list):
+        if len(c.places("moe_layer_freq")) != layers:
+            raise ConfigError(f"moe_layer_freq has {len(c.places('moe_layer_freq'))} entries; expected one for each of {layers} layers")
         plain |= {i for i, sparse in enumerate(c.places("moe_layer_freq")) if not sparse}
     else:
         c.refuse("moe_layer_freq", 1)
     if c.places("moe_layers"):
         plain |= set(range(layers)) - set(c.places("moe_layers"))
-    plain &= set(range(layers))
+    if any(not 0 <= i < layers for i in plain):
+        raise ConfigError(f"mlp_only_layers names layer {next(i for i in plain if not 0 <= i < layers)}; expected 0 to {layers - 1}")
     if plain != set(range(len(plain))):
         raise ConfigError(f"layers {str(sorted(plain))[:60]} have no experts; expected the first ones alone")
     return len(plain)
@@ -235,6 +242,10 @@ def _window(c: Fields) -> dict[str, int]:
     if not width or not c.flag("use_sliding_window", default=True):
         return {}
     kinds = c.fields.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == c.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    ):
+        raise ConfigError(f"layer_types is {str(kinds)[:60]}; expected a list with the kind of each layer")
     if not isinstance(kinds, list):
         if "max_window_layers" in c:  # the layers below it see everything
             first = c.count("max_window_layers")

@@ -163,6 +163,8 @@ def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Condition:
     if case.command and not any(_tokens_per_step(r) for pair in pairs for r in pair):
         return Condition(name="work", ok=True, detail="not compared: the log tells no tokens")
     equal = worst <= WORK_TOLERANCE
+    if equal and case.command and any("step_tokens" in variant for variant in (case.baseline, case.candidate)):
+        return Condition(name="work", ok=True, detail="not compared: the tokens are those that were named, for the log tells none")
     if equal or (not metric.per_step and (case.delta.work or case.delta.data)):
         return Condition(name="work", ok=True, detail="" if equal else f"declared different: {case.delta.reason}")
     advice = "compare useful tokens per second instead" if metric.per_step else "declare delta.work with a reason"

@@ -131,7 +131,7 @@ def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
         "tp": [n for n in _powers(min(_MOST_TP, question.cluster.domain)) if shape.heads % n == 0],
         "cp": [n for n in _powers(max(1, seq // _LEAST_CP_TOKENS)) if n == 1 or seq % (2 * n) == 0],
         "pp": [n for n in range(1, min(_MOST_STAGES, shape.layers, gpus) + 1) if gpus % n == 0],
-        "ep": [n for n in range(1, shape.experts + 1) if shape.experts % n == 0 and gpus % n == 0] or [1],
+        "ep": [n for n in range(1, min(shape.experts, gpus) + 1) if shape.experts % n == 0 and gpus % n == 0] or [1],
         "etp": [n for n in (1, 2, 4, 8) if shape.experts and shape.expert_ffn % n == 0] or [1],
         "vpp": [1] if torch or lean else list(_CHUNKS),
         "mbs": [1] if lean else list(_MICRO_BATCHES),

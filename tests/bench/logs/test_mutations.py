@@ -15,7 +15,7 @@ import pytest
 from playbook.errors import LogError
 from playbook_bench.logs import LoggedStep, StepLog, read
 
-MUTATIONS = int(os.environ.get("PLAYBOOK_MUTATIONS", "1500"))
+SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "1500"))
 """Of each format; 10,000 take about three minutes."""
 LOGS: dict[str, tuple[str, str | None]] = {
     "jsonl": (logs.json_lines(), None),
@@ -142,5 +142,5 @@ def test_damage_is_an_error_or_changes_nothing(kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", LOGS)
 def test_many_mutations_are_errors_or_change_nothing(kind: str) -> None:
-    noticed = sum(check(kind, seed) for seed in range(MUTATIONS))
-    assert MUTATIONS // 10 < noticed < MUTATIONS
+    noticed = sum(check(kind, seed) for seed in range(SEEDS))
+    assert SEEDS // 10 < noticed < SEEDS

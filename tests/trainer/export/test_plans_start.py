@@ -68,7 +68,7 @@ def test_every_model_without_a_tower_is_exported(target: str) -> None:
     exports = [*exportable(plans, target, refused)]
     assert {p.model for p, _, _ in exports} == {name for name, shape in MODELS.items() if not lacking(shape)}
     assert differences(target, exports) == []
-    assert all("a vision tower" in words for words in refused)
+    assert len(refused) == len(MODELS) - len(exports)
 
 
 @pytest.mark.full

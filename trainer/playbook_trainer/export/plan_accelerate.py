@@ -134,6 +134,10 @@ def settings(plan: Plan, hardware: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_FOREIGN = ("deepseek", "glm_moe_dsa", "internlm", "internlm2", "mimo")
+"""Types that transformers does not know, or builds otherwise than they were published."""
+
+
 def huggingface(shape: Shape, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The published configuration of transformers with as many layers as the shape; empty where no fields say one."""
     if "model_type" in fields:
@@ -152,7 +156,7 @@ def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     for degree in _DEGREES:
         if getattr(plan, degree) != 1:
             yield f"{degree} is {getattr(plan, degree)}; it is exported with data and context parallelism alone: add --fix {degree}=1"
-    if not config or config.get("model_type") == "glm_moe_dsa" or _shape(config) != replace(s, source=""):
+    if not config or config.get("model_type") in _FOREIGN or _shape(config) != replace(s, source=""):
         yield f"{plan.model} is not what a published configuration of transformers describes; it has those: give the path of a config.json"
     if s.positions and config.get("model_type") == "mpt":
         yield f"{plan.model} has learned positions; transformers' MPT has ALiBi alone: choose another target"

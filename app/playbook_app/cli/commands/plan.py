@@ -184,9 +184,11 @@ def plan_for(
             "--emit-case predicts from constants alone; leave out --anchor": anchor is not None and emit_case is not None,
             "--price speaks of the training that --tokens names; add --tokens, such as 1T, or leave it out": price is not None
             and total is None,
-            "--scale names the numbers of GPUs and prints a table; leave out --gpus, --goal gpus, --export and --emit-case": bool(
-                scale and (number or goal == "gpus" or export or emit_case)
+            "--scale has the fastest plan for each number of GPUs; leave out --gpus, --goal, --export and --emit-case": bool(
+                scale and (number or goal != "tokens/s" or export or emit_case)
             ),
+            "--tokens speaks of the answer that is printed; leave out --export and --emit-case": total is not None
+            and bool(export or emit_case),
         }
     )
     if scale:
