@@ -276,7 +276,7 @@ def test_tokens_that_are_named_count_where_the_log_tells_none(tmp_path, told):
 def test_tokens_that_are_named_vouch_for_no_equal_work(run):
     silent = [*COMMAND, "--fault", "no tokens"]
     _, found, err = run("--tokens", "16", "--", *silent, "--vs", *silent, "--fast")
-    assert "not vouched for: equal work" in found["sentence"], found["sentence"] + err
+    assert "not vouched for: data, equal work" in found["sentence"], found["sentence"] + err
 
 
 def test_an_unknown_log_ends_with_a_pattern_that_reads_it(run):

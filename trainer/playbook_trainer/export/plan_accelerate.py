@@ -158,6 +158,8 @@ def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{degree} is {getattr(plan, degree)}; it is exported with data and context parallelism alone: add --fix {degree}=1"
     if not config or config.get("model_type") in _FOREIGN or _shape(config) != replace(s, source=""):
         yield f"{plan.model} is not what a published configuration of transformers describes; it has those: give the path of a config.json"
+    if s.vision:
+        yield f"{plan.model} has a vision tower; its script trains on text alone: choose another target"
     if s.positions and config.get("model_type") == "mpt":
         yield f"{plan.model} has learned positions; transformers' MPT has ALiBi alone: choose another target"
     if s.mtp:
