@@ -99,8 +99,6 @@ class Fields:
         low = [k for k in ("layers", "heads", "kv_heads", "hidden", "vocab", "head_dim") if getattr(shape, k) < 1]
         if low or shape.layers > DEEPEST:
             raise ConfigError(f"{', '.join(low) or 'layers'} out of range; expected 1 or more, and at most {DEEPEST} layers")
-        if shape.mla is None and shape.heads % shape.kv_heads:
-            raise ConfigError(f"{shape.kv_heads} heads of keys and values for {shape.heads} heads; expected a number that divides them")
         if shape.experts and not 0 < shape.top_k <= shape.experts:
             raise ConfigError(f"{shape.top_k} of {shape.experts} experts for each token; expected 1 to {shape.experts}")
         return shape
@@ -178,6 +176,8 @@ def _attention(c: Fields, heads: int, hidden: int) -> dict[str, Any]:
         return values | {"kv_heads": heads, "head_dim": latent.nope_dim + latent.rope_dim, "mla": latent}
     one = c.flag("multi_query") and not c.flag("new_decoder_architecture")
     shared = c.count("num_key_value_heads", "num_kv_heads", "kv_n_heads", "multi_query_group_num", default=1 if one else heads)
+    if not c.missing and shared and heads % shared:
+        raise ConfigError(f"{shared} heads of keys and values for {heads} heads; expected a number that divides them")
     whole = hidden // heads if heads and hidden % heads == 0 else None
     return values | {"kv_heads": shared, "head_dim": c.count("head_dim", "kv_channels", default=whole)}
 
