@@ -70,7 +70,8 @@ def diagnosis(page: Any, root: str, asked: Mapping[str, Any], answer: Mapping[st
     if asked.get("layout"):
         return None
     page.goto(f"{root}/guide/diagnose.html")
-    for name, value in (("model", named(asked["model"])), ("gpus", str(asked["gpus"])), ("gpu", asked["hardware"])):
+    page.fill("#pb-diagnose input[name=gpus]", str(asked["gpus"]))
+    for name, value in (("model", named(asked["model"])), ("gpu", asked["hardware"])):
         page.select_option(f"#pb-diagnose select[name={name}]", value)
     speed, unit = (asked["mfu"], "% MFU") if "mfu" in asked else (asked["tokens_per_s"], "tokens/s per GPU")
     page.select_option("#pb-diagnose select[name=unit]", unit)
