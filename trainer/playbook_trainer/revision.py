@@ -60,7 +60,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             FIRST,
             _always,
             (
-                "axes.py", "engine.py", "loop.py", "stop.py", "data/batch.py", "data/collate.py", "data/document.py", "data/loader.py",
+                "__main__.py", "axes.py", "engine.py", "loop.py", "stop.py", "data/batch.py", "data/collate.py", "data/document.py", "data/loader.py",
                 "data/positions.py", "data/rows.py", "observe/",
             ),
         ),
@@ -150,7 +150,7 @@ NEUTRAL = (
     "config/megatron_checks.py", "config/megatron_memory.py", "config/model.py", "config/neutral.py", "config/recipes.py", "config/shape.py",
     "config/stage_memory.py", "config/tree.py",
     # Before the first step and after the last.
-    "__main__.py", "data/resume.py", "exit_codes.py", "fork_server.py", "huggingface/", "join.py", "torch/weights.py",
+    "data/resume.py", "exit_codes.py", "fork_server.py", "huggingface/", "join.py", "torch/weights.py",
     # No part of a training run.
     "calibrate.py", "export/", "links.py", "megatron/probe.py", "preflight.py", "revision.py",
 )  # fmt: skip
