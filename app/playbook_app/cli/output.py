@@ -83,6 +83,7 @@ def print_walls(found: Mapping[str, Any]) -> None:
             ("idle", "idle"),
             ("  for the host", "host_idle"),
             ("  for data", "data_wait"),
+            ("  of unknown cause", "unknown_idle"),
             ("exposed communication", "exposed"),
         )
     }

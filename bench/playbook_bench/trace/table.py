@@ -56,6 +56,8 @@ class Op(NamedTuple):
     name: str
     hint: Path_ = ()
     """The forward range that a collector found by other means, for backward work outside every `.bwd` range."""
+    group: str = ""
+    """Of a collective: its process group, where the trace names it."""
 
 
 @dataclass
@@ -71,6 +73,9 @@ class Timeline:
     """Device work whose launching call was not recorded: it belongs to no range, and its `launch` is its start."""
     marks: list[Span] = field(default_factory=list)
     """Ranges that libraries opened, of steps and of waits for data; they name no part of the step."""
+    device_marks: list[Span] = field(default_factory=list)
+    """Ranges as the device ran them, by stream: from the first to the last operation that was launched in them."""
+    rank: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
