@@ -100,3 +100,31 @@ def print_walls(found: Mapping[str, Any]) -> None:
     say(f"{found['span_ms']:.1f} ms a step over {count(found['num_steps'], 'step')}, by {found['collector']}")
     for note in found["notes"]:
         say(f"note: {note}")
+
+
+_GROUPS_SHOWN = 12
+
+
+def print_ranks(found: Mapping[str, Any]) -> None:
+    """Which rank holds up the others; then the ranks, and their collectives by group, in milliseconds of a step."""
+    say(found["sentence"])
+    columns = ("span_ms", "computing_ms", "waiting_ms", "transfer_ms", "exposed_ms", "host_idle_ms", "data_wait_ms")
+    rows = [
+        {"rank": r["rank"], **{c[:-3].replace("_", " "): "?" if r[c] is None else f"{r[c]:.2f}" for c in columns}, "wall": r["wall"]}
+        for r in found["ranks"]
+    ]
+    print_table(rows, tuple(rows[0]))
+    sent = ("count", "ms", "waiting_ms", "transfer_ms", "exposed_ms")
+    rows = [
+        {
+            "collective": g["collective"],
+            "group": g["group"] or "?",
+            "ranks": len(g["ranks"]),
+            **{c.removesuffix("_ms"): f"{g[c]:.4g}" for c in sent},
+        }
+        for g in found["collectives"][:_GROUPS_SHOWN]
+    ]
+    say("")
+    print_table(rows, tuple(rows[0]))
+    for note in found["notes"]:
+        say(f"note: {note}")

@@ -32,9 +32,9 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.trace import reports
+from playbook_bench.trace import ranks, reports
 from playbook_bench.trace.table import STEP, build
-from playbook_bench.trace.walls import Walls, walls
+from playbook_bench.trace.walls import Walls
 from playbook_bench.variants.resolve import Resolved, configurations
 from playbook_trainer.config.tree import ProfileConfig
 
@@ -104,15 +104,25 @@ def run(
     return _write(result, folder.with_suffix(".json"))
 
 
-def of_file(path: Path) -> tuple[Walls, TraceTable | None]:
-    """The walls of a trace that somebody else made, and the table of its ranges where they are ours.
+def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks:
+    """The walls of a trace that somebody else made, with the table of its ranges where they are ours; of several ranks, how they compare.
 
     Raises:
-        PlaybookError: it is no report, or damaged.
+        PlaybookError: there is no report, or it is damaged.
     """
-    timeline = reports.timeline_from_file(path)
-    framed = timeline.ops and any(span.name == STEP for span in timeline.spans)
-    return walls(timeline), build(timeline) if framed else None
+    seen, unread, alone = [], [], None
+    for name, timeline in reports.timelines(path):
+        if isinstance(timeline, PlaybookError):
+            unread.append(timeline)
+            continue
+        seen.append(ranks.summary(name, timeline))
+        framed = len(seen) == 1 and timeline.ops and any(span.name == STEP for span in timeline.spans)
+        alone = build(timeline) if framed else None
+    if not seen:
+        raise unread[0] if unread else PlaybookError(f"{path}: holds no trace; expected a report of nsys or Chrome traces")
+    if len(seen) == 1 and not unread:
+        return seen[0].walls, alone
+    return ranks.compare(seen, [f"not read: {error}" for error in unread])
 
 
 def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:

@@ -19,6 +19,7 @@ _CHUNK = 1 << 20
 _MAX_VALUE = 64 << 20
 """Characters of one event, or of one value beside the events."""
 _SPACE = re.compile(r"[ \t\n\r\ufeff]*")
+_BETWEEN = re.compile(r"[ \t\n\r,]*")
 _DECODE = json.JSONDecoder(strict=False).raw_decode
 _NEAR = 8
 """Characters before the end of a text within which a value that the end cuts is found to be wrong: `\\u12`, `fals`."""
@@ -88,12 +89,17 @@ class Document:
 
     def _list(self) -> Iterator[Any]:
         self._at += 1
-        while (c := self._need()) != "]":
-            if c == ",":
+        while True:
+            match = _BETWEEN.match(self._text, self._at)
+            self._at = match.end() if match else self._at
+            if self._at == len(self._text):
+                if not self._more():
+                    raise _CutError
+            elif self._text[self._at] == "]":
                 self._at += 1
+                return
             else:
                 yield self._value()
-        self._at += 1
 
     def _need(self) -> str:
         """The next character, which must be there."""

@@ -92,25 +92,52 @@ class Tail:
     seconds: float
 
 
-def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
-    """The walls of a trace, from its marked steps; else from as much of its end as `tail` says; else from all of it.
+@dataclass(frozen=True)
+class Stretch:
+    """The whole steps of a trace: what ran in them, clipped to them, by its begin."""
+
+    ops: list[Op]
+    near: list[Op]
+    """With what begins at their end, which tells why the time before it was idle."""
+    window: Interval
+    num_steps: int
+    notes: tuple[str, ...]
+
+
+def stretch(trace: Timeline, tail: Tail | None = None) -> Stretch:
+    """A trace's marked steps; else as much of its end as `tail` says; else all of it.
 
     Raises:
         PlaybookError: nothing ran in it.
     """
     ops = [*trace.ops, *(op._replace(launch=_UNKNOWN) for op in trace.unlaunched)]
+    notes = [note for note in trace.notes if "left out" not in note]
     if not any(op.end > op.start for op in ops):
         raise PlaybookError(
             "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run makes steps"
+            + "".join(f" ({note})" for note in notes if "cut off" in note)
         )
-    notes = [note for note in trace.notes if "left out" not in note]
     if trace.unlaunched:
         notes.append(
             f"{len(trace.unlaunched)} operations have no recorded launching call: idle time before them does not count as the host's"
         )
     window, num_steps = _window(trace, ops, _steps(trace), tail, notes)
     near = sorted((_clipped(op, window) for op in ops if op.end > window[0] and op.start <= window[1]), key=_begin)
-    ops = near[: bisect_left(near, window[1], key=lambda op: op.start)]
+    return Stretch(near[: bisect_left(near, window[1], key=lambda op: op.start)], near, window, num_steps, tuple(notes))
+
+
+def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
+    """The walls of a trace, of its steps as `stretch` finds them.
+
+    Raises:
+        PlaybookError: nothing ran in it.
+    """
+    return of_stretch(trace, stretch(trace, tail))
+
+
+def of_stretch(trace: Timeline, part: Stretch) -> Walls:
+    """The walls of a trace's steps."""
+    ops, near, window, num_steps, notes = part.ops, part.near, part.window, part.num_steps, list(part.notes)
     span = window[1] - window[0]
     busy = union((op.start, op.end) for op in ops)
     compute, sent = (union((op.start, op.end) for op in ops if op.kind == kind) for kind in ("compute", "communication"))

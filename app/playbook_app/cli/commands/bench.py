@@ -17,7 +17,7 @@ from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.output import complain, print_json, print_table, print_trace, print_walls, say
+from playbook_app.cli.output import complain, print_json, print_ranks, print_table, print_trace, print_walls, say
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
@@ -147,7 +147,7 @@ def bench_trace(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace (.json, .json.gz)."
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; or a folder or archive of several ranks."
         ),
     ] = None,
     profile: Profile = None,
@@ -162,8 +162,11 @@ def bench_trace(
             "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
         )
     if file is not None:
-        walls, ranges = tracing.of_file(file)
-        _show_file(asdict(walls), ranges.model_dump(mode="json") if ranges else None, as_json)
+        answer = tracing.of_file(file)
+        if isinstance(answer, tuple):
+            _show_file(asdict(answer[0]), answer[1].model_dump(mode="json") if answer[1] else None, as_json)
+        else:
+            print_json(asdict(answer)) if as_json else print_ranks(asdict(answer))
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
