@@ -128,3 +128,18 @@ def print_ranks(found: Mapping[str, Any]) -> None:
     print_table(rows, tuple(rows[0]))
     for note in found["notes"]:
         say(f"note: {note}")
+
+
+def print_difference(found: Mapping[str, Any]) -> None:
+    """Where the time of a step went between two traces, in milliseconds of a step."""
+    say(found["sentence"])
+    rows = [
+        {
+            "time of a step": part["name"], "before": f"{part['before_ms']:.2f}", "after": f"{part['after_ms']:.2f}",
+            "change": f"{part['change_ms']:+.2f}", "operations": f"{part['before_count']:g} to {part['after_count']:g}",
+        }
+        for part in found["parts"]
+    ]  # fmt: skip
+    print_table(rows, ("time of a step", "before", "after", "change", "operations"))
+    for note in found["notes"]:
+        say(f"note: {note}")

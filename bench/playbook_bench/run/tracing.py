@@ -33,8 +33,9 @@ from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.trace import ranks, reports
+from playbook_bench.trace.difference import Difference, difference
 from playbook_bench.trace.table import STEP, build
-from playbook_bench.trace.walls import Walls
+from playbook_bench.trace.walls import Walls, walls
 from playbook_bench.variants.resolve import Resolved, configurations
 from playbook_trainer.config.tree import ProfileConfig
 
@@ -123,6 +124,18 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks:
     if len(seen) == 1 and not unread:
         return seen[0].walls, alone
     return ranks.compare(seen, [f"not read: {error}" for error in unread])
+
+
+def between(before: Path, after: Path) -> Difference:
+    """Where the time of a step went between two traces, each of one rank.
+
+    Raises:
+        PlaybookError: one of them is no report, or damaged, or of several ranks.
+    """
+    first, second = (walls(reports.timeline_from_file(path)) for path in (before, after))
+    if {first.wall == "no GPU", second.wall == "no GPU"} == {True, False}:
+        raise PlaybookError(f"only one of {before} and {after} was traced on a GPU; expected two traces of the same kind")
+    return difference(first, second)
 
 
 def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:

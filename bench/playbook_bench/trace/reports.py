@@ -38,7 +38,9 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     """
     ranks = list(islice(timelines(path, ranges), 2))
     if len(ranks) > 1:
-        raise PlaybookError(f"{path}: holds several files; expected the trace of one rank")
+        raise PlaybookError(
+            f"{path}: holds several files; expected one rank's: playbook bench trace --file {path} compares them and names the one that waits least"
+        )
     for _, timeline in ranks:
         if isinstance(timeline, PlaybookError):
             raise timeline

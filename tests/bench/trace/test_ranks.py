@@ -1,7 +1,8 @@
-"""Several ranks of one run: who is waited for, whatever each rank's own clock says."""
+"""Several ranks of one run, whatever each rank's own clock says; and two traces beside one another."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,24 @@ def test_a_folder_without_any_trace_is_one_message(tmp_path: Path, capsys: pytes
     (tmp_path / "a.txt").write_text("none")
     code, _, err = shown(capsys, "--file", str(tmp_path))
     assert (code, "a.txt" in err) == (2, True)
+
+
+def test_between_two_traces_the_parts_add_up_to_the_difference_of_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the slow rank's 40.1 ms of products, 5 become idle time that nobody explains; of the other's all-reduce 9 ms more are waiting."""
+    first, second = tmp_path / "a.json", tmp_path / "b.json.gz"
+    first.write_text(json.dumps(rank(SLOW)))
+    second.write_bytes(gzip.compress(json.dumps(rank(0, host=5)).encode()))
+    code, out, _ = shown(capsys, "--file", str(second), "--against", str(first), "--json")
+    found = json.loads(out)
+    change = {p["name"]: p["change_ms"] for p in found["parts"]}
+    assert (code, change) == (
+        0,
+        {"products": pytest.approx(-14), "collectives": pytest.approx(9), "idle of unknown cause": pytest.approx(5)},
+    )
+    assert sum(p["after_ms"] for p in found["parts"]) == pytest.approx(found["after_ms"])
+    assert [p["name"] for p in found["parts"]] == ["products", "collectives", "idle of unknown cause"]
+    assert found["sentence"].endswith("in ms, products -14.00, collectives +9.00, idle of unknown cause +5.00.")
+    code, out, _ = shown(capsys, "--file", str(second), "--against", str(first))
+    assert (code, "-14.00" in out) == (0, True)
+    assert shown(capsys, "--against", str(first))[0] == 2
+    assert shown(capsys, "--against", str(first), "--file", str(folder(tmp_path / "run")))[0] == 2

@@ -17,7 +17,7 @@ from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.output import complain, print_json, print_ranks, print_table, print_trace, print_walls, say
+from playbook_app.cli.output import complain, print_difference, print_json, print_ranks, print_table, print_trace, print_walls, say
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
@@ -150,6 +150,9 @@ def bench_trace(
             help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; or a folder or archive of several ranks."
         ),
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --file: a second trace, and where the time went from this one to that.")
+    ] = None,
     profile: Profile = None,
     results: Results = None,
     as_json: AsJson = False,
@@ -161,6 +164,12 @@ def bench_trace(
         raise PlaybookError(
             "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
         )
+    if against is not None:
+        if file is None:
+            raise PlaybookError("--against names a second trace; expected the first with --file")
+        changed = asdict(tracing.between(against, file))
+        print_json(changed) if as_json else print_difference(changed)
+        return
     if file is not None:
         answer = tracing.of_file(file)
         if isinstance(answer, tuple):
