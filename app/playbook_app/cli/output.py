@@ -143,3 +143,15 @@ def print_difference(found: Mapping[str, Any]) -> None:
     print_table(rows, ("time of a step", "before", "after", "change", "operations"))
     for note in found["notes"]:
         say(f"note: {note}")
+
+
+def print_hang(found: Mapping[str, Any]) -> None:
+    """Which rank and which collective a run hangs in; then how far each rank came."""
+    say(found["sentence"])
+    rows = [
+        {"rank": s["rank"], "waits in": next(iter(s["open"]), "-" if s["dump"] else "no dump"), "last call": s["last"], "at": s["where"]}
+        for s in found["standings"]
+    ]
+    print_table(rows, ("rank", "waits in", "last call", "at"))
+    for note in found["notes"]:
+        say(f"note: {note}")

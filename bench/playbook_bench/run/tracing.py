@@ -32,7 +32,7 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.trace import ranks, reports
+from playbook_bench.trace import flight, ranks, reports
 from playbook_bench.trace.difference import Difference, difference
 from playbook_bench.trace.table import STEP, build
 from playbook_bench.trace.walls import Walls, walls
@@ -105,25 +105,29 @@ def run(
     return _write(result, folder.with_suffix(".json"))
 
 
-def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks:
-    """The walls of a trace that somebody else made, with the table of its ranges where they are ours; of several ranks, how they compare.
+def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | flight.Hang:
+    """The walls of a trace that somebody else made, with the table of its ranges where they are ours; of several ranks, how they compare;
+    of the flight recorder's dumps, which rank never came to which collective.
 
     Raises:
         PlaybookError: there is no report, or it is damaged.
     """
-    seen, unread, alone = [], [], None
-    for name, timeline in reports.timelines(path):
-        if isinstance(timeline, PlaybookError):
-            unread.append(timeline)
-            continue
-        seen.append(ranks.summary(name, timeline))
-        framed = len(seen) == 1 and timeline.ops and any(span.name == STEP for span in timeline.spans)
-        alone = build(timeline) if framed else None
+    seen, dumps, unread, alone = [], [], [], None
+    for name, each in reports.contents(path):
+        if isinstance(each, PlaybookError):
+            unread.append(each)
+        elif isinstance(each, dict):
+            dumps.append((name, each))
+        else:
+            seen.append(ranks.summary(name, each))
+            framed = len(seen) == 1 and each.ops and any(span.name == STEP for span in each.spans)
+            alone = build(each) if framed else None
+    notes = [f"not read: {error}" for error in unread]
+    if dumps:
+        return flight.hang(dumps, [*notes, *([f"{len(seen)} traces beside the dumps are not part of this answer"] if seen else [])])
     if not seen:
         raise unread[0] if unread else PlaybookError(f"{path}: holds no trace; expected a report of nsys or Chrome traces")
-    if len(seen) == 1 and not unread:
-        return seen[0].walls, alone
-    return ranks.compare(seen, [f"not read: {error}" for error in unread])
+    return (seen[0].walls, alone) if len(seen) == 1 and not unread else ranks.compare(seen, notes)
 
 
 def between(before: Path, after: Path) -> Difference:

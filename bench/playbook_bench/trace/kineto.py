@@ -167,7 +167,16 @@ def parse(stream: Unpacked) -> Timeline:
     Raises:
         PlaybookError: too large, not JSON, or no Chrome trace.
     """
-    document, seen = Document(stream), _Recorded()
+    return of_document(Document(stream), stream)
+
+
+def of_document(document: Document, stream: Unpacked) -> Timeline:
+    """The same, of a document whose `head` then says what else it holds.
+
+    Raises:
+        PlaybookError: too large, not JSON, or no Chrome trace.
+    """
+    seen = _Recorded()
     seen.read(document.events(), stream.name)
     spans = [span._replace(name=_range_name(span.name)) for span in seen.annotations if _is_range(span.name)]
     _check_one_rank(seen, spans, stream.name)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import containers, kineto, nsys
+from playbook_bench.trace import chrome, containers, flight, kineto, nsys, pickles
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -36,7 +37,7 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     Raises:
         PlaybookError: it is no report, or damaged, or of several ranks.
     """
-    ranks = list(islice(timelines(path, ranges), 2))
+    ranks = list(islice(contents(path, ranges), 2))
     if len(ranks) > 1:
         raise PlaybookError(
             f"{path}: holds several files; expected one rank's: playbook bench trace --file {path} compares them and names the one that waits least"
@@ -44,12 +45,14 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     for _, timeline in ranks:
         if isinstance(timeline, PlaybookError):
             raise timeline
+        if not isinstance(timeline, Timeline):
+            raise PlaybookError(f"{path}: is no trace of a step; expected a report of nsys, its SQLite export, or a Chrome trace")
         return timeline
     raise PlaybookError(f"{path}: holds no file; expected a report of nsys, its SQLite export, or a Chrome trace")
 
 
-def timelines(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline | PlaybookError]]:
-    """Each trace of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
+def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline | dict[str, Any] | PlaybookError]]:
+    """Each trace, or dump of the flight recorder, of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
 
     Raises:
         PlaybookError: there is no such file, or none in the folder, or the archive is damaged.
@@ -72,7 +75,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _tried(read: Callable[[], Timeline]) -> Timeline | PlaybookError:
+def _tried(read: Callable[[], Timeline | dict[str, Any]]) -> Timeline | dict[str, Any] | PlaybookError:
     try:
         return read()
     except PlaybookError as e:
@@ -87,13 +90,25 @@ def _starts(path: Path, head: bytes) -> bool:
         raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
 
 
-def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline:
-    if stream.peek(len(_SQLITE)) != _SQLITE:
-        return kineto.parse(stream)
-    with tempfile.NamedTemporaryFile(suffix=".sqlite") as f:
-        shutil.copyfileobj(stream, f)
-        f.flush()
-        return nsys.read(Path(f.name), ranges)
+def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str, Any]:
+    head = stream.peek(len(_SQLITE))
+    if head == _SQLITE:
+        with tempfile.NamedTemporaryFile(suffix=".sqlite") as f:
+            shutil.copyfileobj(stream, f)
+            f.flush()
+            return nsys.read(Path(f.name), ranges)
+    if head.startswith(pickles.HEAD):
+        return _dump(pickles.load(stream), stream.name)
+    document = chrome.Document(stream)
+    timeline = kineto.of_document(document, stream)
+    return _dump(document.head, stream.name) if "entries" in document.head else timeline
+
+
+def _dump(document: Any, name: str) -> dict[str, Any]:
+    if not flight.is_dump(document):
+        raise PlaybookError(f"{name}: is neither a trace nor a dump of the flight recorder, which has version, pg_config and entries")
+    plain: dict[str, Any] = document
+    return plain
 
 
 def _of_nsys(path: Path, ranges: bool) -> Timeline:

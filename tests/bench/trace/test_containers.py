@@ -19,7 +19,7 @@ from test_walls import chrome
 from playbook.errors import PlaybookError
 from playbook_bench.trace import chrome as chrome_trace
 from playbook_bench.trace import containers
-from playbook_bench.trace.reports import timeline_from_file, timelines
+from playbook_bench.trace.reports import contents, timeline_from_file
 from playbook_bench.trace.walls import walls
 
 
@@ -122,7 +122,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
     for archive in (zipped(b"{}", names), tar(b"{}", names=names)):
         (tmp_path / "many").write_bytes(archive)
         with pytest.raises(PlaybookError, match="more than 3 files"):
-            list(timelines(tmp_path / "many"))
+            list(contents(tmp_path / "many"))
 
 
 def test_one_value_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,17 @@ from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.output import complain, print_difference, print_json, print_ranks, print_table, print_trace, print_walls, say
+from playbook_app.cli.output import (
+    complain,
+    print_difference,
+    print_hang,
+    print_json,
+    print_ranks,
+    print_table,
+    print_trace,
+    print_walls,
+    say,
+)
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
@@ -147,7 +157,7 @@ def bench_trace(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; or a folder or archive of several ranks."
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; a folder or archive of several ranks, or of their flight recorder's dumps."
         ),
     ] = None,
     against: Annotated[
@@ -159,6 +169,7 @@ def bench_trace(
 ) -> None:
     """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
     from playbook_bench.run import tracing
+    from playbook_bench.trace import flight
 
     if (case is None) == (file is None):
         raise PlaybookError(
@@ -174,8 +185,10 @@ def bench_trace(
         answer = tracing.of_file(file)
         if isinstance(answer, tuple):
             _show_file(asdict(answer[0]), answer[1].model_dump(mode="json") if answer[1] else None, as_json)
+        elif as_json:
+            print_json(asdict(answer))
         else:
-            print_json(asdict(answer)) if as_json else print_ranks(asdict(answer))
+            (print_hang if isinstance(answer, flight.Hang) else print_ranks)(asdict(answer))
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
