@@ -210,7 +210,7 @@ def _cause(open_: Sequence[_Open], calls: Mapping[int, list[_Call]]) -> tuple[st
         for rank, call in each.calls.items():
             kinds[call.what].append(rank)
         if len(kinds) > 1:
-            return "different", each, tuple(min(sorted(kinds.values()), key=len))
+            return "different", each, tuple(sorted(kinds.values(), key=len)[0])
     stuck = {rank for rank, each in calls.items() if any(not c.done for c in each)}
     lacking = sorted((each for each in open_ if each.missing), key=lambda each: len(stuck.intersection(each.missing)))
     if lacking:
