@@ -155,3 +155,25 @@ def print_hang(found: Mapping[str, Any]) -> None:
     print_table(rows, ("rank", "waits in", "last call", "at"))
     for note in found["notes"]:
         say(f"note: {note}")
+
+
+_GIB = 1 << 30
+
+
+def print_snapshot(found: Mapping[str, Any]) -> None:
+    """What holds a GPU's peak: by part, with the planner's figures where there are any, then by line."""
+    say(found["sentence"])
+    planned = found.get("planned", {})
+    rows = [
+        {
+            "part": part, "GiB": f"{found['parts'].get(part, 0) / _GIB:.2f}", "of peak": f"{found['parts'].get(part, 0) / found['peak']:.0%}",
+            "planned GiB": f"{planned.get(part, 0) / _GIB:.2f}",
+        }
+        for part in {**found["parts"], **planned}
+    ]  # fmt: skip
+    print_table(rows, ("part", "GiB", "of peak", *(["planned GiB"] if planned else [])))
+    say("")
+    rows = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / _GIB:.2f}", "allocations": s["count"]} for s in found["sites"]]
+    print_table(rows, ("at", "part", "GiB", "allocations"))
+    for note in found["notes"]:
+        say(f"note: {note}")

@@ -32,7 +32,7 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.trace import flight, ranks, reports
+from playbook_bench.trace import flight, ranks, reports, snapshot
 from playbook_bench.trace.difference import Difference, difference
 from playbook_bench.trace.table import STEP, build
 from playbook_bench.trace.walls import Walls, walls
@@ -105,9 +105,9 @@ def run(
     return _write(result, folder.with_suffix(".json"))
 
 
-def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | flight.Hang:
+def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | flight.Hang | snapshot.Snapshot:
     """The walls of a trace that somebody else made, with the table of its ranges where they are ours; of several ranks, how they compare;
-    of the flight recorder's dumps, which rank never came to which collective.
+    of the flight recorder's dumps, which rank never came to which collective; of a memory snapshot, what holds the peak.
 
     Raises:
         PlaybookError: there is no report, or it is damaged.
@@ -116,6 +116,8 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | fligh
     for name, each in reports.contents(path):
         if isinstance(each, PlaybookError):
             unread.append(each)
+        elif isinstance(each, dict) and snapshot.is_snapshot(each):
+            return snapshot.read(each)
         elif isinstance(each, dict):
             dumps.append((name, each))
         else:

@@ -14,7 +14,7 @@ from typing import Any
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import chrome, containers, flight, kineto, nsys, pickles
+from playbook_bench.trace import chrome, containers, flight, kineto, nsys, pickles, snapshot
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -51,8 +51,23 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     raise PlaybookError(f"{path}: holds no file; expected a report of nsys, its SQLite export, or a Chrome trace")
 
 
+def memory_from_file(path: Path) -> snapshot.Snapshot:
+    """What holds the peak of a memory snapshot of PyTorch.
+
+    Raises:
+        PlaybookError: it is none, or damaged.
+    """
+    for _, each in contents(path):
+        if isinstance(each, PlaybookError):
+            raise each
+        if snapshot.is_snapshot(each) and isinstance(each, dict):
+            return snapshot.read(each)
+        break
+    raise PlaybookError(f"{path}: is no memory snapshot; expected what torch.cuda.memory._dump_snapshot writes")
+
+
 def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline | dict[str, Any] | PlaybookError]]:
-    """Each trace, or dump of the flight recorder, of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
+    """Each trace, dump of the flight recorder, or memory snapshot, of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
 
     Raises:
         PlaybookError: there is no such file, or none in the folder, or the archive is damaged.
@@ -105,8 +120,10 @@ def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str
 
 
 def _dump(document: Any, name: str) -> dict[str, Any]:
-    if not flight.is_dump(document):
-        raise PlaybookError(f"{name}: is neither a trace nor a dump of the flight recorder, which has version, pg_config and entries")
+    if not (flight.is_dump(document) or snapshot.is_snapshot(document)):
+        raise PlaybookError(
+            f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, which has segments"
+        )
     plain: dict[str, Any] = document
     return plain
 

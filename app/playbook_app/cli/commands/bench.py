@@ -23,6 +23,7 @@ from playbook_app.cli.output import (
     print_hang,
     print_json,
     print_ranks,
+    print_snapshot,
     print_table,
     print_trace,
     print_walls,
@@ -157,7 +158,7 @@ def bench_trace(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; a folder or archive of several ranks, or of their flight recorder's dumps."
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; a folder or archive of several ranks, or of their flight recorder's dumps; or a memory snapshot."
         ),
     ] = None,
     against: Annotated[
@@ -169,7 +170,6 @@ def bench_trace(
 ) -> None:
     """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
     from playbook_bench.run import tracing
-    from playbook_bench.trace import flight
 
     if (case is None) == (file is None):
         raise PlaybookError(
@@ -188,7 +188,7 @@ def bench_trace(
         elif as_json:
             print_json(asdict(answer))
         else:
-            (print_hang if isinstance(answer, flight.Hang) else print_ranks)(asdict(answer))
+            _SHOWN[type(answer).__name__](asdict(answer))
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
@@ -201,6 +201,10 @@ def bench_trace(
                 say(f"\n{variant}")
                 print_trace(traced.table.model_dump(mode="json"))
     raise typer.Exit(0 if result.ok else 5)
+
+
+_SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
+"""What prints the answer for a file that is not the trace of one rank."""
 
 
 def _show_file(found: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
