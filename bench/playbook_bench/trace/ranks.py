@@ -19,7 +19,7 @@ from playbook.kernel_names import collective
 from playbook_bench.trace.table import NS_PER_MS, Timeline
 from playbook_bench.trace.walls import Stretch, Walls, of_stretch, stretch
 
-HOLDS_UP = 0.05
+_HOLDS_UP = 0.05
 """Share of the step by which the least and the most waiting rank must differ for one to hold up the others: GPUs of one kind differ in clocks by a few percent."""
 _RANK = re.compile(r"rank[-_ ]?(\d{1,6})", re.IGNORECASE)
 _TELLING = 0.5
@@ -120,7 +120,7 @@ def compare(seen: Iterable[_Seen], notes: Iterable[str] = ()) -> Ranks:
     ranks = tuple(_rank(n, s, waiting[n], transfer[n]) for n, s in by_rank.items())
     least = min(ranks, key=lambda r: (r.waiting_ms, r.rank))
     span = median(r.span_ms for r in ranks)
-    holds = max(r.waiting_ms for r in ranks) - least.waiting_ms > HOLDS_UP * span
+    holds = max(r.waiting_ms for r in ranks) - least.waiting_ms > _HOLDS_UP * span
     return Ranks(_sentence(least, ranks, holds, by_rank), least.rank, holds, span, ranks, _groups(by_rank), tuple(dict.fromkeys(said)))
 
 

@@ -18,6 +18,7 @@ from test_walls import shown
 from playbook.errors import PlaybookError
 from playbook_bench.trace import containers, flight, pickles
 
+SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "300"))
 WORLD = 4
 
 
@@ -143,7 +144,7 @@ WILD: tuple[Any, ...] = (None, True, -1, 10**30, "x" * 500, [], {}, [None, {}], 
 
 def test_wild_dumps_are_refused_or_answered(tmp_path: Path) -> None:
     rng = random.Random(7)
-    for _ in range(400):
+    for _ in range(SEEDS):
         documents = [json.loads(json.dumps(dump(*WAITS[: rng.choice([2, 3])]))) for _ in range(WORLD)]
         for _ in range(rng.choice([1, 3, 8])):
             place: Any = rng.choice(documents)
@@ -163,7 +164,7 @@ def test_wild_dumps_are_refused_or_answered(tmp_path: Path) -> None:
 
 def test_mutated_pickles_are_refused_or_plain(tmp_path: Path) -> None:
     data, rng = pickle.dumps(dump(*WAITS)), random.Random(11)
-    for _ in range(300):
+    for _ in range(SEEDS):
         changed = bytearray(data)
         for _ in range(rng.choice([1, 4])):
             changed[rng.randrange(2, len(changed))] = rng.randrange(256)
