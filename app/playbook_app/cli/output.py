@@ -96,6 +96,10 @@ def print_walls(found: Mapping[str, Any]) -> None:
         for name, share in idle.items()
         if share is not None
     ]
+    rows += [
+        {"time of a step": f"  {name}", "ms": f"{share * found['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
+        for name, share in (found["groups"] or found["collectives"]).items()
+    ]
     print_table(rows, ("time of a step", "ms", "share", "count"))
     say(f"{found['span_ms']:.1f} ms a step over {count(found['num_steps'], 'step')}, by {found['collector']}")
     for note in found["notes"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,10 @@ _STEP = re.compile(r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration)([ _:
 _DATA = re.compile(
     r"^data$|enumerate\(DataLoader\)|data_?(loader|loading|wait)|(get|next|fetch)_batch|batch[-_ ]generator|collate", re.IGNORECASE
 )
+_UPDATE = re.compile(r"adam|sgd|lamb(?!da)|(^|_)lion|adagrad|adafactor|PointwiseOp\w*Functor", re.IGNORECASE)
+"""Kernels of optimizers: fused ones by name, those of torch's lists by their last operation, `addcdiv`."""
+_FEWEST_UPDATES = 2
+"""Fewer mark no step: a trace may begin or end in the middle of one."""
 _UNKNOWN = -(1 << 63)
 """The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
 _PRODUCTS = frozenset({"products", "grouped products", "attention"})
@@ -78,6 +82,8 @@ class Walls:
     computing: float
     collectives: dict[str, float]
     """What is exposed by kind of collective, the largest first; where several run at once, each counts in whole."""
+    groups: dict[str, float]
+    """The same by kind and process group, where the trace names groups."""
     classes: tuple[ClassTime, ...]
     beyond: tuple[Wall, ...]
     """All walls above their thresholds, the largest first."""
@@ -155,7 +161,8 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
         host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
         unknown = max(0.0, length(idle) / span - waited - (host or 0.0))
     exposed = subtract(sent, compute)
-    collectives = _collectives(ops, compute, span)
+    collectives = _exposed(((collective(op.name), op) for op in ops), compute, span)
+    groups = _exposed(((f"{collective(op.name)} {op.group}", op) for op in ops if op.group), compute, span)
     classes = _classes(ops, span, num_steps)
     shares = {"busy": length(busy) / span, "exposed": length(exposed) / span, "computing": length(compute) / span}
     beyond = _beyond(
@@ -178,6 +185,7 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
         exposed=shares["exposed"],
         computing=shares["computing"],
         collectives=collectives,
+        groups=groups,
         classes=classes,
         beyond=tuple(beyond),
         notes=tuple(notes),
@@ -211,12 +219,15 @@ def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tai
     was launched in it, so that from the first of these begins to the last lie whole steps, one fewer than there are marks.
     """
     begins = [] if trace.measures == "host" else _begins(trace, ops, steps)
-    if len(begins) > 1:
+    if len(begins) > 1 and begins[-1] > begins[0]:
         return (begins[0], begins[-1]), len(begins) - 1
     if steps:
         first, last = min(s.start for s in steps), max(s.end for s in steps)
         return (first, max([last, *(op.end for op in ops if first <= op.launch < last)])), len(steps)
     first, last = min(op.start for op in ops), max(op.end for op in ops)
+    if tail is None and len(ends := _updates(ops)) > _FEWEST_UPDATES:
+        notes.append("no range marks a step: a step lasts from the end of one optimizer update to the end of the next")
+        return (ends[0], ends[-1]), len(ends) - 1
     if tail is None:
         notes.append("no range marks a step: shares are of the whole trace, from its first operation to its last")
         return (first, last), 1
@@ -243,6 +254,19 @@ def _begins(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span]) -> list[i
     return sorted(s.start for s in marks) if len(marks) > len(first) else sorted(first.values())
 
 
+def _updates(ops: Sequence[Op]) -> list[int]:
+    """When each update of the parameters ended: the last of the optimizer's kernels before other products or attention."""
+    ends: list[int] = []
+    updating = False
+    for op in sorted((op for op in ops if op.kind == "compute"), key=_begin):
+        if _UPDATE.search(op.name):
+            ends = [*ends[:-1], max(op.end, ends[-1])] if updating else [*ends, op.end]
+            updating = True
+        elif updating and kernel_class(op.name) in _PRODUCTS:
+            updating = False
+    return ends
+
+
 def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
     """When some thread of the rank fetched data; None where no range tells."""
     found = [s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name)]
@@ -267,12 +291,12 @@ def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
     return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > gap[0]
 
 
-def _collectives(ops: Sequence[Op], compute: list[Interval], span: int) -> dict[str, float]:
-    """Shares of the step in which a kind of collective runs and nothing is computed."""
+def _exposed(named: Iterable[tuple[str, Op]], compute: list[Interval], span: int) -> dict[str, float]:
+    """Shares of the step in which the collectives of a name run and nothing is computed."""
     kinds: dict[str, list[Interval]] = {}
-    for op in ops:
+    for name, op in named:
         if op.kind == "communication":
-            kinds.setdefault(collective(op.name), []).append((op.start, op.end))
+            kinds.setdefault(name, []).append((op.start, op.end))
     shares = {kind: length(subtract(union(runs), compute)) / span for kind, runs in kinds.items()}
     return dict(sorted(((k, v) for k, v in shares.items() if v), key=lambda item: -item[1]))
 

@@ -94,6 +94,44 @@ def test_a_step_lasts_from_the_gpus_own_begin_to_the_next(launched: bool) -> Non
     assert walls(ahead(1, launched)).num_steps == 1
 
 
+@pytest.mark.parametrize(
+    "update",
+    ["void multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "void multi_tensor_apply_kernel<PointwiseOpScalarListFunctor>"],
+)
+def test_where_nothing_marks_a_step_the_optimizers_updates_do(update: str) -> None:
+    """Each of four updates is two kernels long, with a sum between; the trace begins and ends in the middle of a step."""
+    ops = [op(GEMM, 3, 25)]
+    for i in range(4):
+        end = 60 * i + 40
+        ops += [
+            op(update, end - 10, end - 6),
+            op(ADD, end - 6, end - 5),
+            op(update, end - 5, end),
+            op(ADD, end, end + 2),
+            op(GEMM, end + 2, end + 42),
+        ]
+    found = walls(trace(ops, marks=[]))
+    assert (found.span_ms, found.num_steps) == (pytest.approx(60), 3)
+    assert any("optimizer update" in note for note in found.notes)
+    assert walls(trace(ops[:11], marks=[])).num_steps == 1
+
+
+def test_exposed_time_is_told_by_kind_and_group() -> None:
+    ops = [op(GEMM, 0, 60), *(op(NCCL, a, b)._replace(group=g) for g, a, b in (("dp #0", 50, 70), ("tp #1", 70, 75), ("tp #1", 80, 90)))]
+    found = walls(trace(ops))
+    assert found.collectives == {"all-reduce": pytest.approx(0.25)}
+    assert found.groups == {"all-reduce tp #1": pytest.approx(0.15), "all-reduce dp #0": pytest.approx(0.1)}
+
+
+def test_steps_that_begin_at_one_moment_are_none() -> None:
+    assert (
+        walls(
+            trace([op(GEMM, 50, 60, 1), op(GEMM, 50, 70, 11)], marks=[span("ProfilerStep#0", 0, 10), span("ProfilerStep#1", 10, 20)])
+        ).num_steps
+        == 2
+    )
+
+
 def test_what_ends_the_last_gap_of_the_steps_is_looked_at() -> None:
     """Each step ends with 2 ms of idle time, whose next kernel was launched long before."""
     found = walls(ahead(3))
