@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -31,11 +32,19 @@ _TAR_AT = 257
 _BROKEN = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError, RuntimeError, MemoryError, OSError)
 
 
+_DAMAGED = (EOFError, ValueError, struct.error, KeyError)
+"""What the modules of archives raise as well, where a header is damaged."""
+_MAX_HEADERS = 1 << 20
+"""Bytes between the members of a .tar, which are read whole: a header may name gigabytes for a file's name."""
+
+
 class Unpacked(io.RawIOBase):
     """The bytes of one file, unpacked, up to what is left of a limit. `cut`: the packed data ended before its end."""
 
     def __init__(self, name: str, read: Callable[[int], bytes], left: list[int], head: bytes = b"") -> None:
         self.name, self.cut = name, False
+        self.quota: int | None = None
+        """What may be read on, where less than the limit."""
         self._read, self._left, self._head = read, left, head
 
     def peek(self, size: int) -> bytes:
@@ -72,7 +81,11 @@ class Unpacked(io.RawIOBase):
             if self._ended(e):
                 self.cut = True
                 return b""
-            raise PlaybookError(f"{self.name}: is a damaged file ({str(e)[:80] or type(e).__name__}); copy it anew") from e
+            raise PlaybookError(f"{self.name}: is a damaged file ({_shown(str(e)) or type(e).__name__}); copy it anew") from e
+        if self.quota is not None:
+            self.quota -= len(data)
+            if self.quota < 0:
+                raise PlaybookError(f"{self.name}: a header is larger than {_MAX_HEADERS >> 20} MiB; the archive is damaged")
         self._left[0] -= len(data)
         if self._left[0] < 0:
             raise PlaybookError(f"{self.name}: is larger than {MAX_BYTES >> 30} GiB unpacked; trace fewer steps (profile.steps)")
@@ -135,25 +148,30 @@ def _of_zip(name: str, stream: IO[bytes], left: list[int]) -> Iterator[Unpacked]
         for member in members:
             with archive.open(member) as f:
                 yield _unpacked(f"{name}: {_shown(member.filename)}", f.read, left)
-    except _BROKEN as e:
-        raise PlaybookError(f"{name}: is a damaged or encrypted .zip ({str(e)[:80]}); pack it anew") from e
+    except (*_BROKEN, *_DAMAGED) as e:
+        raise PlaybookError(f"{name}: is a damaged or encrypted .zip ({_shown(str(e))}); pack it anew") from e
 
 
 def _of_tar(name: str, stream: Unpacked, left: list[int]) -> Iterator[Unpacked]:
     count = 0
     try:
+        stream.quota = _MAX_HEADERS
         with tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                if not member.isreg() or not _wanted(member.name):
+            while (member := archive.next()) is not None:
+                f = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+                if f is None:
                     continue
-                count += 1
-                _check(name, count)
-                f = archive.extractfile(member)
-                if f is not None:
+                stream.quota = None
+                if _wanted(member.name):
+                    count += 1
+                    _check(name, count)
                     yield _unpacked(f"{name}: {_shown(member.name)}", partial(_little, f), left)
-    except (tarfile.TarError, EOFError) as e:
+                while f.read(_CHUNK):  # so that what is read before the next member is its header
+                    pass
+                stream.quota = _MAX_HEADERS
+    except (tarfile.TarError, *_DAMAGED) as e:
         if not count:
-            raise PlaybookError(f"{name}: is a damaged .tar ({str(e)[:80]}); pack it anew") from e
+            raise PlaybookError(f"{name}: is a damaged .tar ({_shown(str(e))}); pack it anew") from e
     _check(name, count)
 
 

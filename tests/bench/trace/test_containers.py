@@ -135,6 +135,26 @@ def test_one_value_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         timeline_from_file(tmp_path / "t")
 
 
+def test_a_name_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    name = tarfile.TarInfo("././@LongLink")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, 8 << 20
+    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(name.tobuf(tarfile.GNU_FORMAT) + bytes(8 << 20) + tar(b"{}", "w")))
+    with pytest.raises(PlaybookError, match="a header is larger than 1 MiB"):
+        timeline_from_file(tmp_path / "t.tar.gz")
+
+
+def test_what_lies_between_traces_is_passed_over(tmp_path: Path) -> None:
+    plain = chrome(tmp_path / "plain.json")
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in ((".large", bytes(3 << 20)), ("t.json", plain.read_bytes())):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    (tmp_path / "t.tar").write_bytes(out.getvalue())
+    assert timeline_from_file(tmp_path / "t.tar") == timeline_from_file(plain)
+
+
 def test_archives_may_not_lead_elsewhere(tmp_path: Path) -> None:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
