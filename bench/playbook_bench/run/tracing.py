@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,9 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | fligh
         return flight.hang(dumps, [*notes, *([f"{len(seen)} traces beside the dumps are not part of this answer"] if seen else [])])
     if not seen:
         raise unread[0] if unread else PlaybookError(f"{path}: holds no trace; expected a report of nsys or Chrome traces")
-    return (seen[0].walls, alone) if len(seen) == 1 and not unread else ranks.compare(seen, notes)
+    if len(seen) == 1:
+        return replace(seen[0].walls, notes=(*seen[0].walls.notes, *notes)), alone
+    return ranks.compare(seen, notes)
 
 
 def between(before: Path, after: Path) -> Difference:

@@ -45,6 +45,8 @@ _UPDATE = re.compile(r"adam|sgd|lamb(?!da)|(^|_)lion|adagrad|adafactor|Pointwise
 """Kernels of optimizers: fused ones by name, those of torch's lists by their last operation, `addcdiv`."""
 _FEWEST_UPDATES = 2
 """Fewer mark no step: a trace may begin or end in the middle of one."""
+_LAUNCH_NS = 10_000
+"""From a launching call's begin to its kernel's, at most, where the device has nothing else to do: 5 us, and as much again for the profiler."""
 _UNKNOWN = -(1 << 63)
 """The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
 _PRODUCTS = frozenset({"products", "grouped products", "attention"})
@@ -286,9 +288,9 @@ def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
 
 
 def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
-    """Whether the operation that ends an idle gap was launched only after the gap began; a gap that nothing ends is the host's too."""
+    """Whether the operation that ends an idle gap was launched after the gap began, or ran as soon as a launch can; a gap that nothing ends is the host's too."""
     i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
-    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > gap[0]
+    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > min(gap[0], gap[1] - _LAUNCH_NS)
 
 
 def _exposed(named: Iterable[tuple[str, Op]], compute: list[Interval], span: int) -> dict[str, float]:

@@ -104,6 +104,15 @@ def test_a_rank_with_other_steps_is_compared_by_sums_and_one_that_cannot_be_read
     assert found["ranks"][0]["waiting_ms"] == pytest.approx(WAIT)
 
 
+def test_one_trace_among_other_files_is_the_trace_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"layers": 4}')
+    (tmp_path / "t.json").write_text(json.dumps(rank(0)))
+    code, out, _ = shown(capsys, "--file", str(tmp_path), "--json")
+    found = json.loads(out)
+    assert (code, found["num_steps"]) == (0, 2)
+    assert any("config.json" in note for note in found["notes"])
+
+
 def test_a_folder_without_any_trace_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--file", str(tmp_path))[0] == 2
     (tmp_path / "a.txt").write_text("none")

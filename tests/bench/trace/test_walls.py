@@ -63,6 +63,13 @@ def test_a_gap_before_an_early_launch_is_not_the_hosts() -> None:
     assert (found.idle, found.unknown_idle) == (pytest.approx(0.4), pytest.approx(0.4))
 
 
+@pytest.mark.parametrize(("before", "host"), [(0.009, 0.1), (0.011, 0)])
+def test_a_kernel_that_runs_as_soon_as_it_can_was_waited_for(before: float, host: float) -> None:
+    """A gap of 2 us before each kernel of 18, launched just before the gap began: no queue, and nothing to wait for but the launch."""
+    ops = [op(ADD, i * 0.02 + 0.002, (i + 1) * 0.02, i * 0.02 + 0.002 - before) for i in range(5000)]
+    assert walls(trace(ops)).host_idle == pytest.approx(host, abs=1e-3)
+
+
 def test_idle_time_whose_launches_lie_before_the_trace_leads_where_it_is_largest() -> None:
     """63 % idle that nothing explains beside 15 % of exposed communication: the larger is the headline."""
     timeline = trace([op(GEMM, 0, 1), op(NCCL, 1, 17)])
