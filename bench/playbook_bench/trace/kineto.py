@@ -180,14 +180,14 @@ def of_document(document: Document, stream: Unpacked) -> Timeline:
     seen.read(document.events(), stream.name)
     spans = [span._replace(name=_range_name(span.name)) for span in seen.annotations if _is_range(span.name)]
     _check_one_rank(seen, spans, stream.name)
-    stacks = Stacks(close_backward(spans))
+    stacks, amount = Stacks(close_backward(spans)), _amount(seen)
     timeline = _device_timeline(spans, stacks, seen) if seen.device else _host_timeline(spans, stacks, seen)
     timeline.marks = [span for span in seen.annotations if not _is_range(span.name)]
     timeline.device_marks = seen.marks
     about = document.head.get("distributedInfo")
     timeline.rank = _int(about.get("rank")) if isinstance(about, dict) else None
     if document.cut or stream.cut:
-        timeline.notes.append(f"the file is cut off: what is whole of it counts, {_amount(seen)}")
+        timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
     return timeline
 
 
@@ -247,7 +247,9 @@ def _device_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Time
     climb = _Climb(seen.operators, stacks, seen.flows) if spans else None
     ops: list[Op] = []
     unlaunched: list[Op] = []
-    for e in seen.device:
+    seen.device.reverse()
+    while seen.device:  # each goes as its operation comes, so that memory holds them once
+        e = seen.device.pop()
         call = None if e.correlation is None else seen.calls.get(e.correlation)
         if call is None:
             unlaunched.append(Op(0, e.start, e.start, e.end, e.kind, e.name, (), e.group))
