@@ -36,7 +36,7 @@ def shell(tmp_path):
     environment = {**os.environ, **git, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
 
     def run(line, folder=place, **more):
-        return subprocess.run(["bash", "-ec", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=300)
+        return subprocess.run(["bash", "-ec", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=3000)
 
     run.place = place
     return run

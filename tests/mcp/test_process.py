@@ -55,7 +55,7 @@ def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_
             serving.stdin.flush()
             assert json.loads(serving.stdout.readline())["result"]["serverInfo"]["name"] == "playbook"
             serving.send_signal(signal.SIGINT)
-            assert serving.wait(timeout=60) == -signal.SIGINT
+            assert serving.wait(timeout=600) == -signal.SIGINT
         finally:
             serving.kill()
 
