@@ -113,7 +113,7 @@ def test_a_killed_process_ends_the_run_and_the_next_one_works(launcher, tmp_path
     result = launcher.run(long)
     assert (result.outcome, result.returncode) == ("killed", -9)
     gone(launcher, 1 if whose == "rank" else 0)
-    assert launcher.run(replace(long, folder=tmp_path / "next")).outcome == "ok", "forked anew, or started afresh"
+    assert launcher.run(spec(tmp_path / "next")).outcome == "ok", "forked anew, or started afresh"
 
 
 @pytest.mark.full

@@ -92,7 +92,7 @@ def test_an_agent_is_answered_over_stdio(installed, tmp_path):
 
     async def ask():
         async with Client(stdio_client(server)) as client:
-            with anyio.fail_after(60):
+            with anyio.fail_after(600):
                 return await client.call_tool("get_card", {"card_id": "moe-dispatcher-choice"})
 
     assert "W9" in json.dumps(anyio.run(ask).model_dump(mode="json"))
