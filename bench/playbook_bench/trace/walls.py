@@ -27,7 +27,7 @@ DATA_WAIT = 0.10
 HOST_BOUND = 0.10
 """Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us
 for each operator), so a smaller share may be the profiler's own."""
-_UNKNOWN_IDLE = 0.10
+UNKNOWN_IDLE = 0.10
 """Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the trace: as much as of
 the idle time whose cause is known."""
 EXPOSED = 0.15
@@ -317,7 +317,7 @@ def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, .
 _THRESHOLDS: dict[Wall, float] = {
     "data wait": DATA_WAIT,
     "host-bound": HOST_BOUND,
-    "idle of unknown cause": _UNKNOWN_IDLE,
+    "idle of unknown cause": UNKNOWN_IDLE,
     "exposed communication": EXPOSED,
 }
 
