@@ -89,7 +89,7 @@ def _is_noisier(own: float, weight: Sequence[float], aa: float) -> bool:
 
 
 # The rules of records that name none, or version 1: they replay by what decided them.
-# What differs from version 2 (`rules_v2.RulesV2`): each look has an equal part of the error rate; the deviation of the pairs is floored
+# What differs from version 2 (`RulesV2`): each look has an equal part of the error rate; the deviation of the pairs is floored
 # at that of the A/A, not pooled with it; a drift is a slope, and a step change none; a median of the pairs with another sign than their
 # mean leaves the claim open.
 
