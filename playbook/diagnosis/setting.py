@@ -28,6 +28,8 @@ _ALLOWED = {
 """Settings that go beyond what the planner proposes unasked, with the permission that each is."""
 
 
+_WAY = ("lora", "lora_targets", "base", "frozen")
+"""Settings that say what is trained: whatever is proposed keeps them."""
 _LEAST, _MOST = 1e-6, 1e9
 
 
@@ -59,8 +61,8 @@ class Setting:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs, without recompute."""
-        return flops.per_token(self.question.shape, self.question.seq_len)
+        """Model FLOPs, without recompute and without gradients of frozen weights."""
+        return flops.trained_per_token(self.question.shape, self.question.seq_len, self.question.base.options)
 
     @property
     def reached(self) -> float:
@@ -104,7 +106,7 @@ def setting(
     if taken:
         raise ConfigError(f"layout has {', '.join(taken)}; the model and the framework say that")
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
-    fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
+    fixed = tuple(word for word in known if word == "sharding=fsdp" or word.partition("=")[0] in _WAY)
     where = machine(hardware, network) if isinstance(hardware, str) else hardware
     asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed, routing=routing)
     if routing and "imbalance" in names:

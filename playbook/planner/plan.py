@@ -11,7 +11,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.models import MODELS
-from playbook.planner.options import Options
+from playbook.planner.options import DEEPSPEED, HYBRID, NODE, SHARDING_WORDS, Options
 from playbook.planner.shapes import DEEPEST, LARGEST, Shape
 
 _DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
@@ -116,7 +116,12 @@ _NEEDED: Mapping[str, tuple[str, Callable[[Plan], bool]]] = {
     "capacity": ("a model without experts", lambda p: p.shape.experts > 0),
     "imbalance": ("a model without experts", lambda p: p.shape.experts > 0),
     "shared_overlap": ("a model without shared experts", lambda p: p.shape.shared_ffn > 0),
-    "optimizer_instances": ("data parallelism that shards nothing, or by fsdp2", lambda p: p.options.sharding in ("optimizer", "fsdp")),
+    "optimizer_instances": (
+        "data parallelism that shards nothing, or by fsdp2 in megatron",
+        lambda p: p.options.sharding in ("optimizer", "fsdp") or (p.options.sharding == "fsdp2" and p.options.backend == "torch"),
+    ),
+    "lora_targets": ("no lora", lambda p: p.options.lora > 0),
+    "base": ("no lora", lambda p: p.options.lora > 0),
     "offload_percent": ("no offload of layers", lambda p: p.options.offload),
     "precision_aware": ("the torch backend", lambda p: p.options.backend == "megatron"),
 }
@@ -154,15 +159,30 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
 
 
 def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
+    values = _in_own_words(values)
     numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
     shape = _cut(shape, numbers.pop("layers", None), numbers.pop("experts", None))
-    if options.backend == "torch" and "sharding" not in values:
-        options = replace(options, sharding="fsdp2")
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
     return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
+
+
+def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
+    """The settings with what words of other trainers stand for, and what follows from the backend where nothing says it.
+
+    DeepSpeed accumulates gradients in bf16. Source: DeepSpeed 0.19.6, `runtime/engine.py` (`get_data_types`).
+    """
+    backend = values.get("backend", "megatron")
+    named = values.get("sharding", "fsdp2" if backend == "torch" else "")
+    found = {**values, **({"sharding": SHARDING_WORDS.get(backend, {}).get(named, named)} if named else {})}
+    if named == HYBRID and "optimizer_instances" not in values:
+        gpus, pp = (whole(key, values.get(key, "1")) for key in ("gpus", "pp"))
+        found["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
+    if backend == "torch" and named in DEEPSPEED:
+        found.setdefault("grad_bytes", "2")
+    return found
 
 
 def cut(shape: Shape, words: Iterable[str]) -> tuple[Shape, tuple[str, ...], str]:

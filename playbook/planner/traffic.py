@@ -144,7 +144,7 @@ def traffic(plan: Plan) -> dict[str, Any]:
     step = data_parallel(plan, memory.weights(plan, 0, chunks))
     sent.append({"what": "dp", "per": "step", "forward": step["parameters"], "backward": step["gradients"]})
     return {
-        "flops_per_token": flops.per_token(plan.shape, plan.seq_len),
+        "flops_per_token": flops.trained_per_token(plan.shape, plan.seq_len, plan.options),
         "bubble": pipeline.bubble(pp=plan.pp, microbatches=plan.microbatches, vpp=plan.vpp),
         "unit": "bytes",
         "sent": sent,

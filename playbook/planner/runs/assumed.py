@@ -14,7 +14,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner.choice import unknowns
 from playbook.planner.models import file_of, from_file, named, nearest, published
-from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, Options
+from playbook.planner.options import ATTENTION, BACKENDS, BASES, DISPATCHERS, Options
 from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import spelling
 from playbook.planner.runs.table import Run
@@ -45,6 +45,8 @@ _PRECISIONS = {
 _STANDS_FOR = {"nvfp4": "mxfp8", "fp16": "bf16"}
 _UNMODELLED = {"glm_5": "sparse attention: the time of its indexer is not modelled"}
 _FROZEN = ("peft", "lora")
+_RANK = 32
+"""Of adapters where a table does not say it: their share of the FLOPs is small. Source: Megatron Bridge, `peft/lora.py`."""
 _HYBRID_EP_SINCE = "2025-11"
 """Megatron-LM, pull request 2176, and Megatron Bridge, 1367."""
 _OVERLAP_SINCE = "2025-09"
@@ -78,9 +80,9 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
     machine = _cluster(run, on)
     shape = _shape(run)
     task = run.word("task")
-    if any(word in task for word in _FROZEN):
-        raise Unexpressed("adapters on frozen weights: their passes are not modelled")
-    if task.startswith("sft"):
+    if is_adapters(task) and not run.word("lora"):
+        raise Unexpressed("adapters of unknown rank; state it in a column lora, such as 16")
+    if task.startswith("sft") and not is_adapters(task):
         raise Unexpressed("fine-tuning: the table has no lengths of samples, which decide attention and padding")
     if "VL" in run.word("model") or "multimodal" in task:
         raise Unexpressed("images: the table has no sizes of images")
@@ -109,6 +111,9 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
             backend=_one_of(run, "backend", BACKENDS) or "megatron",
             attention=_one_of(run, "attention", ATTENTION),
             sp=False if unfused else None,
+            lora=rank(run),
+            lora_targets=tuple(w for w in re.split("[+,; ]+", run.word("lora_targets")) if w),
+            base=_one_of(run, "base", BASES),
         ),
     )
     if shape.experts and run.count("ep") is None:
@@ -120,6 +125,16 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
         plans = [replace(plan, imbalance=most) for plan in plans for most in (base.imbalance, 1.0)]
     plans = _fitted(run, plans, machine, words)
     return Assumed(tuple(dict.fromkeys(plans)), machine, (*words, *tried), len(words))
+
+
+def is_adapters(task: str) -> bool:
+    """Whether a task trains adapters beside frozen weights."""
+    return any(word in task for word in _FROZEN)
+
+
+def rank(run: Run) -> int:
+    """The rank of a run's adapters; 0 without any."""
+    return run.count("lora") or (_RANK if is_adapters(run.word("task")) else 0)
 
 
 def _imbalance(run: Run) -> float:

@@ -99,7 +99,7 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
     shape = found.plans[0].shape
     return Prediction(
         exp(fmean(logs)),
-        flops.per_token(shape, found.plans[0].seq_len),
+        flops.trained_per_token(shape, found.plans[0].seq_len, found.plans[0].options),
         hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(found.guesses)),
         found.plans[0],
         found.cluster,

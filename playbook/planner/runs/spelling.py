@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from playbook.errors import ConfigError
 from playbook.planner.options import GRAPH_MODULES, RECOMPUTE
 
-COUNTS = frozenset({"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads"})
+COUNTS = frozenset({"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads", "lora"})
 _NOTHING = frozenset({"", "-", "--", "–", "—", "?", "n/a", "na", "null", "unknown", "tbd"})
 _OFF = ("off", "no", "false", "none", "disabled")
 _ON = ("on", "yes", "true", "enabled")

@@ -8,8 +8,10 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
-from playbook.planner.options import FLEX
-from playbook.planner.parameters import parts
+from playbook.planner.memory import BASE_BYTES
+from playbook.planner.options import FLEX, Options
+from playbook.planner.parameters import adapters, parts
+from playbook.planner.parameters import layer as parameters_of
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
@@ -60,6 +62,9 @@ class Work(NamedTuple):
     frozen: bool
     native_loss: bool
     capacity: bool
+    lora: int
+    lora_targets: tuple[str, ...]
+    base: str
 
 
 class Kind(NamedTuple):
@@ -110,7 +115,7 @@ def work(plan: Plan) -> Work:
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
         0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
-        o.capacity,
+        o.capacity, o.lora, o.lora_targets, o.base,
     )  # fmt: skip
 
 
@@ -131,6 +136,12 @@ def kind(shape: Shape, index: int) -> Kind:
     return Kind(*parts(shape, index), bool(shape.window) and not full)
 
 
+@lru_cache(maxsize=65536)
+def index_of(shape: Shape, same: Kind) -> int:
+    """The first layer of a kind; the depth of prediction where no layer is."""
+    return next((i for i in range(shape.layers) if kind(shape, i) == same), shape.layers)
+
+
 @lru_cache(maxsize=200_000)
 def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Seconds of one layer of a kind for one micro-batch."""
@@ -142,9 +153,32 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     backward = blocks[0].backward.plus(blocks[1].backward)
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
+    if w.lora:
+        beside = _adapters(cluster, shape, kind, w)
+        forward, backward = forward.plus(beside.forward), backward.plus(beside.backward)
+        blocks = [*blocks[:1], Cost(blocks[1].forward.plus(beside.forward), blocks[1].backward)]
     again = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
+
+
+def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Adapters beside a layer's products, and a 4-bit base made bf16 for each of them: both only move bytes.
+
+    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has them, unfused.
+    Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
+    """
+    rows, local = _tokens(w)
+    index = index_of(shape, kind)
+    pairs = [
+        (BF16 * (local * a.passed if a.passed > 1 else rows / w.tp), a.wide_in, a.wide_out)
+        for a in adapters(shape, index, Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets))
+    ]
+    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
+    backward = sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs)
+    held = parameters_of(shape, index)
+    unpacked = (held.sharded / w.tp + held.experts / (w.ep * w.etp)) * (BASE_BYTES[w.base] + BF16) if w.base else 0.0
+    return Cost(Parts(elementwise=_bytes(cluster, forward + unpacked)), Parts(elementwise=_bytes(cluster, backward + unpacked)))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
