@@ -30,8 +30,11 @@ var PlaybookMemory = (function (layout) {
   const up = (s) => s.gated ? 2 : 1, normed = (s) => (s.norm_bias ? 2 : 1) * s.hidden;
   const width = (s) => s.latent || s.hidden;
   const expert = (s) => (up(s) + 1) * width(s) * s.expert_ffn + (s.expert_bias ? up(s) * s.expert_ffn + width(s) : 0);
-  // The adapters of one layer: widths of the matrix, pairs of it, and whether it is an expert's.
-  function adapters(t, s, index, o) {
+  const adapters = (t, s, index, o) => o.lora * sum(pairs(t, s, index, o).map(([, a, b, count]) => (a + b) * (count || 1)));
+
+  // The adapters of one layer: name and widths of each matrix, and how many pairs stand beside it.
+  function pairs(t, s, index, o) {
+    if (!o.lora) return [];
     const torch = o.backend === "torch", groups = t.lora_targets, [mixer, ffn] = parts(s, index), h = s.hidden, wide = up(s), m = s.mla;
     const names = o.lora_targets.length ? o.lora_targets : torch ? ["attention", "mlp"] : ["attention", "mlp", "experts"];
     const fused = torch ? [] : names.filter((n) => n in groups), covered = fused.flatMap((n) => groups[n]);
@@ -39,25 +42,25 @@ var PlaybookMemory = (function (layout) {
     const has = (name) => single.includes(name);
     if (mixer === "attention" && m) {
       const n = s.heads, q = n * (m.nope_dim + m.rope_dim), every = fused.includes("attention");
-      if (every || has("q")) found.push(...(m.q_rank ? [[h, m.q_rank], [m.q_rank, q]] : [[h, q]]));
-      if (every || has("k")) found.push([h, m.kv_rank + m.rope_dim]);
-      if (every || has("v")) found.push([m.kv_rank, n * (m.nope_dim + m.v_dim)]);
-      if (every || has("o")) found.push([n * m.v_dim, h]);
+      if (every || has("q")) found.push(...(m.q_rank ? [["q", h, m.q_rank], ["q", m.q_rank, q]] : [["q", h, q]]));
+      if (every || has("k")) found.push(["k", h, m.kv_rank + m.rope_dim]);
+      if (every || has("v")) found.push(["v", m.kv_rank, n * (m.nope_dim + m.v_dim)]);
+      if (every || has("o")) found.push(["o", n * m.v_dim, h]);
     } else if (mixer) {
       const q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim;
-      if (fused.includes("attention")) found.push([h, q + 2 * kv], [q, h]);
-      for (const [name, size] of Object.entries({q: [h, q], k: [h, kv], v: [h, kv], o: [q, h]})) if (has(name)) found.push(size);
+      if (fused.includes("attention")) found.push(["attention", h, q + 2 * kv], ["attention", q, h]);
+      for (const [name, size] of Object.entries({q: [h, q], k: [h, kv], v: [h, kv], o: [q, h]})) if (has(name)) found.push([name, ...size]);
     }
     const mlp = (inner) => {
-      if (fused.includes("mlp")) found.push([h, wide * inner], [inner, h]);
-      for (const name of ["up", "gate"].slice(0, wide)) if (has(name)) found.push([h, inner]);
-      if (has("down")) found.push([inner, h]);
+      if (fused.includes("mlp")) found.push(["mlp", h, wide * inner], ["mlp", inner, h]);
+      for (const name of ["up", "gate"].slice(0, wide)) if (has(name)) found.push([name, h, inner]);
+      if (has("down")) found.push(["down", inner, h]);
     };
     if (ffn === "mlp") mlp(s.ffn);
     if (ffn === "experts" && s.shared_ffn) mlp(s.shared_ffn);
     if (ffn === "experts" && names.includes("experts"))
-      found.push(...[[width(s), wide * s.expert_ffn], [s.expert_ffn, width(s)]].map((size) => [...size, torch ? s.experts : 1]));
-    return o.lora * sum(found.map(([a, b, pairs]) => (a + b) * (pairs || 1)));
+      found.push(...[[width(s), wide * s.expert_ffn], [s.expert_ffn, width(s)]].map((size) => ["experts", ...size, torch ? s.experts : 1]));
+    return found;
   }
 
   const embedding = (s) => s.vocab * s.hidden;
@@ -187,10 +190,44 @@ var PlaybookMemory = (function (layout) {
   function saved(t, p, index) {
     const s = p.shape, wide = tokens(p), thin = layout.sequenceParallel(p) ? wide / p.tp : wide, eight = p.options.fp8 ? 0.5 : 1;
     const [mixer, ffn] = parts(s, index), row = t.bf16 * thin * s.hidden, found = {};
+    if (p.options.backend === "torch" && !p.options.compiled) return eager(t, p, index, wide, thin, eight);
     if (mixer) Object.assign(found, {"attention norm in": row, "attention norm out": row * eight}, mixers[mixer](t, p, wide, thin));
     if (ffn) Object.assign(found, {"mlp norm in": row, "mlp norm out": row * (ffn === "mlp" ? eight : 1)});
     if (ffn) Object.assign(found, ffn === "mlp" ? denseMlp(t, p, wide, eight) : experts(t, p, wide, thin, eight));
     return found;
+  }
+
+  // The same of a layer as transformers has it, uncompiled.
+  function eager(t, p, index, wide, thin, eight) {
+    const s = p.shape, o = p.options, [mixer, ffn] = parts(s, index), autocast = o.sharding === "none", h = s.hidden, found = {};
+    const frozen = o.lora > 0 || o.frozen.includes("decoder"), normed = t.fp32 + (frozen ? 0 : autocast ? t.fp32 : t.bf16);
+    const beside = pairs(t, s, index, o).map(([name]) => name), norm = thin * (normed * h + t.fp32);
+    const inputs = (size, ...products) => {
+      const keeping = products.filter((name) => !frozen || beside.includes(name)).length;
+      return t.bf16 * (size * (autocast ? keeping : Math.min(1, keeping)) + o.lora * keeping);
+    };
+    if (mixer) found["attention norm in"] = norm;
+    if (mixer === "attention" && !s.mla) {
+      const n = s.heads, g = Math.max(s.kv_heads, p.tp), d = s.head_dim, out = inputs(n * d, "o");
+      const heads = s.qk_norm ? (n + g) * ((t.fp32 + (frozen ? 0 : t.bf16)) * d + t.fp32) : 0;
+      found["attention norm out"] = wide * inputs(h, "q", "k", "v");
+      found["q, k, v"] = wide * (t.bf16 * (n + 2 * g) * d + heads) / p.tp;
+      found["attention out"] = wide * (n * (t.bf16 * d + t.fp32) + (frozen && (autocast || !out) ? out : out - t.bf16 * n * d)) / p.tp;
+    } else if (mixer) Object.assign(found, {"attention norm out": t.bf16 * thin * h}, mixers[mixer](t, p, wide, thin));
+    if (ffn) found["mlp norm in"] = norm;
+    if (ffn === "mlp") {
+      found["mlp norm out"] = wide * inputs(h, ...["up", "gate"].slice(0, up(s)));
+      found["mlp fc1 out"] = t.bf16 * wide * (2 * up(s) - 1) * s.ffn / p.tp;
+      found["mlp act out"] = wide * inputs(s.ffn, "down") / p.tp;
+    } else if (ffn) Object.assign(found, {"mlp norm out": t.bf16 * thin * h}, experts(t, p, wide, thin, eight));
+    return found;
+  }
+
+  // Bytes of a layer's input, which is kept where all of the layer is computed again.
+  function entryBytes(t, p, all) {
+    const o = p.options;
+    if (o.backend !== "torch" || o.compiled) return Object.values(all)[0];
+    return (o.sharding === "none" && !o.lora && !o.frozen.length ? t.fp32 : t.bf16) * tokens(p) / (layout.sequenceParallel(p) ? p.tp : 1) * p.shape.hidden;
   }
 
   function attention(t, p, wide, thin) {
@@ -249,7 +286,7 @@ var PlaybookMemory = (function (layout) {
 
   // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.
   function kept(t, p, index) {
-    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = Object.values(all)[0], o = p.options;
+    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = entryBytes(t, p, all), o = p.options;
     if (o.recompute.includes("full")) return {stays: entry, sent: 0, again: whole - entry};
     if (o.recompute.includes("selective")) {
       const stays = entry + selected(t, p, index);
@@ -316,6 +353,7 @@ var PlaybookMemory = (function (layout) {
   function gatheredBytes(t, p, held) {
     const o = p.options;
     if (o.sharding === "zero3" && o.backend === "torch") return t.param_bytes * Math.min(t.live_parameters, held.dense + held.experts);
+    if (ownMaster(t, o) && !(o.compiled || o.lora || o.sharding !== "none")) return t.param_bytes * (held.linear + embedding(p.shape) / p.tp);
     if (ownMaster(t, o) && (o.sharding === "optimizer" || (p.pp > 1 && o.sharding === "fsdp2"))) return t.param_bytes * (held.dense + held.experts);
     return ["fsdp", "fsdp2"].includes(o.sharding) ? 2 * t.param_bytes * held.largest : 0;
   }

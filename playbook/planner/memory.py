@@ -379,6 +379,8 @@ def gathered(plan: Plan, held: Weights, width: float) -> float:
     o = plan.options
     if o.sharding == "zero3" and o.backend == "torch":
         return width * min(LIVE_PARAMETERS, held.dense + held.experts)
+    if own_master(o) and not (o.compiled or o.lora or o.sharding != "none"):
+        return width * (held.linear + parameters.embedding(plan.shape) / plan.tp)  # autocast's copies of weights live as long as the pass
     if own_master(o) and (o.sharding == "optimizer" or (plan.pp > 1 and o.sharding == "fsdp2")):
         return width * (held.dense + held.experts)
     return 2 * width * held.largest if o.sharding in ("fsdp", "fsdp2") else 0.0

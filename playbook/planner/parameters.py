@@ -71,8 +71,9 @@ def expert(shape: Shape) -> int:
 
 
 class Adapter(NamedTuple):
-    """A low-rank pair beside a matrix: the matrix's widths, how many pairs a layer holds, and how many of them a token passes."""
+    """A low-rank pair beside a matrix: the matrix's name or group and widths, how many pairs a layer holds, and how many of them a token passes."""
 
+    name: str
     wide_in: int
     wide_out: int
     pairs: int = 1
@@ -107,7 +108,7 @@ def adapters(shape: Shape, index: int, options: Options) -> tuple[Adapter, ...]:
         if "experts" in names:
             pairs = shape.experts if torch else 1
             wide, inner = shape.expert_hidden, shape.expert_ffn
-            found += [Adapter(wide, shape.up * inner, pairs, shape.top_k), Adapter(inner, wide, pairs, shape.top_k)]
+            found += [Adapter("experts", wide, shape.up * inner, pairs, shape.top_k), Adapter("experts", inner, wide, pairs, shape.top_k)]
     return tuple(found)
 
 
@@ -126,22 +127,22 @@ def _attention_adapters(shape: Shape, mixer: str, fused: bool, single: frozenset
         }
     else:
         if fused:
-            yield Adapter(h, q + 2 * kv)
-            yield Adapter(q, h)
+            yield Adapter("attention", h, q + 2 * kv)
+            yield Adapter("attention", q, h)
         matrices = {"q": ((h, q),), "k": ((h, kv),), "v": ((h, kv),), "o": ((q, h),)}
     for name, sizes in matrices.items():
         if name in single or (fused and compressed):
-            yield from (Adapter(*size) for size in sizes)
+            yield from (Adapter(name, *size) for size in sizes)
 
 
 def _mlp_adapters(hidden: int, inner: int, up: int, fused: bool, single: frozenset[str]) -> Iterator[Adapter]:
     """Those of an MLP; one that is not gated has no gate."""
     if fused:
-        yield Adapter(hidden, up * inner)
-        yield Adapter(inner, hidden)
-    yield from (Adapter(hidden, inner) for name in ("up", "gate")[:up] if name in single)
+        yield Adapter("mlp", hidden, up * inner)
+        yield Adapter("mlp", inner, hidden)
+    yield from (Adapter(name, hidden, inner) for name in ("up", "gate")[:up] if name in single)
     if "down" in single:
-        yield Adapter(inner, hidden)
+        yield Adapter("down", inner, hidden)
 
 
 def adapter_parameters(shape: Shape, index: int, options: Options) -> int:

@@ -120,6 +120,7 @@ _NEEDED: Mapping[str, tuple[str, Callable[[Plan], bool]]] = {
         "data parallelism that shards nothing, or by fsdp2 in megatron",
         lambda p: p.options.sharding in ("optimizer", "fsdp") or (p.options.sharding == "fsdp2" and p.options.backend == "torch"),
     ),
+    "compiled": ("the megatron backend", lambda p: p.options.backend == "torch"),
     "lora_targets": ("no lora", lambda p: p.options.lora > 0),
     "base": ("no lora", lambda p: p.options.lora > 0),
     "offload_percent": ("no offload of layers", lambda p: p.options.offload),

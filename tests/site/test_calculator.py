@@ -80,6 +80,7 @@ def values(rng: random.Random) -> dict[str, str]:
         "lora": lambda: rng.choice([8, 16]),
         "lora_targets": lambda: rng.choice(["attention", "q,v", "mlp,down", "experts,k"]),
         "base": lambda: "nf4",
+        "compiled": lambda: "false",
         "frozen": lambda: rng.choice(["vision", "decoder"]),
         "optimizer_offload": lambda: rng.choice([50, 100]),
         "offload_percent": lambda: rng.choice([50, 101]),

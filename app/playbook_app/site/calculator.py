@@ -52,6 +52,7 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
         False,
         [
             ("backend", "Backend"),
+            ("compiled", "Compiled layers"),
             ("sharding", "Sharding over data parallelism"),
             ("grad_bytes", "Gradient bytes"),
             ("master_bytes", "Master bytes"),

@@ -65,6 +65,7 @@ class Work(NamedTuple):
     lora: int
     lora_targets: tuple[str, ...]
     base: str
+    compiled: bool
 
 
 class Kind(NamedTuple):
@@ -115,7 +116,7 @@ def work(plan: Plan) -> Work:
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
         0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
-        o.capacity, o.lora, o.lora_targets, o.base,
+        o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled,
     )  # fmt: skip
 
 
@@ -151,6 +152,13 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     ]
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
+    if not w.compiled:
+        moved = _uncompiled(cluster, shape, kind, w)
+        forward, backward = (
+            forward._replace(elementwise=forward.elementwise + moved),
+            backward._replace(elementwise=backward.elementwise + 2 * moved),
+        )
+        blocks[0] = blocks[0]._replace(forward=blocks[0].forward._replace(elementwise=blocks[0].forward.elementwise + moved))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     if w.lora:
@@ -160,6 +168,24 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     again = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
+
+
+_NORM, _TURN, _GATE = 32, 12, 4
+"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back, weight), and
+rotation for each of queries and keys, and the activation for each of an MLP's inner values."""
+
+
+def _uncompiled(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
+    """Seconds that a layer of transformers moves bytes in its forward pass beyond compiled ones.
+
+    Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
+    """
+    rows, local = _tokens(w)
+    norms = _NORM * local * shape.hidden * (bool(kind.mixer) + bool(kind.ffn))
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim / w.tp
+    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if kind.mixer == "attention" else 0.0
+    gated = _GATE * rows * shape.ffn / w.tp if kind.ffn == "mlp" else 0.0
+    return _bytes(cluster, norms + turned + gated)
 
 
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
