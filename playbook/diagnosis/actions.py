@@ -250,6 +250,11 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
                 "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",),
                 keys=(("megatron.grouped_gemm", "cublas", "cutlass"),), part="grouped",
             )  # fmt: skip
+    elif not base.options.compiled:
+        on = replace(base, loss="compiled", options=replace(base.options, compiled=True))
+        tried = _try(where, base, on)
+        if tried:
+            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], held=tried[1])
     else:
         yield Action(
             "compile", "compile decoder and loss", ("host-bound", "memory-bound kernels"), base, base,
