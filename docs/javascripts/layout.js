@@ -213,10 +213,11 @@ var PlaybookLayout = (function () {
   function context(p, o) {
     const found = [], product = o.cp_sizes.reduce((a, b) => a * b, 1);
     const held = Math.max(floorDiv(p.shape.kv_heads, p.tp), 1);
-    if (o.cp_comm === "a2a" && p.shape.heads % (p.tp * p.cp))
-      found.push(`${p.shape.heads} heads do not divide over tp ${p.tp} x cp ${p.cp} for cp_comm a2a; set cp_comm=p2p or change cp`);
-    else if (o.cp_comm === "a2a" && held % p.cp)
-      found.push(`the ${held} key-value heads of a tp rank do not divide over cp ${p.cp} for cp_comm a2a; set cp_comm=p2p or change cp`);
+    const apart = o.cp_comm === "a2a" ? p.cp : o.cp_comm === "a2a+p2p" && o.cp_sizes.length ? o.cp_sizes[0] : 1, divided = p.shape.heads % (p.tp * apart);
+    if (o.cp_comm.startsWith("a2a") && divided)
+      found.push(`${p.shape.heads} heads do not divide over tp ${p.tp} x cp ${apart} for cp_comm ${o.cp_comm}; set cp_comm=p2p or change cp`);
+    if (!divided && held % apart && (o.backend !== "torch" || apart % held))
+      found.push(`the ${held} key-value heads of a tp rank do not divide over cp ${apart} for cp_comm ${o.cp_comm}; set cp_comm=p2p or change cp`);
     if (o.cp_comm === "a2a+p2p" && !o.cp_sizes.length)
       found.push("cp_comm a2a+p2p needs the sizes of its two levels; set cp_sizes, such as cp_sizes=2,4");
     if (o.cp_sizes.length && product !== p.cp) found.push(`cp_sizes ${o.cp_sizes.join("x")} = ${product} is not cp ${p.cp}; change cp_sizes`);

@@ -115,3 +115,7 @@ class Options:
     offload: bool = False
     offload_percent: int = 100
     offload_modules: tuple[str, ...] = ()
+
+    def heads_apart(self, cp: int) -> int:
+        """Ranks of `cp` that share out heads; the others share out the sequence in a ring."""
+        return cp if self.cp_comm == "a2a" else self.cp_sizes[0] if self.cp_comm == "a2a+p2p" and self.cp_sizes else 1

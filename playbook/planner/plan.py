@@ -136,7 +136,11 @@ def idle(plan: Plan, given: Iterable[str]) -> list[str]:
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _OPTIONS = {f.name: f for f in fields(Options)}
-_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {"layers", "experts"}
+_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {
+    "layers",
+    "experts",
+    "ulysses",
+}
 KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
 
 
@@ -181,9 +185,28 @@ def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
     if named == HYBRID and "optimizer_instances" not in values:
         gpus, pp = (whole(key, values.get(key, "1")) for key in ("gpus", "pp"))
         found["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
+    if "ulysses" in found:
+        found |= _heads_apart(found.pop("ulysses"), found)
     if backend == "torch" and named in DEEPSPEED:
         found.setdefault("grad_bytes", "2")
     return found
+
+
+def _heads_apart(text: str, values: Mapping[str, str]) -> dict[str, str]:
+    """What `ulysses=N` stands for: context parallelism that shares out heads by an all-to-all, within the ring that `cp` names, where it names one.
+
+    Source: DeepSpeed Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719, section 3.2.
+
+    Raises:
+        ConfigError: N is no count, or the layout says otherwise how heads are shared out.
+    """
+    heads, ring = whole("ulysses", text), whole("cp", values.get("cp", "1"))
+    if "cp_comm" in values or "cp_sizes" in values:
+        raise ConfigError("ulysses stands for cp_comm=a2a, and the layout names cp_comm or cp_sizes too; leave one of them out")
+    if heads == 1:
+        return {}
+    both = {"cp_comm": "a2a+p2p", "cp_sizes": f"{heads},{ring}"} if ring > 1 else {"cp_comm": "a2a"}
+    return {"cp": str(heads * ring), **both}
 
 
 def cut(shape: Shape, words: Iterable[str]) -> tuple[Shape, tuple[str, ...], str]:

@@ -72,22 +72,20 @@ def expert_tensor(plan: Plan) -> Sent:
 
 
 def context(plan: Plan) -> Sent:
-    """Context parallelism: keys and values in a ring (`p2p`, the default) or gathered, or an all-to-all over heads.
+    """Context parallelism: keys and values in a ring (`p2p`, the default) or gathered, an all-to-all over heads, or that within a ring.
 
     Either way a rank's keys and values reach all others; the backward pass sends them again, and their gradients back.
     """
-    shape, local = plan.shape, tokens(plan)
+    shape, local, apart = plan.shape, tokens(plan), plan.options.heads_apart(plan.cp)
     if shape.mla is not None:
         key, value = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim), shape.heads * shape.mla.v_dim
         query, out = key, value
     else:
-        key = value = max(shape.kv_heads, plan.tp) * shape.head_dim  # a rank has one head at least
+        key = value = max(shape.kv_heads, plan.tp * apart) * shape.head_dim  # a rank has one head at least
         query = out = shape.heads * shape.head_dim
-    if plan.options.cp_comm == "a2a":
-        one = BF16 * local * (query + key + value + out) / plan.tp * _ring(plan.cp)
-        return Sent(one, one)
-    one = BF16 * (plan.cp - 1) * local * (key + value) / plan.tp
-    return Sent(one, 2 * one)
+    exchanged = BF16 * local * (query + key + value + out) / plan.tp * _ring(apart)
+    ring = BF16 * (plan.cp // apart - 1) * local * (key + value) / plan.tp
+    return Sent(exchanged + ring, exchanged + 2 * ring)
 
 
 def boundary(plan: Plan) -> Sent:

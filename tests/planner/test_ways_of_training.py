@@ -9,10 +9,12 @@ import in_process
 import pytest
 
 from playbook.diagnosis.setting import Figures, measured, setting
-from playbook.planner import flops, memory
+from playbook.errors import ConfigError
+from playbook.planner import flops, memory, traffic
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.choice.unknowns import held
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
@@ -178,3 +180,78 @@ def test_copies_send_their_share_once_and_shards_travel_within_a_node() -> None:
         for s in ("zero1", "zero2", "zero3")
     }
     assert zero["zero1"] < zero["zero2"] < zero["zero3"], "gradients once a step, each micro-batch, and parameters too"
+
+
+def test_ulysses_is_an_all_to_all_over_heads_beside_a_ring_or_without_one() -> None:
+    alone, both = plan_of("gpus=8 ulysses=4 seq_len=32768"), plan_of("gpus=8 ulysses=4 cp=2 seq_len=32768")
+    assert (alone.cp, alone.options.cp_comm, alone.broken()) == (4, "a2a", [])
+    assert (both.cp, both.options.cp_comm, both.options.cp_sizes, both.broken()) == (8, "a2a+p2p", (4, 2), [])
+    rows, head = 32768 // 8 * 2, LLAMA.head_dim
+    exchanged, ring = rows * (2 * 32 + 2 * 8) * head * 3 / 4, rows * 2 * 8 * head
+    assert traffic.context(both) == traffic.Sent(exchanged + ring, exchanged + 2 * ring)
+    assert memory.estimate(both)[0].activations == memory.estimate(plan_of("gpus=8 cp=8 seq_len=32768"))[0].activations
+    spread = [
+        step_time(plan_of(f"gpus=16 mbs=1 seq_len=131072 {w}"), machine("h100", "IB-400")).parts["cp"]
+        for w in ("ulysses=16 backend=torch", "ulysses=8 cp=2")
+    ]
+    assert spread[1] < spread[0], "heads stay within a node"
+    assert plan_of("ulysses=1 gpus=8") == plan_of("gpus=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("gpus=64 ulysses=64", "32 heads do not divide over tp 1 x cp 64 for cp_comm a2a"),
+        ("gpus=16 ulysses=16", "the 8 key-value heads of a tp rank do not divide over cp 16 for cp_comm a2a"),
+        ("gpus=64 ulysses=16 cp=2", "the 8 key-value heads of a tp rank do not divide over cp 16 for cp_comm a2a+p2p"),
+        ("gpus=64 ulysses=64 cp=1 backend=torch", "32 heads do not divide"),
+        ("gpus=16 ulysses=16 backend=torch", ""),
+    ],
+)
+def test_ulysses_divides_heads(words: str, says: str) -> None:
+    found = [sentence for sentence in plan_of(f"{words} seq_len=131072").broken() if "heads" in sentence]
+    assert [sentence[: len(says)] for sentence in found] == ([says] if says else [])
+
+
+def test_ulysses_and_cp_comm_are_not_named_together() -> None:
+    with pytest.raises(ConfigError, match="ulysses stands for cp_comm=a2a"):
+        plan_of("gpus=8 ulysses=4 cp_comm=p2p")
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_implies_what_it_trains_with(name: str) -> None:
+    framework = FRAMEWORKS[name]
+    where = setting(LLAMA, "llama3_8b", "h100", 8, seq_len=4096, gbs=64, known=("mbs=1",), framework=name)
+    assert where.plan is not None
+    assert where.plan.options.backend == framework.backend
+    if framework.exports_as in ("deepspeed", "accelerate"):
+        assert (where.plan.loss, where.plan.options.compiled) == ("torch", False)
+        assert where.plan.options.sharding == {"deepspeed": "zero3", "accelerate": "fsdp2"}[framework.exports_as]
+    named = setting(LLAMA, "llama3_8b", "h100", 8, seq_len=4096, gbs=64, known=("mbs=1", "sharding=ddp", "recompute=full"), framework=name)
+    assert named.plan is not None
+    assert named.plan.options.sharding == "none"
+
+
+def test_torch_rows_have_torchs_loss_and_no_graphs_of_megatron(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        "id,model,hardware,gpus,precision,seq_len,mbs,gbs,fsdp,backend,recompute,ep,release_or_date\n"
+        "new,llama3_8b,h100,8,bf16,8192,1,8,fsdp,torchtitan,selective,,2026-01\nold,llama3_8b,h100,8,bf16,8192,1,8,fsdp,torchtitan,selective,,2024-12\n"
+        "zero,llama3_8b,h100,8,bf16,8192,1,8,zero2,axolotl,full,,\nmoe,qwen3_30b_a3b,b200,8,bf16,4096,1,64,fsdp,torchtitan,none,8,2026-01\n"
+        "hsdp,llama3_8b,h100,64,bf16,8192,1,64,hsdp,torchtitan,full,,2026-01\n", encoding="utf-8",
+    )  # fmt: skip
+    found = {run.id: predict(run) for run, _ in read_runs(table)}
+    plans = {k: p.plan for k, p in found.items() if isinstance(p, Prediction)}
+    assert {k: p.loss for k, p in plans.items()} == {
+        "new": "compiled",
+        "old": "torch",
+        "zero": "torch",
+        "moe": "compiled",
+        "hsdp": "compiled",
+    }
+    assert (plans["zero"].options.sharding, plans["zero"].options.compiled, plans["zero"].grad_bytes) == ("zero2", False, 2)
+    assert plans["hsdp"].options.optimizer_instances == 8
+    assert plans["moe"].options.graphs == ()
+    assert not any("graphs unknown" in word or "hybridep" in word for word in found["moe"].words)  # type: ignore[union-attr]
+    logits = 8192 * LLAMA.vocab
+    assert held(plans["old"]) - held(plans["new"]) == (14 - 4) * logits

@@ -106,6 +106,11 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
     counts = _degrees(run, shape, words)
     _one_of(run, "backend", BACKENDS | FRAMEWORKS.keys())
     trained_by = column(run.word("backend"))
+    heads = run.count("ulysses") or 1
+    if shape.heads % (counts["tp"] * heads) or counts["gpus"] % (counts["tp"] * counts["cp"] * counts["pp"] * heads):
+        raise Unexpressed(
+            f"ulysses {heads} does not divide {shape.heads} heads over tp {counts['tp']}, or {counts['gpus']} GPUs over its layout"
+        )
     sharding, instances = _sharding(run, trained_by.backend, counts["gpus"] // counts["pp"])
     unfused = run.word("attention") == "unfused"  # a trainer of that time has no sequence parallelism and no fused loss either
     base = Plan(
@@ -113,7 +118,7 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
         run.word("model"),
         gpus=counts["gpus"],
         tp=counts["tp"],
-        cp=counts["cp"],
+        cp=counts["cp"] * heads,
         pp=counts["pp"],
         ep=counts["ep"],
         etp=counts["etp"],
@@ -128,6 +133,8 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
             backend=trained_by.backend,
             compiled="compiled=false" not in trained_by.implied,
             optimizer_instances=instances,
+            cp_comm="" if heads == 1 else "a2a" if counts["cp"] == 1 else "a2a+p2p",
+            cp_sizes=(heads, counts["cp"]) if heads > 1 < counts["cp"] else (),
             attention=_one_of(run, "attention", ATTENTION),
             sp=False if unfused else None,
             lora=rank(run),

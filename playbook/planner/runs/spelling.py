@@ -9,7 +9,9 @@ from playbook.errors import ConfigError
 from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.options import GRAPH_MODULES, RECOMPUTE
 
-COUNTS = frozenset({"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads", "lora"})
+COUNTS = frozenset(
+    {"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads", "lora", "ulysses"}
+)
 _NOTHING = frozenset({"", "-", "--", "–", "—", "?", "n/a", "na", "null", "unknown", "tbd"})
 _OFF = ("off", "no", "false", "none", "disabled")
 _ON = ("on", "yes", "true", "enabled")

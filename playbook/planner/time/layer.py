@@ -66,6 +66,8 @@ class Work(NamedTuple):
     lora_targets: tuple[str, ...]
     base: str
     compiled: bool
+    apart: int
+    """Ranks of CP that share out heads."""
 
 
 class Kind(NamedTuple):
@@ -117,6 +119,7 @@ def work(plan: Plan) -> Work:
         0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
         o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled,
+        o.heads_apart(plan.cp),
     )  # fmt: skip
 
 
@@ -331,10 +334,10 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
-    ring = _context(cluster, shape, kind, w)
+    exchanged, ring = _context(cluster, shape, kind, w)
     return Cost(
-        forward._replace(tp=2 * gather, cp=_exposed(w, ring, core[0])),
-        backward._replace(tp=(3 if w.sp else 2) * gather, cp=_exposed(w, 2 * ring, core[1])),
+        forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
+        backward._replace(tp=(3 if w.sp else 2) * gather, cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
     )  # fmt: skip
 
 
@@ -352,7 +355,7 @@ def _host(cluster: Cluster, seconds: float) -> float:
 
 def _exposed(w: Work, sent: float, beside: float) -> float:
     """What of a ring's messages the attention beside them does not hide; other kinds hide nothing."""
-    return max(0.0, sent - beside) if w.cp_comm == "p2p" else sent
+    return max(0.0, sent - beside) if w.cp_comm.endswith("p2p") else sent
 
 
 def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
@@ -397,20 +400,21 @@ def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
     return collectives.ring(cluster, w.tp, 1, BF16 * w.seq_len * w.mbs / w.cp * shape.hidden)
 
 
-def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
-    """Keys and values over CP, or all heads in an all-to-all, in the forward pass."""
+def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
+    """All heads in an all-to-all, and keys and values over the rest of CP, in the forward pass."""
     if w.cp == 1:
-        return 0.0
+        return 0.0, 0.0
     rows = w.seq_len * w.mbs / w.cp
     if shape.mla is not None:
         keys = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim) / w.tp
         queries = keys
     else:
-        keys = 2 * max(shape.kv_heads, w.tp) * shape.head_dim / w.tp
+        keys = 2 * max(shape.kv_heads, w.tp * w.apart) * shape.head_dim / w.tp
         queries = 2 * shape.heads * shape.head_dim / w.tp
-    if w.cp_comm == "a2a" or kind.mixer != "attention":
-        return collectives.all_to_all(cluster, w.cp, w.tp, BF16 * rows * (keys + queries))
-    return collectives.ring(cluster, w.cp, w.tp, BF16 * rows * keys * w.cp)
+    apart = w.apart if kind.mixer == "attention" else w.cp
+    exchanged = collectives.all_to_all(cluster, apart, w.tp, BF16 * rows * (keys + queries)) if apart > 1 else 0.0
+    around = w.cp // apart
+    return exchanged, collectives.ring(cluster, around, w.tp * apart, BF16 * rows * keys * around) if around > 1 else 0.0
 
 
 def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
