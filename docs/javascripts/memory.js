@@ -372,15 +372,16 @@ var PlaybookMemory = (function (layout) {
     if (o.fp8_params) state.parameters -= t.param_bytes * copies / Math.max(t.fp8_copies[o.fp8], 1);
     const left = onHost(t, p, state);
     for (const key of ["parameters", "gradients", "optimizer"]) state[key] -= left[key];
+    const alone = o.backend === "torch" && !o.compiled && o.sharding === "none";
     const found = {
       stage, layers: chunks.flat().length, in_flight: alive, ...state,
       fp8_weights: copies, gathered, activations: over("stays") + resident,
       loss: last ? (t.losses[p.loss] + (p.loss === "torch" && p.tp > 1 ? t.fp32 : 0)) * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
-      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident + left.host,
+      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: alone ? t.plain_bytes : t.workspace_bytes, grown: alone && layout.microbatches(p) === 1 ? state.gradients : 0, host: away - resident + left.host,
     };
     found.transient = Math.max(found.loss, found.replayed);
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;
-    found.peak = found.states + found.gathered + found.activations + found.transient + found.workspace;
+    found.peak = found.states - found.grown + Math.max(found.grown, found.gathered + found.activations + found.transient) + found.workspace;
     return found;
   }
 

@@ -29,6 +29,11 @@ The one fitted constant. Fitted on two runs, Qwen3-30B-A3B cut to 24 layers on f
 EP 4, all-to-all, sequences of 4096, 2 and 4 per microbatch, no recompute), where it is the mean of what was left over."""
 
 
+PLAIN_BYTES = 0.1 * GIB
+"""The same of transformers' layers without sharding: workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and what rounding adds; no buffers of
+communication. Gradients are gone between steps there, as `zero_grad` leaves them. Source: torch, `docs/source/notes/cuda.rst` (cuBLAS workspaces)."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """Parameters that a rank of one stage holds before data parallelism shards them, and those of its largest layer."""
@@ -300,6 +305,7 @@ def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, K
         params -= PARAM_BYTES * copies / max(fp8_copies(plan.options.fp8), 1)
     away = _on_host(plan, params, grads, optimizer)
     found = _alive(plan, stage, chunks)
+    alone = not plan.options.compiled and plan.options.backend == "torch" and plan.options.sharding == "none"
     return StageBytes(
         stage=stage,
         layers=sum(count for chunk in chunks for count, _ in chunk) - (plan.shape.mtp if last else 0),
@@ -313,7 +319,8 @@ def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, K
         activations=found.on_gpu,
         loss=loss(plan) if last else 0.0,
         replayed=found.again,
-        workspace=WORKSPACE_BYTES,
+        workspace=PLAIN_BYTES if alone else WORKSPACE_BYTES,
+        grown=grads - away.gradients if alone and plan.microbatches == 1 else 0.0,
         host=found.host + away.host,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from playbook.planner import flops, memory, pipeline
 from playbook.planner.activations import BF16, tokens
 from playbook.planner.memory import Weights, shards
+from playbook.planner.options import FLEX
 from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 
@@ -53,13 +54,16 @@ def tensor(plan: Plan, blocks: int) -> Sent:
 def experts(plan: Plan) -> Sent:
     """Dispatch and combine of routed tokens, balanced over ranks; the backward pass repeats both the other way.
 
-    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it.
+    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it. DeepEP and HybridEP
+    send a token once to each rank that has one of its experts. Source: DeepEP, `csrc/kernels/internode.cu` and `intranode.cu`; DeepSeek-V3, arXiv 2412.19437,
+    section 3.2.2.
     """
     local = BF16 * _local(plan) * plan.shape.expert_hidden
     if plan.options.dispatcher == "allgather":
         one = (plan.ep * plan.etp - 1) * local
     else:
-        one = local * plan.shape.top_k * plan.imbalance * _ring(plan.ep)
+        copies = distinct(plan.ep, plan.shape.top_k) if plan.options.dispatcher in FLEX else plan.shape.top_k
+        one = local * copies * plan.imbalance * _ring(plan.ep)
     return Sent(2 * one, 2 * one)
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import in_process
 import pytest
 
+from playbook.cards import search
+from playbook.cards.load import load_all
+from playbook.diagnosis.actions import actions
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.planner import flops, memory, traffic
@@ -255,3 +258,35 @@ def test_torch_rows_have_torchs_loss_and_no_graphs_of_megatron(tmp_path: Path) -
     assert not any("graphs unknown" in word or "hybridep" in word for word in found["moe"].words)  # type: ignore[union-attr]
     logits = 8192 * LLAMA.vocab
     assert held(plans["old"]) - held(plans["new"]) == (14 - 4) * logits
+
+
+def test_deepep_sends_a_token_once_to_each_rank_that_wants_it() -> None:
+    sent = {d: traffic.experts(plan_of(f"gpus=64 ep=8 dispatcher={d}", "deepseek_v3")).forward for d in ("alltoall", "deepep", "hybridep")}
+    assert sent["deepep"] == sent["hybridep"] == pytest.approx(sent["alltoall"] * 8 * (1 - (7 / 8) ** 8) / 8)
+
+
+def test_a_run_in_fp8_is_offered_bf16_and_not_another_fp8() -> None:
+    def offered(*words: str) -> set[str]:
+        where = setting(MIXED, "qwen3_30b_a3b", "h100", 8, seq_len=4096, gbs=1024, known=("ep=8", "mbs=1", *words))
+        return {a.id for a in actions(where, None)} & {"fp8", "bf16"}
+
+    assert offered("fp8=tensorwise") == {"bf16"}
+    assert "bf16" not in offered()
+
+
+def test_a_dense_model_is_not_sent_to_claims_about_mixtures() -> None:
+    hits = search.search(search.index(load_all()), "Llama 3 8B is slow on 8 H100").hits
+    assert hits
+    for hit in hits:
+        out = {limit.partition(":")[0] for limit in hit.limits if "moe: found False" in limit}
+        assert hit.claims[0] not in out
+        assert hit.applies or out < set(hit.claims)
+
+
+@pytest.mark.parametrize(
+    "query", ["DeepEP error on RoCE", "NCCL WARN NET/IB : Got completion from peer with status=12 RoCE", "nvshmem error DeepEP RoCE ibgda"]
+)
+def test_errors_of_nccl_and_deepep_on_roce_are_not_answered(query: str) -> None:
+    found = search.search(search.index(load_all()), query)
+    assert found.hits == []
+    assert found.none.startswith("no card covers")

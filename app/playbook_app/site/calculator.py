@@ -144,6 +144,7 @@ def tables() -> dict[str, Any]:
         "gpu_gib": {name: cluster(name).memory_gib for name in clusters()},
         "tight": memory.TIGHT,
         "workspace_bytes": memory.WORKSPACE_BYTES,
+        "plain_bytes": memory.PLAIN_BYTES,
         "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(FP8)]},
         "backward": flops.BACKWARD,
     }

@@ -106,6 +106,8 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
     counts = _degrees(run, shape, words)
     _one_of(run, "backend", BACKENDS | FRAMEWORKS.keys())
     trained_by = column(run.word("backend"))
+    if "compiled=false" in trained_by.implied:
+        words.append("layers as transformers has them: no run has checked their time")
     heads = run.count("ulysses") or 1
     if shape.heads % (counts["tp"] * heads) or counts["gpus"] % (counts["tp"] * counts["cp"] * counts["pp"] * heads):
         raise Unexpressed(

@@ -22,6 +22,7 @@ RELEASE = "accelerate 1.15.0"
 _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
     "sharding": ("fsdp2", "optimizer"),
     "recompute": ((), ("full",)),
+    "compiled": (True, False),
     "cp_comm": ("", "all_gather"),
 }
 """Values of options that it has words for."""

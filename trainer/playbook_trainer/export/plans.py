@@ -26,7 +26,7 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "megatron-lm": ("loss=native",), **{name: f.implied for name, f in FRAMEWORKS.items() if f.exports_as == "deepspeed"},
+    "megatron-lm": ("loss=native",), **{name: f.implied for name, f in FRAMEWORKS.items() if name == "verl" or f.exports_as == "deepspeed"},
 }  # fmt: skip
 """By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses
 Transformer Engine's loss."""
