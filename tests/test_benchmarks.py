@@ -49,7 +49,7 @@ def of_a_process(*words: str) -> float:
     """Seconds of user and system for a command of this Python in this tree."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=60, check=True)
+    subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=600, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -19,7 +19,7 @@ from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, L
 from playbook.planner.plan import Plan, parse
 from playbook_app.site.calculator import tables
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
 
 LAYOUTS = 360
 OFFERS = 60

@@ -366,7 +366,7 @@ def test_a_real_trace_of_a_slow_loader_waits_for_data(tmp_path: Path, capsys: py
             return 4
 
         def __getitem__(self, i: int) -> torch.Tensor:
-            time.sleep(0.2)
+            time.sleep(0.5)
             return torch.ones(64, 64)
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
