@@ -23,8 +23,8 @@ import pytest
 from mcp import Client
 
 from playbook.cards import search
-from playbook.cards.asked import load_asked
 from playbook.cards.load import load_all
+from playbook.cards.questions import load_asked
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root, sources
 from playbook_app.cli import exit_codes
