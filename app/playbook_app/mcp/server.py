@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from playbook import __version__
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, guidance
-from playbook.cards.sections import load_sections
+from playbook.cards.search import load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.question import diagnosis_of
