@@ -108,7 +108,7 @@ FAULTS = (
     Fault(TRAINER + "torch/parallel/dispatch.py", "route.inverse_R = _invert(route.order_R)", "route.inverse_R = route.order_R", "tokens get the outputs of others", ("trainer/torch/test_apply_probs.py", "trainer/torch/parallel")),
     Fault(TRAINER + "checkpoint_files.py", 'return "" if volume == math.prod(self.shape)', 'return "" if volume', "a checkpoint with holes is read", ("trainer/test_checkpoint_files.py", "trainer/torch/test_checkpoint.py")),
     Fault(TRAINER + "config/checks.py", "if model.num_kv_heads % par.tp:", "if False:", "a layout that cannot run is started", ("trainer/config/test_illegal_layouts.py",)),
-    Fault(TRAINER + "observe/flops.py", '"attention": 1 + 2 * flows', '"attention": 1 + flows', "backward attention is forgotten in MFU", ("trainer/observe/test_ledger.py",)),
+    Fault(TRAINER + "observe/totals.py", '"attention": 1 + 2 * flows', '"attention": 1 + flows', "backward attention is forgotten in MFU", ("trainer/observe/test_ledger.py",)),
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from playbook_bench import metrics
 from playbook_trainer.config import megatron, model, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
-from playbook_trainer.export.change import change
+from playbook_trainer.export.render import change
 
 GIB = 1 << 30
 _SHOWN = (
