@@ -96,7 +96,7 @@ class Hit:
     id: str
     title: str
     claims: list[str]
-    """Ids of its claims, nearest to the question first."""
+    """Ids of its claims: those that speak for the run that was stated first, of these the nearest to the question."""
     why: str
     """The passage that matched best, after its kind."""
     applies: bool
@@ -224,7 +224,7 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
     kept = (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE)
     hits = [hit for r in kept if (hit := _hit(found, r, words, run, only)) is not None]
     if any(h.applies for h in hits):
-        return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
+        return Answer(sorted((h for h in hits if h.applies or not _of_other_models(h)), key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
     why = f"{out.id} would answer, and does not apply to the stated run ({out.limits[0]})" if out else "no claim of that status answers"
     return Answer([], why, nearest, pages)
@@ -351,12 +351,17 @@ def _hit(found: Index, ranked: Ranked, words: list[str], run: Facts, only: froze
     return Hit(
         id=card.id,
         title=card.title,
-        claims=[c.id for c in kept],
+        claims=sorted((c.id for c in kept), key=lambda i: bool(limits[i])),
         why=f"{best.kind}{' ' + best.claim if best.claim else ''}: {best.text}",
         applies=not whole and any(not v for v in limits.values()),
         limits=[f"the card: {'; '.join(whole)}"] if whole else [f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
         sizes=sizes.follow(card, run),
     )
+
+
+def _of_other_models(hit: Hit) -> bool:
+    """Whether a card speaks of models with experts alone, and the one that was stated has none."""
+    return all("moe: found False" in limit for limit in hit.limits)
 
 
 def _limits(scope: Mapping[str, Any], run: Facts, *, cpu: bool = False) -> list[str]:

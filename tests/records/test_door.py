@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -91,7 +91,7 @@ def model_refuses(model: type[Any], data: Any) -> bool:
     return False
 
 
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600)
 @given(st.data())
 def test_schema_and_model_refuse_the_same_files(draw):
     model, data = draw.draw(st.sampled_from(FILES))

@@ -92,8 +92,20 @@ def _figure(description: str) -> Any:
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-_Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
-_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "playbook"]
+_Framework = Literal[
+    "megatron-lm",
+    "megatron-bridge",
+    "nemo",
+    "torchtitan",
+    "playbook",
+    "accelerate",
+    "deepspeed",
+    "swift",
+    "axolotl",
+    "llamafactory",
+    "verl",
+]
+_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
