@@ -94,7 +94,7 @@ FAULTS = (
     Fault(PLANNER + "rules.py", "c.vpp > 1 and c.microbatches % c.pp > 0", "False", "a batch that the schedule cannot cut", ("planner",)),
     Fault(PLANNER + "rules.py", "c.tp > 1 and c.experts > 0 and c.o.sp is False", "False", "TP with experts and no SP is accepted", ("planner",)),
     Fault(PLANNER + "exclusions.py", 'bool(c.graphed) and "full" in c.again', "False", "graphs with full recompute are accepted", ("planner",)),
-    Fault(PLANNER + "memory.py", "+ 2 * plan.moment_bytes) * state", "+ plan.moment_bytes) * state", "one moment is forgotten", ("planner/test_memory.py",)),
+    Fault(PLANNER + "memory.py", "+ 2 * plan.moment_bytes) * each(trained, over)", "+ plan.moment_bytes) * each(trained, over)", "one moment is forgotten", ("planner/test_memory.py",)),
     Fault(PLANNER + "pipeline.py", "min(microbatches, pp - stage + (", "min(microbatches, pp + (", "every stage holds what the first does", ("planner",)),
     Fault(PLANNER + "flops.py", "shape.top_k * shape.expert_ffn", "shape.experts * shape.expert_ffn", "experts that do not run count in MFU", ("planner", "trainer/observe/test_ledger.py")),
     Fault(PLANNER + "flops.py", "return seq_len / 2\n", "return seq_len\n", "causal attention counts twice in MFU", ("planner", "trainer/observe/test_ledger.py")),
@@ -112,7 +112,7 @@ FAULTS = (
     Fault(TRAINER + "torch/parallel/dispatch.py", "route.inverse_R = _invert(route.order_R)", "route.inverse_R = route.order_R", "tokens get the outputs of others", ("trainer/torch/test_apply_probs.py", "trainer/torch/parallel")),
     Fault(TRAINER + "checkpoint_files.py", 'return "" if volume == math.prod(self.shape)', 'return "" if volume', "a checkpoint with holes is read", ("trainer/test_checkpoint_files.py", "trainer/torch/test_checkpoint.py")),
     Fault(TRAINER + "config/checks.py", "if model.num_kv_heads % par.tp:", "if False:", "a layout that cannot run is started", ("trainer/config/test_illegal_layouts.py",)),
-    Fault(TRAINER + "observe/flops.py", '"attention": 1 + 2 * flows', '"attention": 1 + flows', "backward attention is forgotten in MFU", ("trainer/observe/test_ledger.py",)),
+    Fault(TRAINER + "observe/totals.py", '"attention": 1 + 2 * flows', '"attention": 1 + flows', "backward attention is forgotten in MFU", ("trainer/observe/test_ledger.py",)),
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from playbook_app.cli.app import app
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
 from playbook_trainer.export.plans import TARGETS
-from playbook_trainer.export.releases import RELEASES
+from playbook_trainer.export.sheet import RELEASES
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import DECISIONS, MARK, PAGE

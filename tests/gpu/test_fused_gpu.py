@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.profiler import ProfilerActivity, profile
 
-from playbook_trainer.torch import adamw, param_remainders
+from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.model import ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -49,7 +49,7 @@ def test_fused_update_equals_the_plain_one(size: int, moments: torch.dtype, grad
     scale = torch.tensor(0.37, device=DEVICE)
     for step in (5, 6):
         kernel.update(*fused, scale, GROUP, step)
-        adamw.update(plain[0], plain[1].float() * scale, plain[2], plain[3], GROUP, step)
+        optimizer.update(plain[0], plain[1].float() * scale, plain[2], plain[3], GROUP, step)
     exact = exactly(before[0], before[1].double() * 0.37, *before[2:], (5, 6))
     moves = [(t.double() - before[0].double()) for t in (fused[0], plain[0], exact)]
     print(
@@ -68,7 +68,7 @@ def test_fused_update_is_timed() -> None:
 
     tensors, scale = state(1 << 28, torch.bfloat16, torch.float32), torch.ones((), device=DEVICE)
     fused = milliseconds(lambda: kernel.update(*tensors, scale, GROUP, 5))
-    plain = milliseconds(lambda: adamw.update(*tensors, GROUP, 5), 3)
+    plain = milliseconds(lambda: optimizer.update(*tensors, GROUP, 5), 3)
     print(f"AdamW, 2^28 values, 16-bit moments: plain {plain:.2f} ms, fused {fused:.2f} ms, {20 * 2**28 / fused / 1e9:.2f} TB/s")
 
 
@@ -76,7 +76,7 @@ def in_halves(tensors: list[Tensor]) -> list[Tensor]:
     """The state of `state` with weights in two halves, and gradients in 16 bits: upper half, gradient, moments, lower half."""
     p, g, m, v = (t.clone() for t in tensors)
     high, low = torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16)
-    param_remainders.split(p, high, low, v)
+    optimizer.split(p, high, low, v)
     return [high, g.bfloat16(), m, v, low]
 
 
@@ -97,7 +97,7 @@ def test_fused_update_of_halves_equals_that_of_whole_weights_to_the_last_bit(siz
         kernel.update(*whole, scale, group, step)
         kernel.update(*split[:4], scale, group, step, split[4])
         high, _, m, v, low = split
-        apart = int((param_remainders.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
+        apart = int((optimizer.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
         ties = int(v.signbit().sum())
         print(f"{size} {moments} step {step}: {apart} weights differ, {ties} ties were rounded down")
         assert apart == 0

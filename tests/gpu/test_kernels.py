@@ -7,9 +7,9 @@ import torch
 from measures import relative
 
 from playbook_trainer.config.tree import ModelConfig
-from playbook_trainer.torch.model import attention_blocks as blocks
 from playbook_trainer.torch.model.attention import _plain, attend
 from playbook_trainer.torch.model.decoder import Experts, Options
+from playbook_trainer.torch.parallel import context as blocks
 
 pytestmark = pytest.mark.gpu
 

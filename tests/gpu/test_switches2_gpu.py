@@ -12,7 +12,7 @@ import torch
 from measures import milliseconds, relative
 from ranks import run, steps, summary
 
-from playbook_trainer.config.switches import SWITCHES
+from playbook_trainer.config.automatic import SWITCHES
 from playbook_trainer.torch.model import fp8
 from playbook_trainer.torch.model.offload import Trip
 

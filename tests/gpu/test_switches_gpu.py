@@ -10,7 +10,7 @@ from measures import milliseconds, relative
 from ranks import run, steps, summary
 
 from playbook_trainer.axes import Axis
-from playbook_trainer.config.switches import SWITCHES
+from playbook_trainer.config.automatic import SWITCHES
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.torch.model import attention
 from playbook_trainer.torch.parallel import dispatch

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from playbook.errors import ConfigError
 from playbook_trainer.checkpoint_files import Header, LoadPlanner, Reader, SavePlanner, Writer, read_index
-from playbook_trainer.torch.checkpoint_shards import Pieces
+from playbook_trainer.torch.checkpoint import Pieces
 
 
 def pieces(fill=None):

@@ -23,9 +23,8 @@ BEGAN = dict.fromkeys(revision.PATHS, FIRST_REVISION) | {"torch": 4, "megatron":
 """The revisions when paths came in; before, there was one number for each backend."""
 MOE, VISION = "qwen3_moe_tiny.yaml", "qwen3_vl_tiny.yaml"
 ONE_RANK = {
-    "torch/checkpoint.py", "torch/checkpoint_shards.py", "checkpoint_files.py", "data/image_decoder.py", "torch/model/balance.py", "torch/model/fp8.py",
-    "torch/model/recompute.py", "torch/parallel/comm.py", "torch/parallel/context.py", "torch/parallel/folding.py", "torch/parallel/sequence.py",
-    "torch/parallel/tied.py",
+    "torch/checkpoint.py", "checkpoint_files.py", "data/images.py", "torch/model/balance.py", "torch/model/fp8.py", "torch/model/recompute.py",
+    "torch/parallel/comm.py", "torch/parallel/context.py", "torch/parallel/tensor.py",
 }  # fmt: skip
 """Files of which something is called where their path is not taken, and does nothing then."""
 

@@ -95,7 +95,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
 def _check_files(config: TrainerConfig, rank: int) -> None:
     """Refuse data and weights that cannot be read and folders that cannot be written, before anything is built; rank 0 takes the folders."""
     from playbook_trainer.checkpoint_files import hold
-    from playbook_trainer.config.huggingface.generation import check_rows
+    from playbook_trainer.config.huggingface import check_rows
     from playbook_trainer.data import loader
     from playbook_trainer.huggingface import weights
     from playbook_trainer.observe import trackers

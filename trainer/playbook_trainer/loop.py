@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,12 +33,51 @@ from playbook_trainer.observe import gpu_kernels
 from playbook_trainer.observe.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.observe.ranges import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.observe.receipt import Observer, observing
-from playbook_trainer.observe.stragglers import Busy, compare, own_ranges
 from playbook_trainer.observe.totals import StepTotals, counts
-from playbook_trainer.observe.watchdog import Watchdog
-from playbook_trainer.stop import StopRequest
+from playbook_trainer.observe.watchdog import Busy, Watchdog, compare, own_ranges
 from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.engine import TorchEngine
+
+# Ending a run on request: a signal to any rank makes all ranks save and leave after one and the same step.
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send before they kill; Slurm's `--signal=USR1@300` sends the second five minutes ahead."""
+
+
+class StopRequest:
+    """Records that a signal asked this rank to stop, and finds out whether any rank was asked."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._copies: list[tuple[Tensor, Any]] = []
+
+    def listen(self) -> None:
+        """Handle SIGNALS from now on; a second signal has its usual effect. Data workers that start later inherit the handler, so they survive the first signal too."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in _SIGNALS:
+                signal.signal(signum, self._ask)
+
+    def agreed(self, flag: Tensor) -> bool:
+        """Whether `flag`, summed over the ranks in this step, says that one of them was asked; every rank gets the same answer.
+
+        On a GPU the answer is that of the step before, whose copy has arrived: the host need not wait for what it has just issued.
+        """
+        if not flag.is_cuda:
+            return bool(flag.item())
+        copy, event = torch.empty(1, dtype=flag.dtype, pin_memory=True), torch.cuda.Event()
+        copy.copy_(flag.view(1), non_blocking=True)
+        event.record()
+        self._copies.append((copy, event))
+        if len(self._copies) < 2:
+            return False
+        copy, event = self._copies.pop(0)
+        event.synchronize()
+        return bool(copy.item())
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signum, signal.SIG_DFL)
+
 
 _COLLECT_EVERY = 10
 """Steps between collections of garbage, on all ranks at once, since one that collects makes all wait. Recomputation leaves cycles of 0.2 MB a step."""

@@ -60,8 +60,8 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             FIRST,
             _always,
             (
-                "__main__.py", "axes.py", "engine.py", "loop.py", "stop.py", "data/batch.py", "data/collate.py", "data/document.py", "data/loader.py",
-                "data/positions.py", "data/rows.py", "observe/",
+                "__main__.py", "axes.py", "engine.py", "loop.py", "data/batch.py", "data/collate.py", "data/document.py", "data/loader.py",
+                "data/rows.py", "observe/",
             ),
         ),
         # Random tokens are read from nowhere.
@@ -69,26 +69,25 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             FIRST,
             lambda value, ranks: value("data.kind") != "mock",
             (
-                "data/chat_template.py", "data/epochs.py", "data/order.py", "data/packing.py", "data/reader.py", "data/tokenizer.py",
-                "data/sources/",
+                "data/epochs.py", "data/packing.py", "data/reader.py", "data/tokenizer.py", "data/sources/",
             ),
         ),
         "images": Path(
             FIRST,
             lambda value, ranks: value("data.kind") in ("vqa", "chat"),
-            ("data/image_decoder.py", "data/images.py"),
+            ("data/images.py",),
         ),
         "checkpoint": Path(
             FIRST,
             _set("checkpoint.dir"),
-            ("checkpoint_files.py", "torch/checkpoint.py", "torch/checkpoint_shards.py", "megatron/state/"),
+            ("checkpoint_files.py", "torch/checkpoint.py", "megatron/state/"),
         ),
         "torch": Path(
             4,
             _always,
             (
-                "config/automatic.py", "config/environment.py", "config/switches.py", "torch/adamw.py", "torch/build.py", "torch/engine.py",
-                "torch/optimizer.py", "torch/param_remainders.py", "torch/kernels/adamw.py", "torch/kernels/cross_entropy.py",
+                "config/automatic.py", "config/environment.py", "torch/optimizer.py", "torch/build.py", "torch/engine.py",
+                "torch/kernels/adamw.py", "torch/kernels/cross_entropy.py",
                 "torch/kernels/norm.py", "torch/kernels/swiglu.py", "torch/model/attention.py", "torch/model/decoder.py", "torch/model/ops.py",
                 "torch/parallel/pipeline.py", "torch/parallel/sharding.py", "torch/parallel/tensor.py",
             ),
@@ -117,23 +116,21 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         "torch.cp": Path(
             FIRST,
             _cut("parallel.cp"),
-            ("torch/model/attention_blocks.py", "torch/parallel/comm.py", "torch/parallel/context.py", "torch/parallel/ring.py"),
+            ("torch/parallel/comm.py", "torch/parallel/context.py"),
         ),
         "torch.tp": Path(
             FIRST,
             _cut("parallel.tp", "parallel.etp"),
-            ("torch/parallel/comm.py", "torch/parallel/folding.py", "torch/parallel/sequence.py", "torch/parallel/tensor.py"),
+            ("torch/parallel/comm.py", "torch/parallel/tensor.py"),
         ),
-        "torch.pp": Path(
-            FIRST, _cut("parallel.pp"), ("torch/parallel/interleaved.py", "torch/parallel/pipeline.py", "torch/parallel/tied.py")
-        ),
+        "torch.pp": Path(FIRST, _cut("parallel.pp"), ("torch/parallel/pipeline.py",)),
         "megatron": Path(
             3,
             _always,
             (
                 "config/automatic.py", "config/environment.py", "config/megatron_fields.py", "config/row_lengths.py", "megatron/engine.py",
-                "megatron/hooks.py", "megatron/inputs.py", "megatron/settings.py", "megatron/wrap.py", "megatron/model/attention.py",
-                "megatron/model/gpt.py", "megatron/model/layers.py", "torch/model/attention.py", "torch/model/ops.py",
+                "megatron/hooks.py", "megatron/inputs.py", "megatron/settings.py", "megatron/wrap.py", "megatron/model/gpt.py",
+                "torch/model/attention.py", "torch/model/ops.py",
             ),
         ),
         "megatron.experts": Path(FIRST, _set("model.num_experts"), ("megatron/model/experts.py", "torch/model/decoder.py")),
@@ -146,8 +143,8 @@ PATHS: Mapping[str, Path] = MappingProxyType(
 )  # fmt: skip
 NEUTRAL = (
     # What they decide stands in the resolved configuration, which a record holds.
-    "config/checks.py", "config/data.py", "config/dry_run.py", "config/hashing.py", "config/huggingface/", "config/labels.py", "config/megatron.py",
-    "config/megatron_checks.py", "config/megatron_memory.py", "config/model.py", "config/neutral.py", "config/recipes.py", "config/shape.py",
+    "config/checks.py", "config/data.py", "config/dry_run.py", "config/huggingface.py", "config/labels.py", "config/megatron.py",
+    "config/megatron_checks.py", "config/megatron_memory.py", "config/model.py", "config/neutral.py", "config/recipes.py",
     "config/stage_memory.py", "config/tree.py",
     # Before the first step and after the last.
     "data/resume.py", "exit_codes.py", "fork_server.py", "huggingface/", "join.py", "torch/weights.py",

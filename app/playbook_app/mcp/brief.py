@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from playbook.planner.memory import GIB
 from playbook.text import count
-
-_GIB = 1 << 30
 
 
 def shortened(schema: Any) -> Any:
@@ -97,7 +96,7 @@ def _layout(answer: Mapping[str, Any]) -> str:
 
 def _memory(answer: Mapping[str, Any]) -> str:
     of = f" of {answer['gpu_gib']:g} GiB" if answer["gpu_gib"] else ""
-    return f"{answer['verdict']}: peak {answer['peak'] / _GIB:.1f} GiB per GPU{of}, on stage {answer['stage']} of {len(answer['stages'])}"
+    return f"{answer['verdict']}: peak {answer['peak'] / GIB:.1f} GiB per GPU{of}, on stage {answer['stage']} of {len(answer['stages'])}"
 
 
 def _plans(answer: Mapping[str, Any]) -> str:

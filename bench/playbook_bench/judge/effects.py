@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from playbook.cards.model import Expect, Quantity
 from playbook.errors import ConfigError
+from playbook.planner.memory import GIB
 from playbook.records.case import Case
 from playbook.records.evidence import Comparison, Condition, Contrast, Curve, Plan, PointFigure, Run, Variant
 from playbook_bench.judge import design, guards, statistics
@@ -21,8 +22,7 @@ from playbook_bench.metrics import Metric
 
 _CARRY_ALPHA = 0.01
 """Error rate of the interval of a carry-over, over all pairs of variants."""
-_GIB = 2.0**30
-_ABSOLUTE = {"count": 1.0, "bytes": 1.0, "gib": _GIB, "tokens": 1.0, "seconds": 1.0, "points": 0.01, "flops": 1.0, "gpus": 1.0}
+_ABSOLUTE = {"count": 1.0, "bytes": 1.0, "gib": GIB, "tokens": 1.0, "seconds": 1.0, "points": 0.01, "flops": 1.0, "gpus": 1.0}
 
 
 def threshold(metric: Metric, margin: Quantity | None) -> float:

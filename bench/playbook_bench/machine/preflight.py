@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from playbook.planner.memory import GIB
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.constants import LINK_RING
 
@@ -19,7 +20,6 @@ _HELD_DOWN = {
 """Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML, nvmlClocksEventReasons."""
 _TAKEN_BYTES = 1e9
 """A context of CUDA takes about 0.55e9 on an H100; what is above belongs to another process."""
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _conditions(readings: Sequence[Reading]) -> Iterator[str]:
         if reading.metric == "throttle_reasons":
             yield from (f"{_where(reading)}: {text}" for bits, text in _HELD_DOWN.items() if int(reading.value) & bits)
         if reading.metric == "memory_taken_bytes" and reading.value > _TAKEN_BYTES:
-            yield f"{_where(reading)}: {reading.value / _GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
+            yield f"{_where(reading)}: {reading.value / GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
 
 
 def _where(reading: Reading) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.paths import data_root
+from playbook.planner.memory import GIB
 from playbook.records.case import Case, Delta
 from playbook.records.evidence import CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Seconds, Variant, Verdict, digest
 from playbook_bench.judge import bisection, design, verdict
@@ -157,7 +158,7 @@ def layouts_are_judged_by_dry_run(config: str, gpus: int, legal: Mapping[str, An
         except ConfigError as e:
             said[name] = str(e)
     missed = [name for name, message in said.items() if message is None]
-    sentence = f"{report.layout['model']} on {gpus} GPUs, {len(report.stages)} stages: {peak / (1 << 30):.1f} GiB on the fullest rank; " + (
+    sentence = f"{report.layout['model']} on {gpus} GPUs, {len(report.stages)} stages: {peak / GIB:.1f} GiB on the fullest rank; " + (
         f"accepted although wrong: {'; '.join(missed)}" if missed else f"all {len(illegal)} faults are refused"
     )
     return bool(illegal) and not missed and peak > 0, sentence, {"layout": report.layout, "peak_bytes": peak, "refused": said}

@@ -11,12 +11,12 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from playbook.errors import ConfigError
+from playbook.planner.memory import GIB
 from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale, newest
 from playbook.planner.runs.predict import Prediction, predict, quantile, speed
 from playbook.planner.runs.table import Measured, Run, read_runs
 from playbook.planner.time.cluster import Cluster
 
-_GIB = 1 << 30
 _LAYOUT = ("mbs", "tp", "cp", "pp", "vpp", "ep", "etp", "fsdp", "dispatcher", "recompute")
 _PROBLEM = ("source_group", "model", "hardware", "gpus", "precision", "seq_len", "gbs", "layers", "hidden", "heads", "task")
 _NEAR = 0.05
@@ -248,7 +248,7 @@ def _entry(row: Row) -> dict[str, Any]:
         "predicted": {
             "tokens_per_s_per_gpu": {"value": interval.value, "low": interval.low, "high": interval.high},
             "tflops_per_gpu": interval.value * found.flops_per_token / 1e12,
-            "memory_gib": None if held is None else held / _GIB,
+            "memory_gib": None if held is None else held / GIB,
             "fits": found.fits,
         },
         "why": None,

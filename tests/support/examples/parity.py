@@ -23,7 +23,7 @@ from playbook.paths import data_root
 from playbook.yaml_files import read
 from playbook_trainer.config.tree import ModelConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
-from playbook_trainer.data.positions import Grid, mrope_positions, vision_index
+from playbook_trainer.data.collate import Grid, mrope_positions, vision_index
 from playbook_trainer.huggingface import weights
 from playbook_trainer.torch.model.decoder import Decoder
 

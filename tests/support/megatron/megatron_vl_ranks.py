@@ -36,7 +36,7 @@ from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.megatron import settings as mapping
 from playbook_trainer.megatron.model import vision_language
 from playbook_trainer.megatron.state import weights
-from playbook_trainer.torch.parallel import sequence
+from playbook_trainer.torch.parallel import tensor
 from playbook_trainer.torch.parallel.context import _filled
 
 TOKENS = 192
@@ -112,7 +112,7 @@ def step(model: Any, config: TrainerConfig, last: bool) -> float:
     axes = Axes(tp=Axis("tp", tp, state.get_tensor_model_parallel_rank()), sequence_parallel=config.parallel.sequence_parallel)
 
     def forward(batches: Any, model: Any) -> Any:
-        batch = sequence.cut(next(batches), axes)
+        batch = tensor.cut(next(batches), axes)
         cu, top = batch.cu_seqlens, batch.max_seqlen
         packed = PackedSeqParams("thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=top, max_seqlen_kv=top)
         vision = batch.vision if state.is_pipeline_first_stage() else None

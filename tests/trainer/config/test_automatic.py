@@ -11,9 +11,8 @@ import pytest
 from playbook.errors import ConfigError
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config import megatron_checks as megatron
-from playbook_trainer.config.automatic import Target
+from playbook_trainer.config.automatic import SWITCHES, Target
 from playbook_trainer.config.neutral import neutral
-from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
 
 CONFIGS = Path("trainer/configs")

@@ -19,10 +19,9 @@ from playbook.records.case import load_case
 from playbook.records.evidence import noise_key
 from playbook_bench.run import store
 from playbook_bench.variants.resolve import resolve_all
-from playbook_trainer.config import hashing
+from playbook_trainer.config import automatic
 from playbook_trainer.config import neutral as neutral_values
-from playbook_trainer.config.automatic import Target
-from playbook_trainer.config.hashing import config_sha, sha_of
+from playbook_trainer.config.automatic import Target, config_sha, sha_of
 from playbook_trainer.config.neutral import neutral, rendered
 from playbook_trainer.config.tree import TrainerConfig, dump, load
 
@@ -69,7 +68,7 @@ def test_a_new_key_keeps_every_hash_while_it_is_neutral(monkeypatch):
     before = dump(load(TINY))
     grown = copy.deepcopy(before)
     grown["moe"]["brand_new"] = 0
-    monkeypatch.setattr(hashing, "neutral", lambda: {**neutral(), "moe.brand_new": 0})
+    monkeypatch.setattr(automatic, "neutral", lambda: {**neutral(), "moe.brand_new": 0})
     assert sha_of(grown, H200) == sha_of(before, H200)
     grown["moe"]["brand_new"] = 1
     assert sha_of(grown, H200) != sha_of(before, H200)

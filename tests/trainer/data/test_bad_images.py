@@ -21,8 +21,7 @@ from playbook.errors import DataError
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
-from playbook_trainer.data.image_decoder import ImageDecoder
-from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageRef, decode, header_size
+from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageDecoder, ImageRef, decode, header_size
 from playbook_trainer.data.loader import build_loader
 from playbook_trainer.data.sources.parquet import Encoded
 

@@ -18,8 +18,7 @@ from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
-from playbook_trainer.data.order import order_key, permute
-from playbook_trainer.data.packing import Lane, Packing
+from playbook_trainer.data.packing import Lane, Packing, order_key, permute
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
 from playbook_trainer.data.sources.text import read_documents

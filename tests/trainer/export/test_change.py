@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from playbook_trainer.export.change import change
+from playbook_trainer.export.render import change
 
 
 @pytest.mark.parametrize(

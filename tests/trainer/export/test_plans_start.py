@@ -14,7 +14,7 @@ from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook_trainer.export.planned.model import lacking
 from playbook_trainer.export.plans import TARGETS, launchable
-from playbook_trainer.export.releases import RELEASES
+from playbook_trainer.export.sheet import RELEASES
 from tests.support.targets import bridge, megatron
 from tests.support.targets.checkers import CHECKERS, SOURCE, differences, drawn, exportable
 from tests.support.targets.plans import BACKEND

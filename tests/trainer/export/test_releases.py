@@ -12,9 +12,8 @@ from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import load
-from playbook_trainer.export.releases import RELEASES
 from playbook_trainer.export.render import Exported, export
-from playbook_trainer.export.sheet import Setting, Target
+from playbook_trainer.export.sheet import RELEASES, Setting, Target
 from tests.support.targets import bridge
 
 FILES = [*sorted(data_root("configs").glob("*.yaml")), *(recipes.folder() / r.file for r in recipes.index().recipes)]

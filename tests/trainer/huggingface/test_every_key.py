@@ -14,9 +14,7 @@ import torch
 import transformers
 
 from playbook.errors import ConfigError, FileError
-from playbook_trainer.config.huggingface.config import fields_of, hf_config
-from playbook_trainer.config.huggingface.generation import check_rows
-from playbook_trainer.config.huggingface.keys import WITHOUT_EFFECT
+from playbook_trainer.config.huggingface import WITHOUT_EFFECT, check_rows, fields_of, hf_config
 from playbook_trainer.config.model import ModelConfig, YarnConfig
 
 YARN = YarnConfig(factor=4.0, original_seq_len=64, mscale=1.0, mscale_all_dim=1.0)

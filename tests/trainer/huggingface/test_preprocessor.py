@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from playbook.errors import ConfigError
-from playbook_trainer.data.image_decoder import ImageDecoder
-from playbook_trainer.data.images import patches_into, target_size
+from playbook_trainer.data.images import ImageDecoder, patches_into, target_size
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.huggingface.preprocessor import WITHOUT_EFFECT, pixels_of
 

@@ -10,10 +10,10 @@ import parity
 import pytest
 
 from playbook.errors import ConfigError, FileError
-from playbook_trainer.config.huggingface.config import fields_of, hf_config
+from playbook_trainer.config.huggingface import fields_of, hf_config
 from playbook_trainer.config.model import ModelConfig, YarnConfig
 from playbook_trainer.config.tree import load, model_names
-from playbook_trainer.huggingface.kept import Kept
+from playbook_trainer.huggingface.weights import Kept
 
 CONFIG = Path("trainer/configs/qwen3_tiny.yaml")
 

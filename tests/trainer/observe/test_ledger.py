@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from playbook.planner import flops, parameters, peaks
 from playbook.planner.models import MODELS
 from playbook_trainer.axes import Axes
-from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.model import shape_of
 from playbook_trainer.config.tree import load
 from playbook_trainer.data.loader import build_loader
-from playbook_trainer.observe.flops import Ledger
-from playbook_trainer.observe.totals import StepTotals, counts
+from playbook_trainer.observe.totals import Ledger, StepTotals, counts
 from playbook_trainer.torch import build
 
 CONFIGS = Path("trainer/configs")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from playbook_trainer.config.tree import OptimizerConfig
-from playbook_trainer.torch import adamw, param_remainders
+from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.optimizer import Shard, make
 
 
@@ -33,9 +33,9 @@ def test_halves_hold_every_finite_weight_and_the_upper_one_is_its_cast(moments):
     second = torch.rand(whole.shape).to(moments)
     second[::3] = 0
     high, low, signed = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16), second.clone()
-    param_remainders.split(whole, high, low, signed)
+    optimizer.split(whole, high, low, signed)
     assert torch.equal(bits(high), bits(whole.bfloat16()))
-    assert torch.equal(bits(param_remainders.join(high, low, signed)), bits(whole))
+    assert torch.equal(bits(optimizer.join(high, low, signed)), bits(whole))
     assert torch.equal(bits(signed.abs()), bits(second))
     ties = (bits(whole) & 0x1FFFF) == 0x8000
     assert torch.equal(signed.signbit(), ties)
@@ -44,14 +44,14 @@ def test_halves_hold_every_finite_weight_and_the_upper_one_is_its_cast(moments):
 def test_what_is_no_number_stays_none():
     found = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1]).int().view(torch.float32)
     high, low, second = found.bfloat16(), torch.empty(4, dtype=torch.int16), torch.ones(4)
-    param_remainders.split(found, high, low, second)
+    optimizer.split(found, high, low, second)
     assert high.isnan().all()
-    assert param_remainders.join(high, low, second).isnan().all()
+    assert optimizer.join(high, low, second).isnan().all()
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_an_update_of_halves_is_that_of_whole_weights(moments, monkeypatch):
-    monkeypatch.setattr(adamw, "PIECE", 128)
+    monkeypatch.setattr(optimizer, "PIECE", 128)
     torch.manual_seed(0)
     start = torch.randn(40, 50)
     start.view(-1)[:500] = every_border()[200_000:200_500]
@@ -77,5 +77,5 @@ def test_an_update_of_halves_is_that_of_whole_weights(moments, monkeypatch):
         assert ours["remainder"].dtype == torch.int16
     again = make([Shard("w", params[1], params[1], True, False)], config.model_copy(update={"master_weights": "remainder"}))
     again.load_state_dict(split.state_dict())
-    assert isinstance(again, adamw.AdamW)
+    assert isinstance(again, optimizer.AdamW)
     assert torch.equal(bits(again.whole(params[1])), bits(split.whole(params[1])))

@@ -2,18 +2,194 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from playbook_trainer.config.neutral import torch_only
-from playbook_trainer.config.switches import RANKS, SWITCHES, At, has_vision
+from playbook.renamed_keys import first_name, modern
+from playbook_trainer.config.neutral import neutral, torch_only
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
+
+# The switches that take a fast path of the torch backend: their values, and the rules by which a fast one is refused. Torch-free.
+# `checks` refuses a fast value that breaks a rule; `automatic` takes the fast value where it breaks none. Both ask a configuration by
+# dotted keys.
+
+At = Mapping[str, Any]
+"""A configuration by dotted keys, and the number of its ranks under `RANKS`, where that is known."""
+RANKS = "ranks"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What must not be for a switch to have its fast value."""
+
+    advice: str
+    """What is wrong and what to set; `{key}` in it is that key's value."""
+    broken: Callable[[At], bool]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A key with a fast and a plain value."""
+
+    fast: Any
+    plain: Any
+    rules: tuple[Rule, ...] = ()
+    chosen: Callable[[At], bool] = lambda at: True
+    """Whether `auto` takes the fast value where no rule refuses it, given what the switches before it have become."""
+
+    def refusals(self, key: str, at: At) -> Iterator[str]:
+        """A line for each rule that the fast value breaks."""
+        for rule in self.rules:
+            if rule.broken(at):
+                line = rule.advice
+                for name in _NAMED:
+                    line = line.replace(f"{{{name}}}", str(at[name]))
+                yield line.replace("{switch}", key)
+
+
+_NAMED = ("model.head_dim", "model.num_experts", "model.top_k", "moe.dispatcher")
+_TRITON = Rule("{switch} needs a GPU: its kernel is Triton's", lambda at: at["train.device"] == "cpu")
+_EXPERTS = Rule("{switch} is about experts, and the model is dense: leave it out", lambda at: not at["model.num_experts"])
+
+
+def _sent_by(at: At, *dispatchers: str) -> bool:
+    return at["parallel.ep"] == 1 or at["moe.dispatcher"] in dispatchers
+
+
+def _never(at: At) -> bool:
+    return False
+
+
+SWITCHES: Mapping[str, Switch] = {
+    # The compiler adds seconds to a start (13.5 for a vision tower, 2 from its cache) and has not shortened a step beside the kernels below
+    # (T5: -0.6 % [-13.2, 13.8]); see docs/experiments/claims-on-one-gpu.md.
+    "train.compile.vision": Switch(
+        True, False, (Rule("{switch}: the model has no vision tower: set it to false", lambda at: not _has_vision(at)),), _never
+    ),
+    "train.compile.decoder": Switch(True, False, chosen=_never),
+    "train.compile.loss": Switch(
+        True,
+        False,
+        (Rule("{switch} compiles no collectives: set it to false where parallel.tp is above 1", lambda at: at["parallel.tp"] > 1),),
+        _never,
+    ),
+    "train.fused_activation": Switch(True, False, (_TRITON,)),
+    "train.fused_norms": Switch(
+        True,
+        False,
+        (
+            Rule(
+                "{switch} takes heads of a power of two, not model.head_dim {model.head_dim}: set it to false",
+                lambda at: bool(at["model.head_dim"] & (at["model.head_dim"] - 1)),
+            ),
+            _TRITON,
+        ),
+    ),
+    "train.fused_loss": Switch(
+        True,
+        False,
+        (
+            Rule(
+                "train.compile.loss and {switch} are two ways to do one thing: choose one of them",
+                lambda at: at["train.compile.loss"] is True,
+            ),
+            Rule("{switch} works in place on 16-bit logits: set train.dtype: bf16", lambda at: at["train.dtype"] == "fp32"),
+            _TRITON,
+        ),
+    ),
+    "moe.fused_permutation": Switch(
+        True,
+        False,
+        (
+            _EXPERTS,
+            Rule("{switch} serves the dispatcher alltoall, not {moe.dispatcher}", lambda at: not _sent_by(at, "alltoall")),
+            _TRITON,
+        ),
+    ),
+    "moe.fused_router": Switch(
+        True,
+        False,
+        (
+            Rule("{switch} is a kernel of the router, and the model is dense: set it to false", lambda at: not at["model.num_experts"]),
+            Rule(
+                "{switch} chooses by score alone: set it to false, or moe.bias_update_rate to 0", lambda at: at["moe.bias_update_rate"] > 0
+            ),
+            Rule(
+                "{switch} reads scores in float32: set moe.router_dtype: fp32, or fused_router: false",
+                lambda at: at["moe.router_dtype"] == "bf16",
+            ),
+            Rule(
+                "{switch} chooses up to 16 of 512 experts, not {model.top_k} of {model.num_experts}: set it to false",
+                lambda at: at["model.num_experts"] > 512 or at["model.top_k"] > 16,
+            ),
+            _TRITON,
+        ),
+    ),
+    # Without the kernel, weights in the activation are one more pass over its rows.
+    "moe.apply_probs_on": Switch(
+        "activation",
+        "output",
+        (
+            _EXPERTS,
+            Rule(
+                "{switch} activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}",
+                lambda at: not _sent_by(at, "alltoall", "allgather"),
+            ),
+        ),
+        lambda at: at["train.fused_activation"] is True,
+    ),
+    "optimizer.fused": Switch(
+        True,
+        False,
+        (
+            Rule(
+                "{switch} is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them",
+                lambda at: at["offload.optimizer"],
+            ),
+            _TRITON,
+        ),
+    ),
+    # The plain update of two halves makes the whole weights in memory, piece by piece.
+    "optimizer.master_weights": Switch(
+        "remainder",
+        "fp32",
+        (
+            Rule(
+                "{switch} remainder: its upper halves are the 16-bit weights of the computation: set train.dtype: bf16",
+                lambda at: at["train.dtype"] != "bf16",
+            ),
+            Rule(
+                "{switch} remainder: gradients are kept as FSDP reduces them: set parallel.reduce_dtype: bf16",
+                lambda at: at["parallel.reduce_dtype"] != "bf16" and at.get(RANKS) != 1,
+            ),
+            Rule("{switch} remainder: halves are of FSDP's shards: set parallel.fsdp: true", lambda at: not at["parallel.fsdp"]),
+            Rule(
+                "{switch} remainder: the state on the host is in float32: set offload.optimizer: false", lambda at: at["offload.optimizer"]
+            ),
+        ),
+        lambda at: at["optimizer.fused"] is True,
+    ),
+}
+"""By dotted key, in the order in which `auto` is decided."""
+
+
+def _has_vision(at: At) -> bool:
+    """Whether the model has a vision tower; its size is no key that has a value of its own."""
+    return "model.vision.hidden_size" in at
+
+
+def problems(at: At) -> list[str]:
+    """A line for each rule that a fast value in this configuration breaks."""
+    return [line for key, switch in SWITCHES.items() if at[key] == switch.fast for line in switch.refusals(key, at)]
+
 
 _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
 """H100, H200, H20, B200, GB200 and their kin, in the driver's name of a GPU or in that of a profile such as h200x4."""
@@ -143,10 +319,10 @@ def attention(at: At, target: Target) -> str:
         return "plain"
     if not _HOPPER_OR_LATER.search(target.gpu or ""):
         return "flash"
-    unequal = at["data.pack"] or at["data.pad"] or has_vision(at)
+    unequal = at["data.pack"] or at["data.pad"] or _has_vision(at)
     serves = at["backend"] == "torch" and target.transformer_engine and not at["train.deterministic"]
     across = at["parallel.cp"] > 1 and at["parallel.cp_comm"] != "ulysses"
-    large = at["train.micro_batch_size"] * at["data.seq_len"] >= _CUDNN_TOKENS["images" if has_vision(at) else "text"]
+    large = at["train.micro_batch_size"] * at["data.seq_len"] >= _CUDNN_TOKENS["images" if _has_vision(at) else "text"]
     return "cudnn" if unequal and serves and large and not across and _widest_head(at) <= _CUDNN_WIDTH else _EITHER
 
 
@@ -156,5 +332,36 @@ def _values(at: At) -> int:
 
 
 def _widest_head(at: At) -> int:
-    tower = at["model.vision.hidden_size"] // at["model.vision.num_heads"] if has_vision(at) else 0
+    tower = at["model.vision.hidden_size"] // at["model.vision.num_heads"] if _has_vision(at) else 0
     return max(at["model.head_dim"], tower)
+
+
+# The hash of a configuration: equal where the same is computed, whatever the version of the tree. Torch-free.
+
+_WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")
+"""Keys that the hash leaves out: they say where results go and what observes the run, and change nothing that is computed."""
+_SAVING = ("checkpoint.every", "checkpoint.async_save")
+"""Keys that count all the same where checkpoints are saved: how often, and whether training waits."""
+
+
+def config_sha(config: TrainerConfig, target: Target) -> str:
+    """A hash of the resolved value of every key that is not neutral, for a run on the machine `target`."""
+    return sha_of(dump(config), target)
+
+
+def sha_of(data: Mapping[str, Any], target: Target) -> str:
+    """The same for a resolved configuration as plain data, such as a record holds, of this version of the tree or an earlier one."""
+    line = json.dumps(covered(data, target), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
+
+
+def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The keys that the hash covers, dotted, with their values. Renamed ones go by their first name, so that no hash changes with a name."""
+    plain = neutral()
+    whole = {**plain, **flatten(modern(data))}
+    resolved = resolve(whole, target)
+    watched = {key for key in resolved if any(key == name or key.startswith(f"{name}.") for name in _WATCHING)}
+    watched -= set(_SAVING) if resolved["checkpoint.dir"] else set()
+    return dict(
+        first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in plain or value != plain[key])
+    )

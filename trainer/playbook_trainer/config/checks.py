@@ -5,11 +5,11 @@ from __future__ import annotations
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.parameters import total
+from playbook_trainer.config import automatic
 from playbook_trainer.config import megatron_checks as megatron
-from playbook_trainer.config import switches
 from playbook_trainer.config.labels import FREEZABLE
 from playbook_trainer.config.megatron import MegatronConfig
-from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.model import shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 
@@ -227,7 +227,7 @@ def switch_problems(config: TrainerConfig, world: int) -> list[str]:
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
             "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
         )
-    problems += switches.problems(flatten(dump(config)) | {switches.RANKS: world})
+    problems += automatic.problems(flatten(dump(config)) | {automatic.RANKS: world})
     problems += _router_problems(config) + _idle_problems(config)
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")

@@ -20,7 +20,7 @@ from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config import megatron_memory as arithmetic
-from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.model import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from playbook.planner.shapes import DEEPEST
+from playbook.planner.models import from_preset
+from playbook.planner.shapes import DEEPEST, Shape
 from playbook.yaml_files import Strict
 
 
@@ -155,3 +156,11 @@ class ModelConfig(Strict):
     def dense_layers(self) -> int:
         """Layers with a dense MLP; they come first."""
         return self.first_dense_layers if self.num_experts else self.num_layers
+
+
+# A configuration's model as the arithmetic of `playbook` knows it.
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """A model's counts, by the same reader as those of the presets."""
+    return from_preset(model.model_dump(), model.name)

@@ -23,7 +23,7 @@ from playbook.paths import data_root, shipped
 from playbook.renamed_keys import modern, modern_key, old_names
 from playbook.yaml_files import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook_trainer.config.data import DataConfig as DataConfig
-from playbook_trainer.config.huggingface.config import fields_of
+from playbook_trainer.config.huggingface import fields_of
 from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import ModelConfig as ModelConfig
@@ -32,7 +32,7 @@ from playbook_trainer.config.model import VisionConfig as VisionConfig
 TORCH_ONLY: JsonDict = {"backend": "torch"}
 """Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral or auto."""
 Switch = Literal["auto", True, False]
-"""A fast path, or the plain one that is its reference. auto: fast where the device, the shapes and the layout allow it (`config/switches.py`)."""
+"""A fast path, or the plain one that is its reference. auto: fast where the device, the shapes and the layout allow it (`config/automatic.py`)."""
 
 
 class ParallelConfig(Strict):

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from playbook.errors import DataError
 from playbook_trainer.data.document import Document
-from playbook_trainer.data.order import order_key, permute
-from playbook_trainer.data.packing import LaneState, Packing, pack
+from playbook_trainer.data.packing import LaneState, Packing, order_key, pack, permute
 from playbook_trainer.data.reader import Lost, Reader
 from playbook_trainer.data.sources.streams import Items, Recent, Stream
 

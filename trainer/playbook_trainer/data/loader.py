@@ -26,8 +26,7 @@ from playbook_trainer.config.checks import warm_up_problems
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
-from playbook_trainer.data.image_decoder import ImageDecoder
-from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
+from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageDecoder, ImageFile, read_image
 from playbook_trainer.data.packing import LaneState
 from playbook_trainer.data.reader import Lost
 from playbook_trainer.data.resume import identity, other_stream

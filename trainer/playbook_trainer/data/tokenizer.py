@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config.huggingface.parts import read_json
+from playbook_trainer.config.huggingface import read_json
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 
 _NUM_BYTES = 256

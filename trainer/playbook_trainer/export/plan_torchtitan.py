@@ -11,10 +11,9 @@ from typing import Any
 
 from playbook.planner import pipeline
 from playbook.planner.plan import Plan
-from playbook_trainer.export import torch_plans, torchtitan_model
+from playbook_trainer.export import torch_plans, torchtitan_file
 from playbook_trainer.export.launchable import Launchable
-from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, RELEASE, document, stages
-from playbook_trainer.export.torchtitan_model import Code
+from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, RELEASE, Code, document, stages
 
 _MODULE = "plan_torchtitan"
 _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
@@ -42,7 +41,7 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     torch_plans.require(plan, RELEASE, _EXPRESSED, _lacks(plan, fields))
     even = "; routing is forced to be even, as the plan supposes" if plan.shape.experts and plan.even_rows else ""
     title = f"{torch_plans.plain(plan.model)} on {plan.gpus} {hardware} GPUs, for {RELEASE}{even}."
-    model = torchtitan_model.source(plan.shape, fields, plan.seq_len)
+    model = torchtitan_file.source(plan.shape, fields, plan.seq_len)
     last = plan.gpus // plan.pp * (plan.pp - 1)  # the first rank of the last stage knows the loss
     each = min(plan.gpus, torch_plans.gpus_per_node(hardware))
     row, nodes = torch_plans.row_of(plan, hardware), torch_plans.nodes(plan, hardware)
@@ -103,13 +102,13 @@ def _sections(plan: Plan, steps: int) -> dict[str, Any]:
 def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and torchtitan has not, beside options."""
     s, tp, cp, pp = plan.shape, plan.tp, plan.cp, plan.pp
-    for words in torchtitan_model.lacking(s, fields):
-        yield f"{plan.model} has {words}; {torchtitan_model.HAS}: choose another target"
+    for words in torchtitan_file.lacking(s, fields):
+        yield f"{plan.model} has {words}; {torchtitan_file.HAS}: choose another target"
     if plan.loss not in _LOSSES:
         yield f"loss is {plan.loss}; it has {' and '.join(_LOSSES)}: set one of them with --fix loss="
     if plan.moment_bytes not in (2, 4):
         yield f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"
-    yield from (words for _, words in torchtitan_model.limits(s, tp, cp, pp))
+    yield from (words for _, words in torchtitan_file.limits(s, tp, cp, pp))
     tokens = (1 if plan.options.sp is False else tp) * (2 * cp if cp > 1 else 1)
     if plan.seq_len % tokens:
         yield f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook_trainer.config import automatic
+from playbook_trainer.config.automatic import SWITCHES
 from playbook_trainer.config.neutral import neutral
-from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.config.tree import TrainerConfig, dump
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
@@ -118,3 +118,13 @@ def shown(value: Any) -> str:
 
 def _covers(word: str, key: str) -> bool:
     return word == key or (word.endswith(".*") and (key.startswith(word[:-1]) or key == word[:-2]))
+
+
+# Which release of another trainer exports are for; tests hold the exports against that release's own code.
+
+RELEASES: Mapping[Target, str] = {
+    "megatron-lm": "megatron-core 0.19.2",
+    "megatron-bridge": "megatron-bridge 0.6.2",
+    "torchtitan": "torchtitan 0.3.0",
+}
+"""By target, a package and its version."""

@@ -11,10 +11,9 @@ from typing import Any
 from playbook.planner import pipeline
 from playbook.planner.models import from_preset
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.export import torchtitan_model
+from playbook_trainer.export import torchtitan_file
 from playbook_trainer.export.sheet import READING, Setting, Sheet
-from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, document, stages
-from playbook_trainer.export.torchtitan_model import Code
+from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, Code, document, stages
 
 MEGATRON = "a setting of the megatron backend"
 _COMPILED = {"decoder": "model", "loss": "loss"}
@@ -71,16 +70,16 @@ def _model(sheet: Sheet) -> None:
     config = sheet.config
     fields = config.model.model_dump()
     shape = from_preset(fields, config.model.name)
-    reasons = list(torchtitan_model.lacking(shape, fields))
+    reasons = list(torchtitan_file.lacking(shape, fields))
     if reasons:
-        sheet.lack("model.*", f"it has {'; '.join(reasons)}; {torchtitan_model.HAS}")
+        sheet.lack("model.*", f"it has {'; '.join(reasons)}; {torchtitan_file.HAS}")
         return
-    sheet.put("model.*", "model", "", Code("\n".join(torchtitan_model.source(shape, fields, config.data.seq_len))))
+    sheet.put("model.*", "model", "", Code("\n".join(torchtitan_file.source(shape, fields, config.data.seq_len))))
     sheet.put("", "loss", "", Code(f"{'MTPLoss' if shape.mtp else 'CrossEntropyLoss'}.Config(global_vocab_size={shape.vocab})"))
     sheet.put("", "model_spec", "attn_backend", "flex")
-    _fixed(sheet, torchtitan_model.epsilon(shape))
+    _fixed(sheet, torchtitan_file.epsilon(shape))
     par = config.parallel
-    for key, words in torchtitan_model.limits(shape, par.tp, par.cp, par.pp):
+    for key, words in torchtitan_file.limits(shape, par.tp, par.cp, par.pp):
         sheet.lack(f"parallel.{key}", words)
 
 

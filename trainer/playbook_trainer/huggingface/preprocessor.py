@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from playbook.errors import ConfigError
-from playbook_trainer.config.huggingface.parts import read_json
+from playbook_trainer.config.huggingface import read_json
 from playbook_trainer.config.model import VisionConfig
 
 _FILES = ("processor_config.json", "preprocessor_config.json")

@@ -22,7 +22,7 @@ from torch import Tensor
 from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of, to_device
-from playbook_trainer.torch.parallel import sequence
+from playbook_trainer.torch.parallel import tensor
 
 
 @dataclass
@@ -87,7 +87,7 @@ def slices(length: int, cp: Axis) -> Tensor:
 
 def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
     if axes.cp.size == 1:
-        share = sequence.cut(batch, axes)
+        share = tensor.cut(batch, axes)
         padding = None if batch.real_N is None else ~batch.real_N.unsqueeze(0)
         tokens, labels = batch.tokens_N.unsqueeze(0), batch.labels_N.unsqueeze(0)
         positions = batch.positions if visual else batch.positions.unsqueeze(0)

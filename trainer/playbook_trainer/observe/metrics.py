@@ -30,11 +30,10 @@ from playbook.errors import DataError
 from playbook_trainer import revision
 from playbook_trainer.axes import Axes
 from playbook_trainer.config import automatic
-from playbook_trainer.config.hashing import config_sha
+from playbook_trainer.config.automatic import config_sha
 from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.observe import trackers as tracker
-from playbook_trainer.observe.flops import FORMULA, Ledger, peak
-from playbook_trainer.observe.totals import StepTotals
+from playbook_trainer.observe.totals import FORMULA, Ledger, StepTotals, peak
 from playbook_trainer.observe.trackers import Tracker, figures
 
 SHOWN_DATA = 0.05

@@ -5,12 +5,19 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import statistics
 import sys
 import threading
 import time
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from playbook_trainer.axes import Axes
+from playbook_trainer.config.tree import ParallelConfig
 from playbook_trainer.exit_codes import HANG
-from playbook_trainer.observe.ranges import open_ranges
+from playbook_trainer.observe.ranges import BACKWARD, open_ranges
 
 
 class Watchdog:
@@ -54,3 +61,70 @@ class Watchdog:
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
         os._exit(HANG)
+
+
+# Which rank is slow: every so many steps, the time that each rank spends at its own work.
+# The step as a whole takes every rank equally long, since collectives make the fast ones wait. What tells ranks apart is the time inside
+# ranges without collectives: waiting for data, and the computation of attention, router and experts. (The loss gathers its matrix under
+# FSDP.)
+
+
+def own_ranges(parallel: ParallelConfig) -> frozenset[str]:
+    """The ranges of this layout in which a rank waits for no other one."""
+    own = {"data", "router", "experts"}
+    return frozenset(own | {"attention"} if parallel.tp == parallel.cp == 1 else own)
+
+
+class Busy:
+    """A sink of ranges that adds up the time inside those that are named, forward and backward; ranges inside one another count once."""
+
+    def __init__(self, names: frozenset[str], device: torch.device) -> None:
+        self._names, self._cuda = names, device.type == "cuda"
+        self._depth = 0
+        self._spans: list[list[Any]] = []
+
+    def push(self, name: str) -> None:
+        """A range begins."""
+        if name.removesuffix(BACKWARD) in self._names:
+            if self._depth == 0:
+                self._spans.append([self._now(name)])
+            self._depth += 1
+
+    def pop(self, name: str) -> None:
+        """A range ends."""
+        if name.removesuffix(BACKWARD) in self._names and self._depth:
+            self._depth -= 1
+            if self._depth == 0:
+                self._spans[-1].append(self._now(name))
+
+    def tally(self, name: str, amount: int) -> None:
+        """Do nothing: only times are measured."""
+
+    def seconds(self) -> float:
+        """Seconds inside the named ranges so far. On a GPU this waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return sum(_between(*span) for span in self._spans if len(span) == 2)
+
+    def _now(self, name: str) -> Any:
+        # Waiting for data is the host's.
+        if name == "data" or not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(a: Any, b: Any) -> float:
+    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
+
+
+def compare(own: float, axes: Axes, device: torch.device) -> dict[str, Any]:
+    """Shortest, median and longest of the ranks' own times in seconds, and the number of the slowest rank."""
+    times = [own]
+    if axes.world.size > 1:
+        found = torch.empty(axes.world.size, dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(found, torch.tensor([own], dtype=torch.float64, device=device))
+        times = found.tolist()
+    longest = max(times)
+    return {"min": min(times), "median": statistics.median(times), "max": longest, "slowest": times.index(longest)}

@@ -17,7 +17,7 @@ from playbook_trainer.observe.receipt import state_bytes
 from playbook_trainer.torch import build, optimizer, weights
 from playbook_trainer.torch.checkpoint import Checkpointer
 from playbook_trainer.torch.model import balance
-from playbook_trainer.torch.parallel import context, sequence, tied
+from playbook_trainer.torch.parallel import context, pipeline, tensor
 from playbook_trainer.torch.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.torch.parallel.sharding import count_parameters
 
@@ -52,12 +52,12 @@ class TorchEngine:
         whole = batches if axes.is_first_stage else [replace(b, vision=None) for b in batches]
         split = (context.split(b, axes.cp, self.config.parallel.cp_comm) for b in whole)
         # Padding matters to the balance of experts alone.
-        return [sequence.cut(b if self.balances else replace(b, real_N=None), axes).to(self.device) for b in split]
+        return [tensor.cut(b if self.balances else replace(b, real_N=None), axes).to(self.device) for b in split]
 
     def forward_backward(self, batches: list[Batch], labels: Tensor) -> Tensor:
         """Accumulate gradients of (summed loss / labels); return this rank's summed loss. The two stages that hold a tied matrix add its gradients up."""
         loss = forward_backward(self.model, batches, labels, self.axes)
-        tied.sum_gradients(self.model, self.axes)
+        pipeline.sum_gradients(self.model, self.axes)
         return loss
 
     def squared_norm(self) -> Tensor:

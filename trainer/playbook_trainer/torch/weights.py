@@ -22,8 +22,8 @@ from playbook.errors import ConfigError
 from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.huggingface import weights
-from playbook_trainer.huggingface.kept import kept
 from playbook_trainer.huggingface.names import HEAD, Rule, slices
+from playbook_trainer.huggingface.weights import kept
 from playbook_trainer.torch.model.decoder import Decoder
 from playbook_trainer.torch.parallel.sharding import Box, Put, local_boxes, set_values
 

@@ -11,7 +11,7 @@ import typer
 from playbook.errors import ConfigError
 from playbook.planner.choice.plain_data import pipeline_string
 from playbook.planner.hardware.named import machine
-from playbook.planner.memory import StageBytes, estimate, verdict
+from playbook.planner.memory import GIB, StageBytes, estimate, verdict
 from playbook.planner.models import find, named
 from playbook.planner.nearest_layouts import Near, nearest
 from playbook.planner.plan import Plan, idle, parse
@@ -22,7 +22,6 @@ from playbook_app.cli.options import AsJson, Experts, Layers, commands, cuts
 from playbook_app.cli.output import USAGE, print_json, print_snapshot, print_table, say
 from playbook_bench.trace.reports import memory_from_file
 
-GIB = 1 << 30
 _MIB = 1 << 20
 
 app = commands()

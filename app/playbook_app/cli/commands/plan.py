@@ -24,6 +24,7 @@ from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.choice.training import Training, training
 from playbook.planner.hardware.named import machine
+from playbook.planner.memory import GIB
 from playbook.planner.models import find, named
 from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import check as accuracy
@@ -37,7 +38,6 @@ from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.predicted_case import case_of, text_of
 
-_GIB = 1 << 30
 _TOP_PARTS = 5
 _MEMORY = 0.92
 _GPUS, _KIND = 8, "h100"
@@ -267,7 +267,7 @@ def _show(found: Answer, runs: Published | None, whole: Training | None, *, publ
     q, best = found.question, found.choices[0]
     say(
         f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {found.counts.enumerated:,} combinations,"
-        f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / _GIB:.1f} GiB, {found.counts.timed:,} plans timed"
+        f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB, {found.counts.timed:,} plans timed"
     )
     rows = [_line(i, c, tied=len(found.ties) > 1 and i in found.ties) for i, c in enumerate(found.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
@@ -291,7 +291,7 @@ def _show(found: Answer, runs: Published | None, whole: Training | None, *, publ
     layout = pipeline_string(best.plan)
     if layout:
         say(f"pipeline {layout}")
-    peaks = [s.peak / _GIB for s in best.stages]
+    peaks = [s.peak / GIB for s in best.stages]
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
     if len(found.choices) > 1 and q.goal == "tokens/s":
@@ -333,7 +333,7 @@ def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
         "tokens/s/GPU": f"{speed.value:,.0f}",
         "80 %": f"{speed.low:,.0f} to {speed.high:,.0f}",
         "MFU": f"{choice.time.mfu:.0%}",
-        "GiB": f"{choice.peak / _GIB:.0f}",
+        "GiB": f"{choice.peak / GIB:.0f}",
         "with": ", ".join(filter(None, extra)),
     }
 
@@ -366,12 +366,12 @@ def _explain(found: Answer) -> None:
             f" What most layouts break:{rules}"
         )
     say(
-        f"nothing fits: {found.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / _GIB:.1f} GiB"
+        f"nothing fits: {found.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / GIB:.1f} GiB"
     )
     say(f"nearest  {_settings(near.plan)}")
-    stage, gib = near.stage, {k: v / _GIB for k, v in near.stage.row().items() if isinstance(v, float)}
+    stage, gib = near.stage, {k: v / GIB for k, v in near.stage.row().items() if isinstance(v, float)}
     say(
-        f"needs    {stage.peak / _GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / _GIB:.1f} too many: parameters"
+        f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
         f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations {gib['activations']:.1f},"
         f" loss or replay {gib['transient']:.1f}"
     )

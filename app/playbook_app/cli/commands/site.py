@@ -16,6 +16,7 @@ import typer
 from playbook import schemas
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, in_package, repo_root
+from playbook.planner.memory import GIB
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli import exit_codes
@@ -30,9 +31,8 @@ from playbook_bench import metrics
 from playbook_trainer.config import megatron, model, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
-from playbook_trainer.export.change import change
+from playbook_trainer.export.render import change
 
-GIB = 1 << 30
 _SHOWN = (
     "playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25",
     'playbook search "all-to-all takes a third of the step"',

@@ -13,7 +13,7 @@ import typer
 from playbook.errors import ConfigError, PlaybookError
 from playbook.planner.choice.routing import measured
 from playbook.planner.hardware.named import machine
-from playbook.planner.memory import StageBytes, verdict
+from playbook.planner.memory import GIB, StageBytes, verdict
 from playbook.planner.time.step import StepTime
 from playbook_app.cli.options import ClusterFile, Imbalance, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
 from playbook_app.cli.output import print_json, print_table, say
@@ -27,7 +27,6 @@ from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 if TYPE_CHECKING:
     from playbook_trainer.megatron.probe import Built
 
-GIB = 1 << 30
 
 app = commands()
 

@@ -19,8 +19,7 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
-from playbook_trainer.config.automatic import Target
-from playbook_trainer.config.hashing import config_sha
+from playbook_trainer.config.automatic import Target, config_sha
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.document import Document as DataDocument

@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeMod
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from playbook.errors import DataError
-from playbook_trainer.data.positions import mrope_positions, vision_index
+from playbook_trainer.data.collate import mrope_positions, vision_index
 
 IMAGE, START = 258, 259
 MERGE = 2

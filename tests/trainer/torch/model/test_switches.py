@@ -18,7 +18,7 @@ from playbook_trainer.config.tree import CompileConfig, OptimizerConfig, load
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.observe.metrics import compile_counters
 from playbook_trainer.observe.receipt import Observer, observing
-from playbook_trainer.torch import adamw
+from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.build import _compiled, check_device, compile_regions
 from playbook_trainer.torch.model.attention import attend, cudnn_width
 from playbook_trainer.torch.model.decoder import Decoder, Experts, Options
@@ -240,12 +240,12 @@ def test_bf16_moments_take_half_the_bytes_and_the_update_is_that_of_adamw_but_fo
     exact = {n: p.detach().double() for n, p in models[0].named_parameters()}
     for _ in range(5):
         gradients = {n: torch.randn_like(p) for n, p in models[0].named_parameters()}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
+        for each in optimizers:
+            for group in each.param_groups:
                 for local in group["params"]:
                     name = "weight" if local.ndim > 1 else "bias"
                     local.grad = gradients[name].clone()
-            optimizer.step()
+            each.step()
     for name, start in exact.items():
         moved = [m.get_parameter(name).detach().double() - start for m in models]
         assert 1e-7 < float((moved[1] - moved[0]).norm() / moved[0].norm()) < 5e-3
@@ -254,11 +254,11 @@ def test_bf16_moments_take_half_the_bytes_and_the_update_is_that_of_adamw_but_fo
 
 
 def test_adamw_in_float32_is_torchs(monkeypatch):
-    monkeypatch.setattr(adamw, "PIECE", 7)
+    monkeypatch.setattr(optimizer, "PIECE", 7)
     torch.manual_seed(0)
     one, two = (torch.nn.Parameter(torch.ones(5, 5)) for _ in range(2))
     how = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    theirs, ours = torch.optim.AdamW([one], **how), adamw.AdamW([{"params": [two]}], moments=torch.float32, **how)
+    theirs, ours = torch.optim.AdamW([one], **how), optimizer.AdamW([{"params": [two]}], moments=torch.float32, **how)
     for _ in range(5):
         one.grad = torch.randn(5, 5)
         two.grad = one.grad.clone()
@@ -269,7 +269,7 @@ def test_adamw_in_float32_is_torchs(monkeypatch):
 
 def test_bf16_moments_survive_saving():
     parameter = torch.nn.Parameter(torch.ones(4, 4))
-    first, second = (adamw.AdamW([{"params": [parameter]}], moments=torch.bfloat16, lr=0.1) for _ in range(2))
+    first, second = (optimizer.AdamW([{"params": [parameter]}], moments=torch.bfloat16, lr=0.1) for _ in range(2))
     parameter.grad = torch.randn(4, 4)
     first.step()
     second.load_state_dict(first.state_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playbook_trainer.torch.parallel.interleaved import Pass, forward_order, schedule, training_order
+from playbook_trainer.torch.parallel.pipeline import Pass, forward_order, schedule, training_order
 
 
 @pytest.mark.parametrize(("pp", "vpp", "microbatches"), [(2, 2, 2), (2, 2, 8), (2, 3, 4), (3, 2, 6), (4, 2, 4), (4, 2, 16), (4, 3, 8)])

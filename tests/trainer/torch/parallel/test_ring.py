@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from playbook_trainer.axes import Axis
-from playbook_trainer.torch.parallel import ring
+from playbook_trainer.torch.parallel import context
 from playbook_trainer.torch.parallel.context import local_index
 
 
@@ -26,7 +26,7 @@ def test_blocks_cover_the_causal_mask_once(cp: int, seed: int) -> None:
     wanted = (document[:, None] == document[None, :]).tril().int()
     found = torch.zeros_like(wanted)
     places = [local_index(length, Axis("cp", cp, r), "ring") for r in range(cp)]
-    plans = [ring.plan(cu, length, Axis("cp", cp, r)) for r in range(cp)]
+    plans = [context.plan(cu, length, Axis("cp", cp, r)) for r in range(cp)]
     for rank, plan in enumerate(plans):
         own = plan.cu_seqlens.tolist()
         assert plan.max_seqlen == max(b - a for a, b in itertools.pairwise(own))
@@ -48,4 +48,4 @@ def test_blocks_cover_the_causal_mask_once(cp: int, seed: int) -> None:
 
 def test_short_documents_move_nothing() -> None:
     cu = list(range(0, 65, 8))
-    assert all(ring.plan(cu, 64, Axis("cp", 4, r)).receive == [None] * 3 for r in range(4))
+    assert all(context.plan(cu, 64, Axis("cp", 4, r)).receive == [None] * 3 for r in range(4))

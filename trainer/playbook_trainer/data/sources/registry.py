@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,57 @@ from playbook.paths import data_root
 from playbook_trainer.config.tree import DataConfig, ModelConfig
 from playbook_trainer.data.sources.chat import Conversation, conversations
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, pool_folder
-from playbook_trainer.data.sources.huggingface import hub_text, looks_like_saved
 from playbook_trainer.data.sources.parquet import text_groups, vqa_groups
 from playbook_trainer.data.sources.streams import Flat, Sharded
-from playbook_trainer.data.sources.text import files_in, text_items
-from playbook_trainer.data.sources.vqa import Sample, folder_samples
-from playbook_trainer.data.sources.vqav2 import VqaV2, looks_like_vqav2
+from playbook_trainer.data.sources.text import files_in, text_items, text_of
+from playbook_trainer.data.sources.vqa import Sample, VqaV2, folder_samples, looks_like_vqav2
 from playbook_trainer.data.sources.webdataset import tar_samples
+
+# Text from Hugging Face `datasets`: a folder written by save_to_disk, or a data set by name where the hub can be reached.
+
+
+def _hub_text(path: str, subset: str | None, key: str) -> Flat[str]:
+    """The documents in column `key`, memory-mapped.
+
+    Raises:
+        ConfigError: the package is missing.
+        DataError: no such data set, or no such column.
+    """
+    try:
+        import datasets
+    except ImportError as e:
+        raise ConfigError("data.source is huggingface, which needs the package 'datasets': pip install datasets") from e
+    try:
+        found: Any = datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, subset, split="train")
+    except Exception as e:  # the library raises its own, the hub's and the network's errors
+        raise DataError(
+            f"data.path: {path} is neither a folder written by save_to_disk nor a data set that can be reached: "
+            f"{(str(e).splitlines() or [type(e).__name__])[0]}"
+        ) from e
+    if isinstance(found, dict):
+        if "train" not in found:
+            raise DataError(f"data.path: {path} has the splits {', '.join(map(str, found))}; expected one named train")
+        found = found["train"]
+    if key not in found.column_names:
+        raise DataError(f"data.path: {path} has the columns {', '.join(found.column_names)}; data.text_key is '{key}': name one of them")
+    return Flat(_Column(found.select_columns([key]), key, path), path)
+
+
+class _Column:
+    def __init__(self, table: Any, key: str, name: str) -> None:
+        self._table, self._key, self._name = table, key, name
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, i: int) -> str:
+        return text_of(f"{self._name}, row {i}", self._table[i][self._key], self._key)
+
+
+def _looks_like_saved(folder: Path) -> bool:
+    """Whether save_to_disk wrote this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
 
 Text = str | NDArray[np.int64]
 """A document: its text, or tokens made without one."""
@@ -45,7 +90,7 @@ def open_text(data: DataConfig, model: ModelConfig) -> _TextData:
         if layout == "huggingface":
             if data.path is None:
                 raise ConfigError("data.source is huggingface: set data.path to a folder written by save_to_disk, or to a data set's name")
-            return hub_text(data.path, data.subset, data.text_key)
+            return _hub_text(data.path, data.subset, data.text_key)
         if layout == "generated":
             return Flat(GeneratedText(data.generated, _text_ids(model)), "generated text")
         raise ConfigError(f"data.source {layout} holds images; with data.kind text take files, parquet, huggingface or generated")
@@ -107,7 +152,7 @@ def _reachable(path: Path) -> Iterator[None]:
 
 
 def _text_layout(path: Path) -> str:
-    if path.is_dir() and looks_like_saved(path):
+    if path.is_dir() and _looks_like_saved(path):
         return "huggingface"
     parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
     if parquet and path.is_dir() and (other := next((p for p in sorted(path.iterdir()) if p.suffix in (".txt", ".jsonl")), None)):

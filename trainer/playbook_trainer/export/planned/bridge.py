@@ -11,7 +11,7 @@ from typing import Any
 from playbook.planner.plan import Plan
 from playbook_trainer.export.launchable import Launchable, refuse, torchrun
 from playbook_trainer.export.planned.megatron import STEPS, environment, inexpressible, notes, settings
-from playbook_trainer.export.releases import RELEASES
+from playbook_trainer.export.sheet import RELEASES
 
 _FILE = "plan_bridge.py"
 _SECTIONS = {

@@ -19,9 +19,8 @@ from playbook_trainer.config.environment import Platform, needed
 from playbook_trainer.config.megatron_fields import FP8_FORMAT
 from playbook_trainer.export.launchable import Launchable, refuse, torchrun
 from playbook_trainer.export.planned.model import UNKNOWN, known, lacking, model_fields, pattern
-from playbook_trainer.export.releases import RELEASES
 from playbook_trainer.export.render import flag, override
-from playbook_trainer.export.sheet import Setting
+from playbook_trainer.export.sheet import RELEASES, Setting
 
 Target = Literal["megatron-lm", "megatron-bridge"]
 STEPS = 20

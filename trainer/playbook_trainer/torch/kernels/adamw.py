@@ -52,10 +52,10 @@ def _adamw(p, g, m, v, low, scale, count, beta1, rest1, beta2, rest2, eps, keep,
 
 
 def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, group: dict[str, Any], step: int, low: Tensor | None = None) -> None:
-    """As `playbook_trainer.torch.adamw.update`, in place, with the gradient times `scale` (one float32 value on the device).
+    """As `playbook_trainer.torch.optimizer.update`, in place, with the gradient times `scale` (one float32 value on the device).
 
     Shapes: p, g, m, v, low contiguous, of one shape; the first four each of any floating type. With `low` (int16), p is bfloat16: the upper half of
-    the weights, see `playbook_trainer.torch.param_remainders`. `step` counts from 1.
+    the weights, see `playbook_trainer.torch.optimizer`. `step` counts from 1.
     """
     beta1, beta2 = group["betas"]
     tensors = (p, g, m, v, p) if low is None else (p.view(torch.int16), g, m, v, low)

@@ -31,8 +31,7 @@ from playbook_trainer.torch.model.recompute import recomputed
 from playbook_trainer.torch.model.vision import VisionTower
 from playbook_trainer.torch.parallel import context, dispatch, tensor
 from playbook_trainer.torch.parallel.comm import copy_to
-from playbook_trainer.torch.parallel.folding import Fold
-from playbook_trainer.torch.parallel.sequence import routed
+from playbook_trainer.torch.parallel.tensor import Fold, routed
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from playbook_trainer.axes import Axes, Axis
-from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.data.batch import IGNORE, Batch, share_of
 from playbook_trainer.observe.ranges import tally
 from playbook_trainer.torch.model.recompute import recomputed
-from playbook_trainer.torch.parallel.comm import all_gather, copy_to, reduce_from, reduce_scatter
+from playbook_trainer.torch.parallel.comm import all_gather, copy_to, gather_plain, join, reduce_from, reduce_scatter, split
 
 CHUNK = 4096
 """Tokens whose logits exist at once: 4096 x 151,936 in 32 bits are 2.3 GiB."""
@@ -142,3 +143,65 @@ def _target_logit(logits: Tensor, target: Tensor, tp: Axis) -> Tensor:
     if tp.size > 1:
         dist.all_reduce(value, group=tp.group)
     return value
+
+
+# Sequence parallelism: outside tensor-parallel regions a rank holds an equal stretch of its tp group's tokens.
+
+
+def local_tokens(num_tokens: int, axes: Axes) -> int:
+    """Number of tokens that a rank holds between layers, out of those of its tp group."""
+    return num_tokens // axes.tp.size if axes.sequence_parallel else num_tokens
+
+
+def routed(real_N: Tensor | None, axes: Axes) -> Tensor | None:
+    """Which of the tokens that this rank routes are real, from those of its tp group; None where all are."""
+    return real_N.chunk(axes.tp.size)[axes.tp.rank] if real_N is not None and axes.expert_tokens_cut else real_N
+
+
+def cut(batch: Batch, axes: Axes) -> Batch:
+    """The batch with the visual tokens of this rank's stretch; tokens, labels and positions are needed whole inside the regions."""
+    if batch.vision is None or not axes.sequence_parallel:
+        return batch
+    num = local_tokens(batch.tokens_N.numel(), axes)
+    place_N = torch.full((batch.tokens_N.numel(),), -1)
+    place_N[axes.tp.rank * num : (axes.tp.rank + 1) * num] = torch.arange(num)
+    return replace(batch, vision=share_of(batch.vision, place_N))
+
+
+# From the attention grid to the expert grid and back, around the dispatcher.
+# Every rank of an etp group computes its own columns of the same rows, so all of them need the same tokens, and no token may reach two
+# etp groups. Three cases:
+# in common etp = tp, tokens not cut: the tp ranks have the same tokens already, and the partial sums are all-reduced cut sequence
+# parallelism: tokens are gathered over etp, the partial sums reduce-scattered to be cut etp differs from tp, tokens not cut: each tp rank
+# takes its share first, and the shares are joined again at the end
+# Gathering before the dispatch moves each token once per etp rank; gathering the routed rows, as Megatron-LM does, would move top-k times
+# that. Suffixes: n tokens of this rank on the attention grid, N of its etp group, K experts per token, D hidden size.
+
+
+class Fold:
+    """Parallel folding: redistributes tokens between the attention layout (tp) and the expert layout (etp) around a MoE layer."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.tp, self.etp = axes.tp, axes.etp
+        self.cut = axes.expert_tokens_cut
+        self.splits = self.cut and not axes.sequence_parallel
+
+    def own(self, x_nD: Tensor) -> Tensor:
+        """The tokens that this rank routes."""
+        return split(x_nD, self.tp) if self.splits else x_nD
+
+    def gather(self, x_nD: Tensor, expert_nK: Tensor, prob_nK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of this rank's etp group, with their experts and probabilities."""
+        if not self._gathers:
+            return copy_to(x_nD, self.etp), expert_nK, copy_to(prob_nK, self.etp)
+        return all_gather(x_nD, self.etp), gather_plain(expert_nK, self.etp), all_gather(prob_nK, self.etp)
+
+    def reduce(self, y_ND: Tensor) -> Tensor:
+        """The sums over etp of this rank's tokens, from its columns' part of the sums of the whole group's."""
+        y_nD = reduce_scatter(y_ND, self.etp) if self._gathers else reduce_from(y_ND, self.etp)
+        return join(y_nD, self.tp) if self.splits else y_nD
+
+    @property
+    def _gathers(self) -> bool:
+        # At tp 1, or with tokens cut, the ranks of an etp group hold different tokens.
+        return self.cut or self.tp.size == 1

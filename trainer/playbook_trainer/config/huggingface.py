@@ -1,19 +1,174 @@
-"""The `config.json` of Hugging Face transformers: written from ours, and checked against ours."""
+"""A published config.json as the configuration of a model, and back."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from playbook.errors import ConfigError
-from playbook_trainer.config.huggingface.generation import end_of
-from playbook_trainer.config.huggingface.keys import untrained
-from playbook_trainer.config.huggingface.parts import part_of, read_json, text_of
 from playbook_trainer.config.model import ModelConfig, VisionConfig
+
+# The JSON files of a published folder, and the parts of a `config.json`, whichever version of transformers wrote it.
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ConfigError: the file is missing or holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable as JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object; fetch it again")
+    return found
+
+
+def part_of(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping under `key`; an empty one where there is none."""
+    part = settings.get(key)
+    return part if isinstance(part, dict) else {}
+
+
+def text_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part about the text model; transformers 5.24 saves the number of experts under a new name."""
+    text = dict(part_of(settings, "text_config") or settings)
+    if "num_local_experts" in text and "n_routed_experts" not in text:
+        text.setdefault("num_experts", text["num_local_experts"])
+    return text
+
+
+def for_transformers_4(text: Mapping[str, Any]) -> dict[str, Any]:
+    """A text model's part with what transformers 4 looks for where transformers 5 has written it elsewhere alone."""
+    part, rope = text_of(text), part_of(text, "rope_parameters")
+    if rope and part.get("rope_theta") is None:
+        stretch = {key: value for key, value in rope.items() if key != "rope_theta"}
+        plain = stretch.get("rope_type", "default") == "default" and set(stretch) <= {"rope_type"}
+        part |= {"rope_theta": rope.get("rope_theta"), "rope_scaling": part.get("rope_scaling") or (None if plain else stretch)}
+    return part
+
+
+# What becomes of each key of a published `config.json`: it is read, it must have the one value that is trained with, or it has no effect
+# on training.
+
+_VISION_THETA = 10_000.0
+"""With which the vision tower turns positions. Source: transformers, Qwen3VLVisionRotaryEmbedding."""
+
+PARTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling")
+"""Keys that hold others."""
+_TRAINED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "": {},
+    "text_config.": {
+        "attention_dropout": (0,),
+        "use_sliding_window": (False,),
+        "output_router_logits": (False,),  # else transformers adds a balancing loss, as moe.aux_loss_coeff does here
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
+    "rope_parameters.": {"partial_rotary_factor": (1,)},
+    "vision_config.": {"attention_dropout": (0,)},
+    "vision_config.rope_parameters.": {"rope_theta": (_VISION_THETA,), "rope_type": ("default", "axial")},
+}
+"""By part of the file: keys of which some values alone are trained with."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # names and versions
+        *("architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "unsloth_fixed", "unsloth_version"),
+        # precisions, which train.dtype and checkpoint.export_dtype decide, and ways to compute the same
+        *("dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "use_cache"),
+        *("pretraining_tp", "ep_size"),
+        # what a call returns
+        *("output_hidden_states", "output_attentions", "return_dict"),
+        # of other tasks and architectures
+        *("is_encoder_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "video_token_id"),
+        # where no attention slides
+        *("sliding_window", "max_window_layers"),
+        # a start that texts of this trainer do not have, weights of losses that moe.aux_loss_coeff decides, and sums of other keys
+        *("bos_token_id", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "qk_head_dim"),
+    }
+)
+"""Keys of any part that change nothing that is computed or trained."""
+
+
+def _untrained(parts: Mapping[str, tuple[Mapping[str, Any], Collection[str]]]) -> list[str]:
+    """What the parts of a file ask for that is not trained with here, a clause for each key; a part comes with the names of its keys that are read."""
+    clauses = []
+    for prefix, (part, read) in parts.items():
+        for key, value in part.items():
+            if value is None or key in read or key in WITHOUT_EFFECT:
+                continue
+            if (trained := _TRAINED[prefix].get(key)) is not None:
+                clauses += [f"{prefix}{key} {value!r}, here {trained[0]!r}"] if value not in trained else []
+            elif key in PARTS:
+                clauses += [] if isinstance(value, dict) else [f"{prefix}{key} {value!r}, here a mapping"]
+            elif key == "layer_types":
+                full = isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+                clauses += [] if full else [f"{prefix}{key} {value!r}, here full_attention"]
+            elif value is not False:  # a switch that is off
+                clauses.append(f"{prefix}{key}, which this trainer does not know (take it out of the file if training need not read it)")
+    return clauses
+
+
+# How weights are used once they are trained, as far as rows must be like it: where an answer ends, and how many positions there are.
+
+
+def end_of(folder: Path, end: Any) -> Any:
+    """The token that ends an answer: `end`, by config.json, at which generation_config.json must stop; where there is none, the first one there."""
+    stops = _stops(folder)
+    if end is None and not stops:
+        raise ConfigError(
+            f"{folder}: neither config.json nor generation_config.json has eos_token_id, with which every text and answer ends: add it"
+        )
+    if end is not None and stops and end not in stops:
+        raise ConfigError(
+            f"{folder}: config.json ends answers with {end!r}, and generation_config.json ends answers with {stops}: make them agree"
+        )
+    return stops[0] if end is None else end
+
+
+def check_rows(config: ModelConfig, folder: Path, seq_len: int) -> None:
+    """Refuse rows that may hold longer samples than the weights in `folder` know positions, or that end otherwise than what they generate.
+
+    Raises:
+        ConfigError: `seq_len` is beyond max_position_embeddings, or the model's eos_token_id is none of the folder's.
+    """
+    settings = read_json(folder / "config.json")
+    text = text_of(settings)
+    most = text.get("max_position_embeddings")
+    if isinstance(most, int) and seq_len > most:
+        raise ConfigError(
+            f"data.seq_len is {seq_len}, and the weights in {folder} are of {most} positions: lower it, or write rope_scaling and "
+            "max_position_embeddings for longer samples into their config.json"
+        )
+    stops = _stops(folder) or _listed({**text, **settings}.get("eos_token_id"))
+    if stops and config.eos_token_id not in stops:
+        raise ConfigError(
+            f"model.eos_token_id is {config.eos_token_id}, and the weights in {folder} end what they say with {stops}: set one of them"
+        )
+
+
+def _stops(folder: Path) -> list[Any]:
+    """Tokens at which generation stops, by generation_config.json."""
+    file = folder / "generation_config.json"
+    return _listed(read_json(file).get("eos_token_id")) if file.is_file() else []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+# The `config.json` of Hugging Face transformers: written from ours, and checked against ours.
 
 _TEXT_FIELDS = {
     "vocab_size": "vocab_size",
@@ -323,7 +478,7 @@ def check_config(config: ModelConfig, path: Path) -> None:
         for key, (value, ours_name) in ours.items()
         if key in theirs and theirs[key][0] != value
     ]
-    different += [clause.removeprefix(text) for clause in untrained(_parts(settings))]
+    different += [clause.removeprefix(text) for clause in _untrained(_parts(settings))]
     if different:
         raise ConfigError(f"{path} describes another model than model.name {config.name}: {'; '.join(different)}; change model.*")
 

@@ -1,1 +1,0 @@
-"""A model's `config.json` as this trainer's configuration."""
