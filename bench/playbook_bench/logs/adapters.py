@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from playbook_bench.logs import events, parsers
+from playbook_bench.logs import events, parsers, rl
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,30 @@ ADAPTERS: tuple[Adapter, ...] = (
         (),
         parsers.verl,
         "it always does, with `console` in `trainer.logger`",
+        "lines hold it",
+    ),
+    Adapter(
+        "slime",
+        "`perf 0: {'perf/rollout_time': ...}` lines of slime and miles",
+        (),
+        rl.slime,
+        "it always does",
+        "lines hold it",
+    ),
+    Adapter(
+        "openrlhf",
+        "`Global step 1: {'timing/generation': ...}` lines of OpenRLHF",
+        (),
+        rl.openrlhf,
+        "`--logger.logging_steps 1`",
+        "lines hold it",
+    ),
+    Adapter(
+        "nemo-rl",
+        "blocks of NeMo-RL's console, `Step 1/100` between rules and `Total step time: 66.55s` below it",
+        (),
+        rl.nemo_rl,
+        "it always does",
         "lines hold it",
     ),
     Adapter(
