@@ -13,10 +13,11 @@ from playbook.diagnosis.actions import actions
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.question import diagnosis_of
-from playbook.diagnosis.setting import FRAMEWORKS, Figures, measured, setting
+from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.choice.search import Choice
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.memory import stages
 from playbook.planner.models import MODELS
 from playbook.planner.time.step import step_time
@@ -405,7 +406,7 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     [
         (("--gpus", "8"), "no model is named"),
         (("--model", "qwen3_8b"), "give --gpus N and --gpu KIND"),
-        ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
+        ((*ASKED, "--framework", "colossal"), "expected one of megatron-lm"),
         ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
         ((*ASKED, "--mfu", "0.22"), "MFU is 0.22; expected percent from 1 to 100, such as 22"),
         ((*ASKED, "--seq", "long"), "'--seq': found 'long', expected tokens of a sequence, such as 4096, 128K or 1M"),

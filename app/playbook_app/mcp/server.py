@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from playbook import __version__
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, guidance
-from playbook.cards.sections import load_sections
+from playbook.cards.search import load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.question import diagnosis_of
@@ -92,8 +92,8 @@ def _figure(description: str) -> Any:
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-_Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
-_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "playbook"]
+_Framework = Annotated[str, Field(max_length=20, description="Whose flags, such as torchtitan or deepspeed.")]
+_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
@@ -304,7 +304,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         network: planning.Network = "",
         seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
-        framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",
+        framework: _Framework = "megatron-lm",
     ) -> DiagnosisAnswer:
         """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
         with _told():

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from playbook.diagnosis.rl_step import Step
-from playbook_bench.logs.fields import figures, number
-from playbook_bench.logs.text import lines
+from playbook_bench.logs.fields import figures, lines, number
 
 _Row = tuple[int, dict[str, Any]]
 _ITEM = re.compile(r"'([\w./@ -]{1,100})': (?:np\.\w{1,20}\()?([-+]?[\d.]{1,30}(?:e[+-]?\d{1,3})?)")

@@ -46,13 +46,13 @@ def full_sharding_break_even(
 
     Two gathers of bf16 parameters and a scatter of fp32 gradients, (n - 1) / n taken as one, at `gb_per_s` for each GPU; computing at `tflops`.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model in models:
         shape = find(model)
         sent = (2 * _BF16 + _FP32) * parameters.total(shape)
         rows.append({"model": model, "tokens": sent / (gb_per_s * 1e9) * tflops * 1e12 / flops.per_token(shape, seq_len)})
     words = ", ".join(f"{r['model']} {r['tokens']:,.0f}" for r in rows)
-    holds = all(at_least <= r["tokens"] <= at_most for r in rows)
+    holds = all(at_least <= float(r["tokens"]) <= at_most for r in rows)
     return holds, f"tokens of a micro-batch on each GPU at {gb_per_s:g} GB/s and {tflops:g} TFLOP/s: {words}", {"rows": rows}
 
 

@@ -8,13 +8,14 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
-from playbook.planner.options import FLEX
+from playbook.planner.options import FLEX, Options
 from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.laws import TILE, Product
+from playbook.planner.time.moved import beside, uncompiled
 
 BF16 = 2
 _FP32 = 4
@@ -60,6 +61,11 @@ class Work(NamedTuple):
     frozen: bool
     native_loss: bool
     capacity: bool
+    lora: int
+    lora_targets: tuple[str, ...]
+    base: str
+    compiled: bool
+    apart: int
 
 
 class Kind(NamedTuple):
@@ -110,7 +116,7 @@ def work(plan: Plan) -> Work:
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
         0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
-        o.capacity,
+        o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled, o.heads_apart(plan.cp),
     )  # fmt: skip
 
 
@@ -131,6 +137,12 @@ def kind(shape: Shape, index: int) -> Kind:
     return Kind(*parts(shape, index), bool(shape.window) and not full)
 
 
+@lru_cache(maxsize=65536)
+def index_of(shape: Shape, same: Kind) -> int:
+    """The first layer of a kind; the depth of prediction where no layer is."""
+    return next((i for i in range(shape.layers) if kind(shape, i) == same), shape.layers)
+
+
 @lru_cache(maxsize=200_000)
 def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Seconds of one layer of a kind for one micro-batch."""
@@ -140,11 +152,26 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     ]
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
+    if not w.compiled:
+        more = Parts(elementwise=_bytes(cluster, uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
+        forward, backward = forward.plus(more), backward.plus(more, 2)
+        blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
+    if w.lora:
+        pairs = _adapters(cluster, shape, kind, w)
+        forward, backward = forward.plus(pairs.forward), backward.plus(pairs.backward)
+        blocks[1] = Cost(blocks[1].forward.plus(pairs.forward), blocks[1].backward)
     again = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
+
+
+def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Adapters beside a layer's products, and its base in 4 bits: both only move bytes."""
+    options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
+    moved = beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
+    return Cost(*(Parts(elementwise=_bytes(cluster, each)) for each in moved))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
@@ -271,10 +298,10 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
-    ring = _context(cluster, shape, kind, w)
+    exchanged, ring = _context(cluster, shape, kind, w)
     return Cost(
-        forward._replace(tp=2 * gather, cp=_exposed(w, ring, core[0])),
-        backward._replace(tp=(3 if w.sp else 2) * gather, cp=_exposed(w, 2 * ring, core[1])),
+        forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
+        backward._replace(tp=(3 if w.sp else 2) * gather, cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
     )  # fmt: skip
 
 
@@ -292,7 +319,7 @@ def _host(cluster: Cluster, seconds: float) -> float:
 
 def _exposed(w: Work, sent: float, beside: float) -> float:
     """What of a ring's messages the attention beside them does not hide; other kinds hide nothing."""
-    return max(0.0, sent - beside) if w.cp_comm == "p2p" else sent
+    return max(0.0, sent - beside) if w.cp_comm.endswith("p2p") else sent
 
 
 def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
@@ -337,20 +364,21 @@ def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
     return collectives.ring(cluster, w.tp, 1, BF16 * w.seq_len * w.mbs / w.cp * shape.hidden)
 
 
-def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
-    """Keys and values over CP, or all heads in an all-to-all, in the forward pass."""
+def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
+    """All heads in an all-to-all, and keys and values over the rest of CP, in the forward pass."""
     if w.cp == 1:
-        return 0.0
+        return 0.0, 0.0
     rows = w.seq_len * w.mbs / w.cp
     if shape.mla is not None:
         keys = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim) / w.tp
         queries = keys
     else:
-        keys = 2 * max(shape.kv_heads, w.tp) * shape.head_dim / w.tp
+        keys = 2 * max(shape.kv_heads, w.tp * w.apart) * shape.head_dim / w.tp
         queries = 2 * shape.heads * shape.head_dim / w.tp
-    if w.cp_comm == "a2a" or kind.mixer != "attention":
-        return collectives.all_to_all(cluster, w.cp, w.tp, BF16 * rows * (keys + queries))
-    return collectives.ring(cluster, w.cp, w.tp, BF16 * rows * keys * w.cp)
+    apart = w.apart if kind.mixer == "attention" else w.cp
+    exchanged = collectives.all_to_all(cluster, apart, w.tp, BF16 * rows * (keys + queries)) if apart > 1 else 0.0
+    around = w.cp // apart
+    return exchanged, collectives.ring(cluster, around, w.tp * apart, BF16 * rows * keys * around) if around > 1 else 0.0
 
 
 def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
