@@ -312,8 +312,8 @@ def test_a_question_like_one_without_a_card_takes_more_evidence(monkeypatch: pyt
 
 def test_a_card_comes_nearer_for_a_question_like_those_that_it_answers(index: search.Index) -> None:
     """What another card answers in other words moves it no nearer, and a word that no known question has says nothing."""
-    known = [Asked(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(6)]
-    others = [Asked(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(6)]
+    known = [Asked(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(40)]
+    others = [Asked(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(40)]
     alike = likeness([*known, *others, Asked("tuesdays", frozenset(), "o/r#3")], list(index.cards))
     found = alike.of(terms("slow on tuesdays with qwertz"))
     assert found["investigating-regressions"] > 0 > found["recompute"] == found["offloading"]
