@@ -152,10 +152,10 @@ def test_questions_find_their_card(index: search.Index, half: str) -> None:
 
 FIRST_LOOK = {
     "tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39),
-    "eleventh": (50 / 67, 58 / 67, 33 / 49, 62 / 67),
-    "blind": (150 / 222, 185 / 222, 81 / 173, 198 / 222),
+    "eleventh": (50 / 69, 58 / 69, 31 / 47, 62 / 69),
+    "blind": (150 / 223, 185 / 223, 78 / 172, 198 / 223),
 }
-"""The same of the newest batches: what the first look gave, but for one question without a card, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
+"""The same of the newest batches: what the first look gave, but for one question without a card, for three that a card answers since (they count as not answered then), for two blind ones about vLLM and InfiniBand that are answered since, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
 
 
 @pytest.mark.parametrize("batch", NEWEST)
@@ -312,8 +312,8 @@ def test_a_question_like_one_without_a_card_takes_more_evidence(monkeypatch: pyt
 
 def test_a_card_comes_nearer_for_a_question_like_those_that_it_answers(index: search.Index) -> None:
     """What another card answers in other words moves it no nearer, and a word that no known question has says nothing."""
-    known = [Asked(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(6)]
-    others = [Asked(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(6)]
+    known = [Asked(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(40)]
+    others = [Asked(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(40)]
     alike = likeness([*known, *others, Asked("tuesdays", frozenset(), "o/r#3")], list(index.cards))
     found = alike.of(terms("slow on tuesdays with qwertz"))
     assert found["investigating-regressions"] > 0 > found["recompute"] == found["offloading"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import LogError
-from playbook_bench.logs import parsers
+from playbook_bench.logs import parsers, rl
 from playbook_bench.logs.fields import MAX_BYTES, figures, shown
 from playbook_bench.logs.parsers import VALIDATION, Row
 
@@ -151,6 +151,30 @@ ADAPTERS: tuple[Adapter, ...] = (
         (),
         parsers.verl,
         "it always does, with `console` in `trainer.logger`",
+        "lines hold it",
+    ),
+    Adapter(
+        "slime",
+        "`perf 0: {'perf/rollout_time': ...}` lines of slime and miles",
+        (),
+        rl.slime,
+        "it always does",
+        "lines hold it",
+    ),
+    Adapter(
+        "openrlhf",
+        "`Global step 1: {'timing/generation': ...}` lines of OpenRLHF",
+        (),
+        rl.openrlhf,
+        "`--logger.logging_steps 1`",
+        "lines hold it",
+    ),
+    Adapter(
+        "nemo-rl",
+        "blocks of NeMo-RL's console, `Step 1/100` between rules and `Total step time: 66.55s` below it",
+        (),
+        rl.nemo_rl,
+        "it always does",
         "lines hold it",
     ),
     Adapter(

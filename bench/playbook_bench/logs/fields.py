@@ -30,6 +30,9 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
                 "iter_time",
                 "step_timing in s",
                 "time_metrics/end_to_end(s)",
+                "perf/step_time",
+                "timing/step_total",
+                "Total step time",
             )
         ),
         *(

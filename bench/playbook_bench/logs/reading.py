@@ -13,8 +13,9 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import median
 
+from playbook.diagnosis.rl_step import Step
 from playbook.errors import LogError
-from playbook_bench.logs import fields, model, parsers
+from playbook_bench.logs import fields, model, parsers, rl
 from playbook_bench.logs.adapters import ADAPTERS, Adapter
 from playbook_bench.logs.checks import ARRIVAL, Wanted, step_log
 from playbook_bench.logs.fields import lines, shown
@@ -69,6 +70,20 @@ def read(
     names = [name for each in ADAPTERS for name in each.files]
     timed = _timed_beside(log, content, names, partial(read, running=True, beside=False)) if isinstance(content, Path) and beside else None
     return timed or replace(log, caveats=(*log.caveats, f"the log holds no time, which `playbook ab` needs. {chosen.timed}; {ARRIVAL}"))
+
+
+def rl_steps(path: Path, adapter: str | None = None) -> list[Step]:
+    """The steps of a log of reinforcement learning by their phases; none where it is another log, or none that is known.
+
+    Raises:
+        LogError: it cannot be read.
+    """
+    try:
+        content = _file(path)
+        chosen = _chosen(adapter, content)
+        return rl.steps(chosen.parse(_source(chosen, content)))
+    except (NoAdapter, parsers.Unfinished):
+        return []
 
 
 def _file(path: Path) -> Path:

@@ -101,13 +101,13 @@ def subject(commit: str, root: Path | None = None) -> str:
     return checkout.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    """The result as plain data."""
+def as_json(found: Found, kind: str = "commit") -> dict[str, Any]:
+    """The result as plain data; `kind` is what was judged, commit or version."""
     return {
         "schema": "bisect/1",
         "status": found.status,
         "exit_code": found.exit_code,
         "trouble": found.trouble,
         "suspects": found.suspects,
-        "judged": [{"commit": j.commit, "trouble": j.trouble, "sentence": j.sentence} for j in found.judged],
+        "judged": [{kind: j.commit, "trouble": j.trouble, "sentence": j.sentence} for j in found.judged],
     }

@@ -14,7 +14,7 @@ from playbook.records.case import Case
 from playbook.yaml_files import did_you_mean
 from playbook_bench.judge.verdict import Statement
 
-_MODULES = {"arithmetic": ("layouts", "numerics", "utilization"), "invariant": ("rules", "training")}
+_MODULES = {"arithmetic": ("layouts", "numerics", "tuning", "utilization"), "invariant": ("rules", "training")}
 """By kind of case. They are imported when a function is asked for: commands that list or judge runs need none of them."""
 
 

@@ -180,7 +180,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_told_apart_from_a_lost_beginnin
 
 
 def test_an_unknown_adapter_names_the_known_ones() -> None:
-    with pytest.raises(LogError, match="jsonl, megatron, nemo, verl, torchtitan, nanogpt, olmo-core, hf, deepspeed, lightning"):
+    with pytest.raises(
+        LogError, match="jsonl, megatron, nemo, verl, slime, openrlhf, nemo-rl, torchtitan, nanogpt, olmo-core, hf, deepspeed, lightning"
+    ):
         read(J, "nobody")
 
 

@@ -169,6 +169,54 @@ def verl() -> str:
     return "\n".join([f"{who}step:0 - val-core/openai/gsm8k/reward/mean@1:0.2", *rows]) + "\n"
 
 
+def slime() -> str:
+    """slime's lines: the engine's, the responses', an update's and the trainer's, by actors of Ray."""
+    out = []
+    for i, s in enumerate(SECONDS):
+        out += [
+            f"(RolloutManager pid=9) [2026-01-05 12:20:29] rollout.py:44 - perf {i}: {{'perf/rollout_time': {s * 0.6}, 'perf/tokens_per_gpu_per_sec': 179.4}}",
+            f"(RolloutManager pid=9) rollout.py:51 - rollout {i}: {{'rollout/response_len/mean': 512.5, 'rollout/response_len/max': 4096, 'rollout/raw_reward': 0.3}}",
+            f"(MegatronTrainRayActor pid=7) model.py:90 - step {2 * i}: {{'train/loss': 0.002, 'train/grad_norm': 0.6}}",
+            f"(MegatronTrainRayActor pid=7) train_metric_utils.py:44 - perf {i}: {{'perf/sleep_time': {s * 0.05}, 'perf/update_weights_time': {s * 0.05},"
+            f" 'perf/train_wait_time': {s * 0.7}, 'perf/log_probs_time': {s * 0.1}, 'perf/actor_train_time': {s * 0.2}, 'perf/step_time': {s}}}",
+        ]
+    return "\n".join(out) + "\n"
+
+
+def openrlhf() -> str:
+    """OpenRLHF's line for each step."""
+    rows = [
+        f"(PPOTrainer pid=3) INFO: Global step {i}: {{'policy_loss': -0.01, 'actor_grad_norm': 1.5, 'timing/make_experience': {s * 0.2}, 'timing/ppo_train': {s * 0.3},"
+        f" 'timing/broadcast': {s * 0.1}, 'rollout/response_length_mean': 811.0, 'timing/generation': {s * 0.4}, 'timing/step_total': {s}}}"
+        for i, s in enumerate(SECONDS, 1)
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def nemo_rl() -> str:
+    """NeMo-RL's console: a block for each step, with its validation's block after the first."""
+    out = []
+    for i, s in enumerate(SECONDS, 1):
+        out.append(
+            f"\n{'=' * 25} Step {i}/{len(SECONDS)} {'=' * 25}\n\n\U0001f4ca Training Results:\n  • Loss: 0.1032\n  • Avg Reward: 0.3486\n\n\u23f1\ufe0f  Timing:\n"
+            f"  • Total step time: {s * 100:.2f}s\n  • policy_training: {s * 60:.2f}s (60.0%)\n  • exposed_generation: {s * 30:.2f}s (30.0%)\n"
+            f"  • policy_and_reference_logprobs: {s * 5:.2f}s (5.0%)\n  • weight_sync: {s:.2f}s (1.0%)\n"
+        )
+    return "".join(out)
+
+
+def trl() -> str:
+    """What TRL's GRPOTrainer saves: lengths of completions and a step's time, and no phases."""
+    history = [
+        {
+            "step": i, "epoch": i / 8, "loss": x, "grad_norm": 1.5, "num_tokens": float(TOKENS * i), "completions/mean_length": 212.5,
+            "completions/max_length": 850.0, "completions/clipped_ratio": 0.0, "reward": 0.4, "step_time": s,
+        }
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1)
+    ]  # fmt: skip
+    return json.dumps({"global_step": 8, "max_steps": 8, "log_history": history})
+
+
 def wandb() -> str:
     """A run's history as W&B's API gives it to pandas: its own counter of rows, and rows of a validation and of the end."""
     pairs = enumerate(zip(moments(), LOSSES, strict=True), 1)

@@ -29,13 +29,14 @@ from playbook.planner.models import find, named
 from playbook.planner.plan import cut, idle
 from playbook.planner.time.cluster import Cluster
 from playbook.text import count
+from playbook_app.cli import rl
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_app.cli.quantities import figure, machines, percent
 from playbook_app.cli.quantities import tokens as to_tokens
 from playbook_app.services.changes import changed
 from playbook_app.services.standing import stock_here
-from playbook_bench.logs import NoAdapter, read
+from playbook_bench.logs import NoAdapter, read, rl_steps
 from playbook_bench.logs.model import Facts
 from playbook_trainer.config.dry_run import plan_of
 from playbook_trainer.config.tree import load
@@ -139,6 +140,10 @@ def diagnose_run(
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
     number, kind = machines(gpus, hardware)
+    if run is not None and trace is None and (steps := rl_steps(run, log)):
+        step = rl.answer(steps, model, number, kind, [word for text in layout or [] for word in _split(text)], seq)
+        print_json(step) if as_json else rl.show(step)
+        return
     known = tuple(word for text in layout or [] for word in _split(text))
     asked = _Asked(model, number, kind, seq, gbs, (*known, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
