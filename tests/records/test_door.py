@@ -17,7 +17,7 @@ from playbook.errors import FileError
 from playbook.paths import data_root, repo_root
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence
-from playbook_bench.launch.batch_job import Cluster
+from playbook_bench.launch.slurm import Cluster
 from playbook_bench.run import store
 
 CLUSTER = {

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from ranks import ROOT, run, steps, summary
 
-from playbook_bench.launch.outputs import read_run
+from playbook_bench.launch.outcome import read_run
 from playbook_trainer.__main__ import main
 from playbook_trainer.observe.metrics import SHOWN_DATA
 from playbook_trainer.revision import PATHS

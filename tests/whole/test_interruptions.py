@@ -14,7 +14,7 @@ import pytest
 from planted_case import FAKE, bench
 
 from playbook.errors import LaunchError
-from playbook_bench.machine import detect, occupied
+from playbook_bench.machine import detect
 from playbook_bench.run import replay
 
 HARNESS = """
@@ -173,7 +173,7 @@ def test_a_gpu_is_measured_by_one_harness_at_a_time(tmp_path, monkeypatch):
         assert other.stdout.readline().strip() == b""
         one = detect.machine_of([["NVIDIA H200", "1", "1", "1"]], "", "cpu", 1)
         with pytest.raises(LaunchError, match=f"GPU 0 is in use by another harness .process {other.pid} on"):
-            occupied.claim(one)
-        assert f"process {other.pid} on" in occupied.claim(detect.machine_of([], "", "cpu", 1))
+            detect.claim(one)
+        assert f"process {other.pid} on" in detect.claim(detect.machine_of([], "", "cpu", 1))
     finally:
         other.communicate()

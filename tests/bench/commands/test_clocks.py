@@ -11,9 +11,9 @@ from playbook.errors import LogError
 from playbook.records.commands import Steps
 from playbook_app.cli.app import main
 from playbook_bench import logs, metrics
-from playbook_bench.judge import clocks as judged
+from playbook_bench.judge import verdict as judged
 from playbook_bench.run import replay
-from playbook_bench.variants import clocks, program
+from playbook_bench.variants import program
 
 SCRIPT = str(Path(__file__).with_name("lying_script.py"))
 COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
@@ -147,9 +147,9 @@ def test_the_rounding_of_a_log_is_measured(seconds, coarse):
     log = told(seconds)
     if coarse:
         with pytest.raises(LogError, match="too coarse to compare"):
-            clocks.figures(log, 1, 100.0)
+            program.figures(log, 1, 100.0)
     else:
-        assert clocks.figures(log, 1, 100.0) == {"outside_seconds": pytest.approx(100.0 - sum(seconds))}
+        assert program.figures(log, 1, 100.0) == {"outside_seconds": pytest.approx(100.0 - sum(seconds))}
 
 
 def test_time_stamps_share_one_rounding_among_all_steps():
@@ -157,14 +157,14 @@ def test_time_stamps_share_one_rounding_among_all_steps():
         lines = (json.dumps({"step": i, "elapsed": round(0.0137 * i, digits)}) for i in range(1, steps + 1))
         return logs.read("\n".join(lines) + "\n", "jsonl")
 
-    assert clocks.figures(stamped(3, 20), 1, 100.0)
+    assert program.figures(stamped(3, 20), 1, 100.0)
     with pytest.raises(LogError, match="too coarse"):
-        clocks.figures(stamped(1, 200), 1, 100.0)
+        program.figures(stamped(1, 200), 1, 100.0)
 
 
 def test_a_line_of_several_steps_counts_for_all_of_them():
     with pytest.raises(LogError, match="its steps take 19"):
-        clocks.figures(told([1.0 + i / 1e4 for i in range(20)], every=10), 1, 100.0)
+        program.figures(told([1.0 + i / 1e4 for i in range(20)], every=10), 1, 100.0)
 
 
 def test_no_clock_is_asked_where_none_is_known_or_none_goes_in():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook.errors import PlaybookError
-from playbook_bench.trace import kineto
+from playbook_bench.trace import containers, kineto
 from playbook_bench.trace.table import UNATTRIBUTED, TraceTable, build
 
 MAIN, GRAD, GLOO = 100, 101, 102
@@ -204,7 +204,7 @@ def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto, "MAX_BYTES", 100)
+    monkeypatch.setattr(containers, "MAX_BYTES", 100)
     with pytest.raises(PlaybookError, match="larger than"):
         read(tmp_path, *ranges())
 

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from playbook_bench.launch import batch_job
+from playbook_bench.launch import slurm as batch_job
 from playbook_bench.run import confirm
 from playbook_bench.run.options import Options
 

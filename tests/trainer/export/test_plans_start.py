@@ -32,7 +32,11 @@ def _fetched() -> None:
 
 
 def test_every_target_has_a_checker_that_says_what_it_reads() -> None:
-    with_tests_of_their_own = {"torchtitan", "accelerate"}  # test_plan_torchtitan.py, test_plan_accelerate.py
+    with_tests_of_their_own = {
+        "torchtitan",
+        "accelerate",
+        "deepspeed",
+    }  # test_plan_torchtitan.py, test_plan_accelerate.py, test_plan_deepspeed.py
     assert TARGETS.keys() - with_tests_of_their_own == CHECKERS.keys() == SOURCE.keys() <= BACKEND.keys()
 
 
