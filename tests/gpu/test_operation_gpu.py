@@ -28,7 +28,7 @@ from pathlib import Path
 from playbook_trainer import loop; from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.checkpoint import Checkpointer
 from playbook_trainer.config.tree import load, parse_overrides
-from playbook_trainer.torch.parallel import axes as layout; from playbook_trainer.torch import build as setup
+from playbook_trainer import axes as layout; from playbook_trainer.torch import build as setup
 first, second = (load(Path(sys.argv[1]), parse_overrides([*sys.argv[3:], f"checkpoint.dir={d}"])) for d in sys.argv[2].split(":"))
 device = loop.start(first, 0, 1)
 axes = layout.build(1, 0, first.parallel)

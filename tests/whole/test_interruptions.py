@@ -164,9 +164,9 @@ def test_two_harnesses_share_a_results_folder(case, tmp_path):
 def test_a_gpu_is_measured_by_one_harness_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    command = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from playbook_bench.machine import occupied, detect\n"
+    command = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from playbook_bench.machine import detect\n"
     command += "gpu = detect.machine_of([['NVIDIA H200', '1', '1', '1']], '', 'cpu', 1); cpu = detect.machine_of([], '', 'cpu', 1)\n"
-    command += "print(occupied.claim(gpu), occupied.claim(cpu), flush=True); sys.stdin.read()"
+    command += "print(detect.claim(gpu), detect.claim(cpu), flush=True); sys.stdin.read()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.Popen([sys.executable, "-c", command, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     try:

@@ -202,7 +202,7 @@ def test_dumps_that_torch_wrote_name_the_rank(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "hangs.py").write_text(SCRIPT)
     words = [sys.executable, str(tmp_path / "hangs.py")]
     started = [subprocess.Popen([*words, str(r), str(tmp_path)], env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}) for r in (0, 1)]
-    assert [each.wait(120) for each in started] == [0, 0]
+    assert [each.wait(1200) for each in started] == [0, 0]
     for name in ("pickles", "texts"):
         _, out, _ = shown(capsys, "--file", str(tmp_path / name), "--json")
         found = json.loads(out)

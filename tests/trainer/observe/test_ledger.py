@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,12 @@ CONFIGS = Path("trainer/configs")
 
 def one_step(config: str, **changes: Any) -> tuple[Ledger, StepTotals[float], float]:
     """The ledger, what it counts in one step of real data, and what PyTorch counts in the same step."""
-    words = {key.replace("__", "."): value for key, value in changes.items()}
+    return counted_once(config, json.dumps(changes))
+
+
+@cache
+def counted_once(config: str, changes: str) -> tuple[Ledger, StepTotals[float], float]:
+    words = {key.replace("__", "."): value for key, value in json.loads(changes).items()}
     tree = load(CONFIGS / f"{config}.yaml", {"data.num_workers": 0, "train.device": "cpu", **words})
     model = build.build(tree, Axes(), torch.device("cpu"))
     batches = next(iter(build_loader(tree, dp_rank=0, dp_size=1)))
@@ -57,6 +64,7 @@ DENSE = {"model": "qwen3_tiny"}
     ],
     ids=["dense", "moe", "vision", "frozen tower", "frozen tower and projector", "core_attn again"],
 )
+@pytest.mark.sample("moe", "vision")
 def test_the_ledger_agrees_with_pytorch(config: str, changes: dict[str, Any]) -> None:
     book, totals, counted = one_step(config, **changes)
     found = book.hardware(totals)
@@ -64,6 +72,7 @@ def test_the_ledger_agrees_with_pytorch(config: str, changes: dict[str, Any]) ->
     assert squared(found) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.full
 def test_whole_layers_again_cost_at_most_what_the_ledger_says() -> None:
     """PyTorch stops a recomputation once it has what it needs, before the last product; the convention totals whole forward passes."""
     book, totals, counted = one_step("qwen3_moe_tiny", train__recompute="full")
