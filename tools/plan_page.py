@@ -1,5 +1,5 @@
 """Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`,
-and the blocks of the README.
+and the first block of the README.
 
 It also writes `docs/plans.jsonl`, the answers of the plan tables, which takes some minutes; `--page` leaves that out.
 """
@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "t
 
 from playbook_app.cli import exit_codes  # noqa: E402
 from playbook_app.cli.app import app  # noqa: E402
+from playbook_app.cli.output import folded  # noqa: E402
 from playbook_app.site.planned.answers import ask, line, questions  # noqa: E402
 
 TABLES = ROOT / "docs" / "plans.jsonl"
@@ -61,13 +62,15 @@ def sections() -> str:
 
 
 def readme() -> str:
-    """The README with what its commands print today; of the diagnosis the first lines."""
+    """The README with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run stands, of the plan its table."""
 
     def answered(shown: re.Match[str]) -> str:
-        lines = answer(shown[1]).splitlines()
-        return f"```text\n$ {shown[1]}\n" + "\n".join(lines[: lines.index("") if " diagnose " in shown[1] else len(lines)]) + "\n```"
+        lines = answer(shown["command"]).splitlines()
+        chosen = [line for line in lines if line.startswith("so ")] if " diagnose " in shown["command"] else lines[1:3]
+        return "\n".join([shown["line"], *(part for line in chosen for part in folded(line, 100))])
 
-    return re.sub(r"```text\n\$ (playbook (?:diagnose|plan) [^\n]*)\n.*?```", answered, README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    command = r"(?P<line>\$ (?P<command>playbook (?:diagnose|plan) [^\n#]*?) +# [^\n]*)(?:\n(?!\$ |```)[^\n]*)*"
+    return re.sub(command, answered, README.read_text(encoding="utf-8"))
 
 
 def diagnosis() -> str:

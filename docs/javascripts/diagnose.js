@@ -27,13 +27,13 @@
       const same = runs.by === "tokens" ? "published runs" : "published runs, by MFU alone";
       const words = value < runs.low * (1 - NEAR) ? `you are below ${same}` : value > runs.high * (1 + NEAR) ? `you are above ${same}` : `you are where ${same.replace("runs", "runs are")}`;
       const more = runs.by === "tokens" ? runs.high / tokens - 1 : 0;
-      said.push(`${words} (${runs.shared}, ${range(runs)}${more > EVEN ? `; the fastest is ${percent(more)} faster` : ""})`);
+      said.push(`${words} (${runs.shared}, ${range(runs)}${more > EVEN ? `; the fastest of them is ${percent(more)} faster than you` : ""})`);
     }
     const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "within";
     if (row.speed) said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
     if (runs && runs.predicted) {
       const [low, high] = runs.predicted.map(percent);
-      said.push(`of what is published here the planner predicts ${low === high ? low : `${low} to ${high}`}`);
+      said.push(`the planner predicts those runs at ${low === high ? low : `${low} to ${high}`} of their speed`);
     }
     return said.join("; ");
   }
