@@ -30,6 +30,8 @@ from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster, clusters
 from playbook_app.site.planned.answers import read
+from playbook_app.site.planned.doors import DOORS
+from playbook_app.site.planned.doors import read as read_doors
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -124,10 +126,90 @@ def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: 
     page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
 
 
-def test_home_shows_every_interval_without_scrolling(page: Any, site_root: str) -> None:
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_home_has_the_form_in_its_first_screen_and_five_facts_two_of_them_refuted(
+    chromium: Any, site_root: str, size: dict[str, int]
+) -> None:
+    page = chromium.new_context(viewport=size).new_page()
     page.goto(f"{site_root}/index.html")
-    box = page.locator(".pb-forest").bounding_box()
-    assert box["y"] + box["height"] <= DESK["height"]
+    page.wait_for_selector("#pb-position")
+    box = page.locator("#pb-diagnose").bounding_box()
+    assert box["y"] + box["height"] <= size["height"]
+    facts = page.locator(".pb-facts li").all_inner_texts()
+    assert len(facts) == 5
+    assert sum("refuted" in f for f in facts) >= 2
+    page.context.close()
+
+
+def test_no_page_is_taller_than_twelve_screens_or_wider_than_one_on_a_phone(chromium: Any, built_site: Path, site_root: str) -> None:
+    page = chromium.new_context(viewport=PHONE).new_page()
+    wrong, records = [], 0
+    for name in names(built_site):
+        records += name.startswith("evidence/")
+        if name.startswith("evidence/") and name != "evidence/index.html" and records % 20:
+            continue  # records are alike
+        page.goto(f"{site_root}/{name}")
+        height, width = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
+        if height > 12 * PHONE["height"] or width > PHONE["width"]:
+            wrong.append(f"{name}: {height / PHONE['height']:.1f} screens, {width} pixels wide")
+    page.goto(f"{site_root}/_generated/published.html#r294")
+    assert page.is_visible("#r294"), "a place that is linked to is shown"
+    page.context.close()
+    assert not wrong, wrong
+
+
+def test_a_search_has_the_page_that_answers_among_its_first_three(page: Any, site_root: str) -> None:
+    asked = yaml.safe_load((Path(__file__).parent / "searches.yaml").read_text(encoding="utf-8"))
+    assert len(asked) == 50
+    page.goto(f"{site_root}/index.html")
+    found = page.evaluate(ASK, [query for query, *_ in asked])
+    missed = [
+        f"{query}: {places(found[query])[:3]}"
+        for query, *pages in asked
+        if not any(p in at for p in pages for at in places(found[query])[:3])
+    ]
+    assert len(missed) <= 2, missed
+
+
+def test_the_question_box_answers_with_a_command_a_decision_a_skill_or_a_card(page: Any, site_root: str) -> None:
+    asked = yaml.safe_load((Path(__file__).parent / "questions.yaml").read_text(encoding="utf-8"))
+    assert len(asked) == 50
+    page.goto(f"{site_root}/index.html")
+    found = page.evaluate(
+        "async (all) => { const f = document.querySelector('form.pb-ask'), r = []; for (const q of all) r.push(await f.playbookAsk(q)); return r }",
+        [question for question, _ in asked],
+    )
+    missed = []
+    for (question, wanted), answer in zip(asked, found, strict=True):
+        told = " ".join([answer["command"], *answer["commands"], *answer["pages"], *answer["skills"], *answer["cards"][:2]])
+        missed += [] if any(w in told for w in wanted.split(" | ")) else [f"{question}: {told}"]
+    assert not missed, missed
+
+
+@pytest.mark.parametrize("door", ["fsdp-or-3d", "how-much-cp", "which-dispatcher"])
+def test_a_decision_ends_in_a_configuration_beside_its_alternatives(page: Any, site_root: str, door: str) -> None:
+    page.goto(
+        f"{site_root}/_generated/{door}.html?model=qwen3_30b_a3b&gpus=64&hardware=h100"
+        + ("&seq_len=32768" if door == "how-much-cp" else "")
+    )
+    page.wait_for_selector("#pb-door-best")
+    rows = [
+        r
+        for r in read_doors(repo_root() / "docs" / "decisions.jsonl")
+        if (r.asked.model, r.asked.hardware, r.asked.gpus) == ("qwen3_30b_a3b", "h100", 64)
+    ]
+    named = DOORS[[d.page for d in DOORS].index(door)].door
+    rows = [r for r in rows if r.asked.door == named and not r.asked.network and r.asked.seq_len == (32768 if named == "cp" else 4096)]
+    best = max(rows, key=lambda r: r.speed)
+    assert f"{best.speed:,.0f} tokens/s per GPU, {best.settings}" in page.inner_text("#pb-door-best")
+    assert "nearest" not in page.inner_text("#pb-door-case")
+    assert page.locator(".pb-compared tbody tr").count() == len(rows) >= 3
+    assert "--export megatron-lm" in page.inner_text("#pb-door-answer")
+    page.fill("#pb-door input[name=gpus]", "96")
+    assert "not yours" in page.inner_text("#pb-door-case")
+    assert "playbook plan qwen3_30b_a3b --gpus 96 --hardware h100" in page.inner_text("#pb-door-case")
+    page.fill("#pb-door input[name=model]", "no such model")
+    assert "No model of the planner" in page.inner_text("#pb-door-answer")
 
 
 def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root: str, tmp_path: Path) -> None:
@@ -146,7 +228,7 @@ def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root:
         here = search.search(index, question)
         if there["cards"][:1] != [h.id for h in here.hits][:1] or there["command"] != diagnosis_of(question, Facts()):
             wrong.append((question, there, [h.id for h in here.hits]))
-    assert len(wrong) <= 0.012 * len(asked), wrong
+    assert len(wrong) <= 0.01 * len(asked), wrong
 
 
 def test_the_question_box_leads_to_cards_and_to_the_diagnosis(page: Any, site_root: str) -> None:
@@ -165,6 +247,7 @@ def test_the_question_box_leads_to_cards_and_to_the_diagnosis(page: Any, site_ro
 
 def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_root: str) -> None:
     page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
     lines = dict(zip(page.locator(".pb-lines dt").all_inner_texts(), page.locator(".pb-lines dd").all_inner_texts(), strict=True))
     where = setting(MODELS["qwen3_30b_a3b"], "qwen3_30b_a3b", "h100", 64, seq_len=None, gbs=None)
     runs = nearest(where)
@@ -186,13 +269,15 @@ def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_ro
 
 def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: str) -> None:
     page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
     plans = {
         (a.asked.model, a.asked.hardware, a.asked.gpus): a for a in read(repo_root() / "docs" / "plans.jsonl") if a.asked.seq_len == 4096
     }
-    models, rng = sorted({m for m, _, _ in plans}), random.Random(49)
+    planned, rng = {m for m, _, _ in plans}, random.Random(49)
+    models = [m for m in MODELS if not m.endswith("_tiny")]
     cases = [("llama3_8b", "h100", 128), ("qwen3_30b_a3b", "h200", 24), ("llama3_8b", "b200", 4), ("deepseek_v3", "h100", 8)]
     for model, gpu, gpus in [*cases, *((rng.choice(models), g, rng.randint(1, 5000)) for g in clusters())]:
-        page.select_option("#pb-diagnose select[name=model]", model)
+        page.fill("#pb-diagnose input[name=model]", model)
         page.select_option("#pb-diagnose select[name=gpu]", gpu)
         page.fill("#pb-diagnose input[name=gpus]", str(gpus))
         if (model, gpu, gpus) in plans and not plans[model, gpu, gpus].settings:
@@ -214,7 +299,8 @@ def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: s
             assert lines["fastest"].startswith(f"{speed:,.0f} tokens/s/GPU [{min(a.low, b.low):,.0f}, {max(a.high, b.high):,.0f}]")
             assert f"{tokens / speed:.0%} of the prediction" in position
         else:
-            assert lines["fastest"].startswith("not asked beforehand")
+            assert lines["fastest"].startswith("nearest entry of the table: ")
+            assert lines["fastest"].split()[5] in planned
             assert "of the prediction" not in position
     page.fill("#pb-diagnose input[name=gpus]", "2.5")
     assert "a whole number from 1" in page.inner_text("#pb-diagnosis")
@@ -233,11 +319,26 @@ def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: s
 )
 def test_the_form_takes_a_pasted_file(page: Any, site_root: str, text: str, gpu: str, says: str) -> None:
     page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
+    page.click("#pb-diagnose summary")
     page.fill("#pb-diagnose textarea[name=file]", text)
     assert says in page.inner_text("#pb-diagnosis")
     if gpu:
         assert cluster(machine_name(text)).name == gpu == page.input_value("#pb-diagnose select[name=gpu]")
         assert "--gpus 64 --gpu FILE --mfu 25" in page.inner_text("#pb-diagnosis")
+
+
+def test_the_form_takes_a_pasted_config_json(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
+    page.click("#pb-diagnose summary")
+    llama = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128256}
+    page.fill("#pb-diagnose textarea[name=file]", json.dumps(llama))
+    assert "has the sizes of llama3_8b" in page.inner_text("#pb-diagnosis")
+    assert "--model llama3_8b --gpus 64" in page.inner_text("#pb-diagnosis")
+    page.fill("#pb-diagnose textarea[name=file]", json.dumps({**llama, "num_hidden_layers": 30}))
+    assert "figures are of the nearest, llama3_8b" in page.inner_text("#pb-diagnosis")
+    assert "--model config.json --gpus 64" in page.inner_text("#pb-diagnosis")
 
 
 def machine_name(text: str) -> str:
