@@ -1,4 +1,4 @@
-"""Decisions that agents are asked for: right answers over MCP in at most five calls, and the same ones as on the command line."""
+"""Decisions that agents are asked for: right answers over MCP in at most four calls, and the same ones as on the command line."""
 
 from __future__ import annotations
 
