@@ -36,7 +36,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         raise PluginError(str(e)) from e
     get = f"pip install git+{config.repo_url}" if config.repo_url else "pip install .   # in a clone of this repository"
     config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{get}\n```"}, made.plain
-    config.extra["asked"], config.extra["questions"] = made.asked, made.questions
+    config.extra["searched"] = {"cards": made.asked, "diagnosis": made.compared}
+    config.extra["questions"] = made.questions
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:
         if "Cards" in entry:
@@ -63,7 +64,8 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Put each card beside its page as plain Markdown, for readers that follow llms.txt, write what the question box asks, and mend the search."""
     for name, content in config.extra["plain"].items():
         (Path(config.site_dir) / name).write_text(content, encoding="utf-8")
-    (Path(config.site_dir) / "search/cards.json").write_text(config.extra["asked"], encoding="utf-8")
+    for name, content in config.extra["searched"].items():
+        (Path(config.site_dir) / f"search/{name}.json").write_text(content, encoding="utf-8")
     index = Path(config.site_dir) / "search/search_index.json"
     short = shortened(json.loads(index.read_text(encoding="utf-8")), config.extra["questions"])
     index.write_text(json.dumps(short, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")

@@ -37,11 +37,11 @@ def page(tree: Path, name: str) -> str:
     return (tree / "docs" / name).read_text().replace(NBSP, " ")
 
 
-def test_home_draws_a_current_interval_of_each_card_from_gpus_and_says_it_in_words(tree: Path) -> None:
+def test_a_card_draws_a_current_interval_from_gpus_and_home_counts_it(tree: Path) -> None:
     made = generate(tree)
     assert "**1 are settled on GPUs**" in made.inserts["coverage"]
-    shown = unescape(made.inserts["forest of verdicts"]).replace(NBSP, " ")
-    assert '<a href="cards/fixture-card.html#x1"' in shown
+    shown = unescape(made.inserts["example of verdicts"]).replace(NBSP, " ")
+    assert 'cards/fixture-card.html#x1"' in shown
     assert "+7.3 % [+6.2, +8.5]" in shown
     assert "at least +3 %" in shown
     assert "confirmed" in shown
@@ -49,9 +49,9 @@ def test_home_draws_a_current_interval_of_each_card_from_gpus_and_says_it_in_wor
     assert places["zero"] < places["margin"] < places["interval"], "the whole interval lies where the claim holds"
 
 
-def test_home_draws_no_verdict_that_is_out_of_date_and_counts_it_as_open(tree: Path) -> None:
+def test_a_verdict_that_is_out_of_date_is_not_drawn_and_counts_as_open(tree: Path) -> None:
     made = build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=date(2199, 1, 1))
-    assert made.inserts["forest of verdicts"] == ""
+    assert made.inserts["example of verdicts"] == ""
     assert "**0 are settled on GPUs**" in made.inserts["coverage"]
 
 

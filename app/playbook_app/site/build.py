@@ -22,7 +22,7 @@ from playbook_app.site.asking import asked
 from playbook_app.site.calculator import calculator_page
 from playbook_app.site.cards import card_page
 from playbook_app.site.evidence import evidence_page, list_page, trace_page
-from playbook_app.site.home import coverage, example_of_verdicts, facts
+from playbook_app.site.home import coverage, example_of_verdicts, facts, record_and_trace
 from playbook_app.site.lists import by_phase, index_page, matrix_page, one_gpu_page, phases, summary
 from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook_app.site.models import families_page, models_page
@@ -70,9 +70,11 @@ class Site:
     inserts: dict[str, str]
     """Markdown that replaces a comment of that name on a page, such as `coverage`."""
     plain: dict[str, str]
-    """Files beside the pages of the built site, by their paths: each card as plain Markdown, its page's path with `.md` added, and what forms compare with."""
+    """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
     asked: str
     """What the question box searches, for `search/cards.json` of the built site."""
+    compared: str
+    """What the forms compare with, for `search/diagnosis.json` of the built site; empty without plans."""
     questions: dict[str, list[str]]
     """What people ask that a card answers, by the card's page."""
     files: list[Path]
@@ -129,12 +131,14 @@ def generate(
         "example of verdicts": example_of_verdicts(shelf),
         "diagnosis form": form(plans),
         "facts": facts(whole),
+        "record and trace": record_and_trace(whole),
         **worked(),
     }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
-    plain |= {"search/diagnosis.json": found} if (found := data(plans)) else {}
     trainer = [i for i in titles if i not in shelf.cards]
-    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), questions(shelf.cards), written)
+    return Site(
+        titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), data(plans), questions(shelf.cards), written
+    )
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from playbook.cards.model import Claim
-from playbook.records.read import verdicts
+from playbook.records.read import traces, verdicts
 from playbook.records.standing import in_words
 from playbook_app.site.cards import effect
 from playbook_app.site.shelf import DECIDED, Shelf, anchor, current, verdict_forest
@@ -42,6 +42,21 @@ _FACTS = (
     ("V10", "Recompute less, once it fits: norms and expert activations instead of whole layers changed them by"),
 )
 """Claims that surprise, each with what was compared; beliefs that were refuted come as questions, first."""
+
+
+def record_and_trace(shelf: Shelf, claim: str = "W9") -> str:
+    """Links to the newest record of a claim and to the trace of its case, with what each says; for the page that follows one verdict."""
+    records = verdicts(shelf.records, claim)[:1]
+    lines = [
+        f"- {link('The record', f'../evidence/{r.id}.md')} has every step of every launch. The trainer has become faster since, so the verdict is shown as `confirmed, stale`."
+        for r in records
+    ]
+    lines += [
+        f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token over all ranks' rows."
+        for r in records
+        for trace in traces(shelf.records, r.get("case"))[:1]
+    ]
+    return "\n".join(lines)
 
 
 def facts(shelf: Shelf) -> str:
