@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
-from site_browser import watched
+from site_browser import ASK, places, watched
 from site_tree import CARD
 
 from playbook.cards import search
@@ -30,8 +30,6 @@ from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster, clusters
 from playbook_app.site.planned.answers import read
-from playbook_app.site.planned.doors import DOORS
-from playbook_app.site.planned.doors import read as read_doors
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -124,92 +122,6 @@ def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: 
     page.locator("input.md-search__input").press_sequentially(question)
     first = "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 5)"
     page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
-
-
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_home_has_the_form_in_its_first_screen_and_five_facts_two_of_them_refuted(
-    chromium: Any, site_root: str, size: dict[str, int]
-) -> None:
-    page = chromium.new_context(viewport=size).new_page()
-    page.goto(f"{site_root}/index.html")
-    page.wait_for_selector("#pb-position")
-    box = page.locator("#pb-diagnose").bounding_box()
-    assert box["y"] + box["height"] <= size["height"]
-    facts = page.locator(".pb-facts li").all_inner_texts()
-    assert len(facts) == 5
-    assert sum("refuted" in f for f in facts) >= 2
-    page.context.close()
-
-
-def test_no_page_is_taller_than_twelve_screens_or_wider_than_one_on_a_phone(chromium: Any, built_site: Path, site_root: str) -> None:
-    page = chromium.new_context(viewport=PHONE).new_page()
-    wrong, records = [], 0
-    for name in names(built_site):
-        records += name.startswith("evidence/")
-        if name.startswith("evidence/") and name != "evidence/index.html" and records % 20:
-            continue  # records are alike
-        page.goto(f"{site_root}/{name}")
-        height, width = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
-        if height > 12 * PHONE["height"] or width > PHONE["width"]:
-            wrong.append(f"{name}: {height / PHONE['height']:.1f} screens, {width} pixels wide")
-    page.goto(f"{site_root}/_generated/published.html#r294")
-    assert page.is_visible("#r294"), "a place that is linked to is shown"
-    page.context.close()
-    assert not wrong, wrong
-
-
-def test_a_search_has_the_page_that_answers_among_its_first_three(page: Any, site_root: str) -> None:
-    asked = yaml.safe_load((Path(__file__).parent / "searches.yaml").read_text(encoding="utf-8"))
-    assert len(asked) == 50
-    page.goto(f"{site_root}/index.html")
-    found = page.evaluate(ASK, [query for query, *_ in asked])
-    missed = [
-        f"{query}: {places(found[query])[:3]}"
-        for query, *pages in asked
-        if not any(p in at for p in pages for at in places(found[query])[:3])
-    ]
-    assert len(missed) <= 2, missed
-
-
-def test_the_question_box_answers_with_a_command_a_decision_a_skill_or_a_card(page: Any, site_root: str) -> None:
-    asked = yaml.safe_load((Path(__file__).parent / "questions.yaml").read_text(encoding="utf-8"))
-    assert len(asked) == 50
-    page.goto(f"{site_root}/index.html")
-    found = page.evaluate(
-        "async (all) => { const f = document.querySelector('form.pb-ask'), r = []; for (const q of all) r.push(await f.playbookAsk(q)); return r }",
-        [question for question, _ in asked],
-    )
-    missed = []
-    for (question, wanted), answer in zip(asked, found, strict=True):
-        told = " ".join([answer["command"], *answer["commands"], *answer["pages"], *answer["skills"], *answer["cards"][:2]])
-        missed += [] if any(w in told for w in wanted.split(" | ")) else [f"{question}: {told}"]
-    assert not missed, missed
-
-
-@pytest.mark.parametrize("door", ["fsdp-or-3d", "how-much-cp", "which-dispatcher"])
-def test_a_decision_ends_in_a_configuration_beside_its_alternatives(page: Any, site_root: str, door: str) -> None:
-    page.goto(
-        f"{site_root}/_generated/{door}.html?model=qwen3_30b_a3b&gpus=64&hardware=h100"
-        + ("&seq_len=32768" if door == "how-much-cp" else "")
-    )
-    page.wait_for_selector("#pb-door-best")
-    rows = [
-        r
-        for r in read_doors(repo_root() / "docs" / "decisions.jsonl")
-        if (r.asked.model, r.asked.hardware, r.asked.gpus) == ("qwen3_30b_a3b", "h100", 64)
-    ]
-    named = DOORS[[d.page for d in DOORS].index(door)].door
-    rows = [r for r in rows if r.asked.door == named and not r.asked.network and r.asked.seq_len == (32768 if named == "cp" else 4096)]
-    best = max(rows, key=lambda r: r.speed)
-    assert f"{best.speed:,.0f} tokens/s per GPU, {best.settings}" in page.inner_text("#pb-door-best")
-    assert "nearest" not in page.inner_text("#pb-door-case")
-    assert page.locator(".pb-compared tbody tr").count() == len(rows) >= 3
-    assert "--export megatron-lm" in page.inner_text("#pb-door-answer")
-    page.fill("#pb-door input[name=gpus]", "96")
-    assert "not yours" in page.inner_text("#pb-door-case")
-    assert "playbook plan qwen3_30b_a3b --gpus 96 --hardware h100" in page.inner_text("#pb-door-case")
-    page.fill("#pb-door input[name=model]", "no such model")
-    assert "No model of the planner" in page.inner_text("#pb-door-answer")
 
 
 def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root: str, tmp_path: Path) -> None:
@@ -349,22 +261,6 @@ def shown(page: Any, selector: str) -> int:
     return int(page.locator(f"{selector}:visible").count())
 
 
-ASK = """
-async (questions) => {
-  const config = JSON.parse(document.getElementById("__config").textContent);
-  const index = await (await fetch(`${config.base}/search/search_index.json`)).json();
-  const worker = new Worker(config.search);
-  const answer = (message) => new Promise((done) => { worker.onmessage = (e) => done(e.data); worker.postMessage(message); });
-  await answer({type: 0, data: {...index, options: {suggest: true}}});
-  const found = {};
-  for (const question of questions) {
-    found[question] = (await answer({type: 2, data: question})).data.items.map((group) => group.map((item) => item.location.split("#")[0]));
-  }
-  return found;
-}
-"""
-
-
 def test_search_takes_whatever_a_question_begins_with(page: Any, site_root: str) -> None:
     """Every word of the site is looked up by its first character; an error in the search is a warning, which fails the page."""
     page.goto(f"{site_root}/index.html")
@@ -374,11 +270,6 @@ def test_search_takes_whatever_a_question_begins_with(page: Any, site_root: str)
 
 FIRST = 8
 """Pages that are shown without scrolling far."""
-
-
-def places(found: list[list[str]]) -> list[str]:
-    """Pages in the order in which the search shows them."""
-    return [group[0] for group in found]
 
 
 def test_every_page_is_found_by_its_title(page: Any, site_root: str, built_site: Path) -> None:
