@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-COMMUNICATION = re.compile(r"nccl|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
+COMMUNICATION = re.compile(
+    r"nccl|rccl(?!r)|mscclKernel|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem|cross_device_reduce|(one|two)_?shot_?all_?reduce",
+    re.IGNORECASE,
+)
 """Libraries that send: those of collectives, and those of experts' exchanges, whose kernels lie below namespaces of their own."""
 
 _COLLECTIVES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -22,7 +26,10 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("copies", re.compile(r"^(memcpy|memset)\b", re.IGNORECASE)),
     (
         "attention",
-        re.compile(r"flash|fmha|fused_attn|sdpa|attention|compute_dot_do_o|convert_dq|qkv_tma", re.IGNORECASE),
+        re.compile(
+            r"flash|fmha|fused_attn|sdpa|attention|compute_dot_do_o|convert_dq|qkv_tma|(^|_)attn_(fwd|bwd)|^bwd_(kernel_(dk_dv|dq|fuse)|(pre|post)process)",
+            re.IGNORECASE,
+        ),
     ),
     (
         "grouped products",
@@ -31,7 +38,8 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "products",
         re.compile(
-            r"gemm|gemv|nvjet|cutlass|cublas|matmul|xmma|cijk_|wgrad|dgrad|conv2d|conv3d|(^|::|_)(add|b|badd)?mm(_|$)|scaled_mm",
+            r"gemm|gemv|nvjet|cutlass|cublas|matmul|xmma|cijk_|wgrad|dgrad|conv2d|conv3d|(^|::|_)(add|b|badd)?mm(_|$)|scaled_mm"
+            r"|scudnn|[hsi](884|1688|16816)|convol|winograd|naive_conv|gridwise_conv|miopen\w*conv|wvsplitk",
             re.IGNORECASE,
         ),
     ),
@@ -40,7 +48,7 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
         re.compile(
             r"elementwise|norm|reduce|softmax|copy|cat_|Cat[A-Z]|triton_(poi|red|per|for|tem)|multi_tensor|adam|sgd|rope|rotary|rotate|permute|sort|scan|cub::"
             r"|gather|scatter|index|embedding|dropout|cast|transpose|cross_entropy|topk|router|fill|cumsum|unique|where|silu|swiglu|gelu|relu|sigmoid"
-            r"|quantiz|padding|aten::|element_mul|scal_kernel|row_id_map|chunk|grad_weight|segment|spread|offset|^_(collect|choose|gradient|stats|weighted|turn)",
+            r"|quantiz|padding|aten::|element_mul|scal_kernel|row_id_map|chunk|grad_weight|segment|spread|offset|(^|::)bn_(fw|bw)|pool|nchw|nhwc|im2(d2)?col|col2im|miopen|tensorop|op[1-5]d?tensor|upsample|conv1d|conv_depthwise|fft|^_(collect|choose|gradient|stats|weighted|turn)",
             re.IGNORECASE,
         ),
     ),
@@ -49,13 +57,40 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
 OTHER = "other"
 
 
+_ATEN = "at::native::"
+
+
+def _path(name: str) -> str:
+    """A name without its arguments: up to the first bracket outside its template parameters, in which casts such as `(int)4` may stand."""
+    depth = 0
+    text = name.replace("(anonymous namespace)", "")
+    for i, c in enumerate(text):
+        if c == "(" and depth <= 0 and i:
+            return text[:i]
+        depth += (c == "<") - (c == ">")
+    return text
+
+
+@lru_cache(maxsize=1 << 16)
+def communicates(name: str) -> bool:
+    """Whether a kernel or operator sends, by its name without arguments."""
+    return bool(COMMUNICATION.search(_path(name)))
+
+
+@lru_cache(maxsize=1 << 16)
 def collective(name: str) -> str:
     """The kind of a collective's kernel by its name without arguments; `OTHER` where no pattern knows it."""
-    bare = name.split("(", 1)[0]
-    return next((kind for kind, pattern in _COLLECTIVES if pattern.search(bare)), OTHER)
+    path = _path(name)
+    return next((kind for kind, pattern in _COLLECTIVES if pattern.search(path)), OTHER)
 
 
+@lru_cache(maxsize=1 << 16)
 def kernel_class(name: str) -> str:
-    """The class of a kernel or operator by its name without arguments; `OTHER` where no pattern knows it."""
-    bare = name.replace("(anonymous namespace)", "").split("(", 1)[0]
-    return next((kind for kind, pattern in CLASSES if pattern.search(bare)), OTHER)
+    """The class of a kernel or operator by its name without arguments; `OTHER` where no pattern knows it.
+
+    PyTorch's own kernels are known by what stands before their template parameters, which name operators of any class.
+    """
+    path = _path(name)
+    outer = path.partition("<")[0]
+    texts = [outer, path] if _ATEN in outer else [path]
+    return next((kind for text in texts for kind, pattern in CLASSES if pattern.search(text)), OTHER)

@@ -1,4 +1,4 @@
-"""What holds for all tests: which of them `make test` leaves out, in which order they run, what is worked out once for all of them, and no deadline for examples of property tests.
+"""What holds for all tests: which of them `make test` leaves out, in which order they run, what is worked out once for all of them, and that every run draws the same numbers.
 
 Property tests take the time that they take: where a machine does other work too, a pause is no fault of an example.
 """
@@ -6,21 +6,29 @@ Property tests take the time that they take: where a machine does other work too
 from __future__ import annotations
 
 import gc
+import random
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from playbook.cards import load as cards
 from playbook.paths import data_root
 from playbook.planner.choice import search
 from playbook.records import read as records
 
-settings.register_profile("without deadline", deadline=None)
-settings.load_profile("without deadline")
+# A fixture that a test's examples share is what its author chose; slowness is the machine's.
+settings.register_profile(
+    "the same everywhere",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("the same everywhere")
 
 
 def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +61,15 @@ def shipped(kind: str) -> Callable[..., Any]:
 records._record = remembered(records._record, shipped("results"))
 cards.load = remembered(cards.load, shipped("cards"))  # type: ignore[attr-defined]
 search.search = remembered(search.search, lambda question, count=5, *, prune=True: (question, count, prune))
+
+
+def pytest_runtest_setup() -> None:
+    """Whatever ran before, and in whichever worker, a test draws the same numbers from generators that it has not seeded itself."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

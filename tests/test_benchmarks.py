@@ -23,8 +23,8 @@ import pytest
 from mcp import Client
 
 from playbook.cards import search
-from playbook.cards.asked import load_asked
 from playbook.cards.load import load_all
+from playbook.cards.questions import load_asked
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root, sources
 from playbook_app.cli import exit_codes
@@ -49,7 +49,7 @@ def of_a_process(*words: str) -> float:
     """Seconds of user and system for a command of this Python in this tree."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=60, check=True)
+    subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=600, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -170,3 +170,66 @@ def test_forked_ranks_start_in_half_the_time_of_fresh_ones(tmp_path: Path) -> No
     finally:
         forks.close()
     assert took["second"] < took["fresh"] / 2
+
+
+def traced(path: Path, num_bytes: int) -> None:
+    """A trace as torch.profiler writes it with shapes: for each launch three operators, the call, the kernel and the flow between them."""
+    operator = {
+        "External id": 1,
+        "Input Dims": [[4096, 4096], [4096, 4096], []],
+        "Input type": ["c10::BFloat16"] * 3,
+        "Sequence number": "I",
+    }
+    kernel = {
+        "device": 0,
+        "context": 1,
+        "stream": 7,
+        "registers per thread": 32,
+        "grid": [8192, 1, 1],
+        "block": [128, 1, 1],
+        "correlation": "I",
+    }
+    host, name = {"ph": "X", "pid": 9, "tid": 9}, "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)"
+    events = [
+        *(
+            {**host, "cat": "cpu_op", "name": n, "ts": "A", "dur": 12, "args": operator}
+            for n in ("aten::linear", "aten::addmm", "aten::mm")
+        ),
+        {**host, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": "B", "dur": 4.1, "args": {"cbid": 211, "correlation": "I"}},
+        {**host, "cat": "kernel", "name": name, "ts": "C", "dur": 10.2, "args": kernel},
+        *({"ph": p, "id": "I", "pid": 9, "tid": 9, "ts": "B", "cat": "ac2g", "name": "ac2g"} for p in "sf"),
+    ]
+    launch = "".join(f"{json.dumps(e, indent=1)},\n" for e in events)
+    with path.open("w") as f:
+        f.write('{"schemaVersion": 1, "traceEvents": [\n')
+        for i in range(num_bytes // len(launch)):
+            if i % 10_000 == 0:
+                mark = {**host, "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": 14 * i, "dur": 14 * 10_000 - 1}
+                f.write(json.dumps(mark) + ",\n")
+            text = launch
+            for letter, number in (("A", 14 * i), ("B", 14 * i + 3), ("C", 14 * i + 9), ("I", i)):
+                text = text.replace(f'"{letter}"', str(number))
+            f.write(text)
+        f.write("{}]}")
+
+
+def test_a_trace_of_200_mb_takes_less_than_10_s_and_400_mb(tmp_path: Path) -> None:
+    traced(tmp_path / "t.json", 200_000_000)
+    words = f"import runpy, sys; sys.argv = ['playbook', 'bench', 'trace', '--file', {str(tmp_path / 't.json')!r}, '--json']"
+    memory = "import atexit, resource; atexit.register(lambda: sys.stderr.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{words}; {memory}; runpy.run_module('playbook', run_name='__main__')"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads(ended.stdout)
+    assert found["span_ms"] == pytest.approx(140)
+    assert [c["name"] for c in found["classes"]] == ["products"]
+    assert int(ended.stderr) < 400 * 1000
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10 * slower()

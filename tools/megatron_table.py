@@ -37,7 +37,7 @@ from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 from playbook.records.case import Rule  # noqa: E402
 from playbook.records.evidence import Observed  # noqa: E402
 from playbook_bench.judge import receipt  # noqa: E402
-from playbook_bench.launch import local, outcome, outputs  # noqa: E402
+from playbook_bench.launch import local, outcome  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
 from playbook_trainer import fork_server  # noqa: E402
 from playbook_trainer.config import environment as variables  # noqa: E402
@@ -171,7 +171,7 @@ def record(job: Job) -> dict[str, Any]:
 
 def measured(folder: Path, gpus: int, proof: Sequence[Rule]) -> dict[str, Any]:
     """What a run that came to its end has left in its folder, and whether its receipt shows what it must."""
-    seen = outputs.read_run(folder)
+    seen = outcome.read_run(folder)
     timed = [s for s in seen.fields["samples"] if s.timed]
     observed = seen.fields["observed"]
     checks = [receipt.judge_rule(rule, False, "row", observed or Observed()) for rule in proof]

@@ -85,6 +85,10 @@ FAULTS = (
     # Traces.
     Fault(TRACE + "table.py", "_PRIORITY[ops[i].kind], ops[i].start", "0, ops[i].start", "hidden communication counts as exposed", ("bench/trace/test_table.py",)),
     Fault(TRACE + "table.py", 'Place("recompute", tower + inside)', 'Place("backward", tower + inside)', "recompute counts as backward", ("bench/trace/test_table.py",)),
+    Fault(TRACE + "walls.py", "return (begins[0], begins[-1]), len(begins) - 1", "return (begins[0], begins[-1]), len(begins)", "steps are shorter than they are", ("bench/trace/test_walls.py",)),
+    Fault(TRACE + "ranks.py", "sum(map(min, zip(*runs, strict=True)))", "sum(map(max, zip(*runs, strict=True)))", "the rank that all wait for is another", ("bench/trace/test_ranks.py",)),
+    Fault(TRACE + "flight.py", "if last[rank] < sequence", "if last[rank] > sequence", "a hang is laid to a rank that waits", ("bench/trace/test_flight.py",)),
+    Fault(TRACE + "snapshot.py", "if i > most_at:", "if i >= most_at:", "the peak misses what makes it", ("bench/trace/test_snapshot.py",)),
     # The planner.
     Fault(PLANNER + "layout.py", "pp * lcm(tp * cp, ep * etp)", "pp * max(tp * cp, ep * etp)", "too few GPUs are called enough", ("planner",)),
     Fault(PLANNER + "rules.py", "c.vpp > 1 and c.microbatches % c.pp > 0", "False", "a batch that the schedule cannot cut", ("planner",)),

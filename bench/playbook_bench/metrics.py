@@ -14,7 +14,7 @@ from playbook.records.case import Case
 from playbook.records.evidence import Run, Sample
 
 WALL_STEP, OUTSIDE = "wall_step_seconds", "outside_seconds"
-"""Figures of a command's launch, which `playbook_bench.variants.clocks` measures; records from before have neither."""
+"""Figures of a command's launch, which `playbook_bench.variants.program` measures; records from before have neither."""
 EXACT = 1e-9
 """Launches repeat what is counted to this share: rounding alone."""
 _MEMORY_REPEATS = 1e-3

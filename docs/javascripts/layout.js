@@ -36,6 +36,7 @@ var PlaybookLayout = (function () {
   function parse(tables, model, values) {
     if (!Object.hasOwn(tables.models, model))
       throw new Error(`model '${model.slice(0, 40)}' is not known; expected one of ${Object.keys(tables.models).join(", ")}`);
+    values = inOwnWords(tables, values);
     const plan = {model, shape: {...tables.models[model]}, ...tables.defaults, options: {}};
     for (const [key, field] of Object.entries(tables.options)) plan.options[key] = field.default;
     for (const [key, text] of Object.entries(values)) {
@@ -48,9 +49,19 @@ var PlaybookLayout = (function () {
       else throw new Error(`'${key.slice(0, 40)}' is not a setting`);
     }
     const torch = plan.options.backend === "torch";
-    if (torch && !Object.hasOwn(values, "sharding")) plan.options.sharding = "fsdp2";
     if (torch && !Object.hasOwn(values, "loss")) plan.loss = "torch";
     return plan;
+  }
+
+  // Words of other trainers as the planner's own, and what follows from the backend where nothing says it.
+  function inOwnWords(tables, values) {
+    const backend = Object.hasOwn(values, "backend") ? values.backend : "megatron", found = {...values}, count = (key) => number(tables, key, values[key] || "1");
+    const named = Object.hasOwn(values, "sharding") ? values.sharding : backend === "torch" ? "fsdp2" : "", words = tables.sharding_words[backend] || {};
+    if (named) found.sharding = Object.hasOwn(words, named) ? words[named] : named;
+    if (named === "hsdp" && !Object.hasOwn(values, "optimizer_instances"))
+      found.optimizer_instances = String(Math.max(1, floorDiv(count("gpus"), tables.node * count("pp"))));
+    if (backend === "torch" && tables.deepspeed.includes(named) && !Object.hasOwn(values, "grad_bytes")) found.grad_bytes = "2";
+    return found;
   }
 
   function reexpert(shape, experts) {
@@ -143,7 +154,7 @@ var PlaybookLayout = (function () {
   // --- rules on features: playbook/planner/rules.py, in its order -------------------------------------------------------------------
 
   function labels(p, o, tables) {
-    const given = {dispatcher: o.dispatcher ? [o.dispatcher] : [], cp_comm: o.cp_comm ? [o.cp_comm] : [], sharding: [o.sharding],
+    const given = {lora_targets: o.lora_targets, base: o.base ? [o.base] : [], dispatcher: o.dispatcher ? [o.dispatcher] : [], cp_comm: o.cp_comm ? [o.cp_comm] : [], sharding: [o.sharding],
       recompute: o.recompute, graphs: o.graphs, fp8: o.fp8 ? [o.fp8] : [], offload_modules: o.offload_modules};
     const found = Object.entries(given).flatMap(([key, names]) => {
       const wrong = sorted(new Set(names.filter((n) => !tables.labels[key].includes(n))));
@@ -202,10 +213,11 @@ var PlaybookLayout = (function () {
   function context(p, o) {
     const found = [], product = o.cp_sizes.reduce((a, b) => a * b, 1);
     const held = Math.max(floorDiv(p.shape.kv_heads, p.tp), 1);
-    if (o.cp_comm === "a2a" && p.shape.heads % (p.tp * p.cp))
-      found.push(`${p.shape.heads} heads do not divide over tp ${p.tp} x cp ${p.cp} for cp_comm a2a; set cp_comm=p2p or change cp`);
-    else if (o.cp_comm === "a2a" && held % p.cp)
-      found.push(`the ${held} key-value heads of a tp rank do not divide over cp ${p.cp} for cp_comm a2a; set cp_comm=p2p or change cp`);
+    const apart = o.cp_comm === "a2a" ? p.cp : o.cp_comm === "a2a+p2p" && o.cp_sizes.length ? o.cp_sizes[0] : 1, divided = p.shape.heads % (p.tp * apart);
+    if (o.cp_comm.startsWith("a2a") && divided)
+      found.push(`${p.shape.heads} heads do not divide over tp ${p.tp} x cp ${apart} for cp_comm ${o.cp_comm}; set cp_comm=p2p or change cp`);
+    if (!divided && held % apart && (o.backend !== "torch" || apart % held))
+      found.push(`the ${held} key-value heads of a tp rank do not divide over cp ${apart} for cp_comm ${o.cp_comm}; set cp_comm=p2p or change cp`);
     if (o.cp_comm === "a2a+p2p" && !o.cp_sizes.length)
       found.push("cp_comm a2a+p2p needs the sizes of its two levels; set cp_sizes, such as cp_sizes=2,4");
     if (o.cp_sizes.length && product !== p.cp) found.push(`cp_sizes ${o.cp_sizes.join("x")} = ${product} is not cp ${p.cp}; change cp_sizes`);
@@ -291,7 +303,7 @@ var PlaybookLayout = (function () {
     return found;
   }
 
-  function states(p, o) {
+  function states(p, o, tables) {
     const found = [];
     if (o.backend === "torch" && o.sharding === "fsdp")
       found.push(`sharding ${o.sharding} is megatron's, and the backend is torch; set sharding=fsdp2`);
@@ -299,6 +311,15 @@ var PlaybookLayout = (function () {
       found.push("recompute selective is torchtitan's and stands alone; set backend=torch or name modules");
     if (Math.max(o.optimizer_offload, o.offload_percent) > 100)
       found.push(`optimizer_offload ${o.optimizer_offload} and offload_percent ${o.offload_percent} are percents; set at most 100`);
+    if (o.backend === "torch" && o.optimizer_offload && o.sharding === "none")
+      found.push("an optimizer on the host needs data parallelism that shards; set sharding=fsdp2 or sharding=zero2");
+    if (o.backend === "torch" && !tables.deepspeed.includes(o.sharding) && ![0, 100].includes(o.optimizer_offload))
+      found.push(`FSDP2 has all of its shards on the host or none, found optimizer_offload ${o.optimizer_offload}; set optimizer_offload=100`);
+    if (o.backend === "torch" && ["zero2", "zero3"].includes(o.sharding) && p.pp > 1)
+      found.push(`DeepSpeed's ${o.sharding} excludes a pipeline, found pp ${p.pp}; set pp to 1 or sharding=zero1`);
+    if (o.base && o.fp8) found.push("a base in 4 bits excludes FP8 products; leave one of them out");
+    if (o.lora_targets.includes("experts") && !p.shape.experts)
+      found.push("adapters of experts on a model without experts; change lora_targets");
     if (o.fp8_params && !o.fp8) found.push("fp8_params without a recipe; set fp8=blockwise");
     if (o.frozen.length && !p.shape.vision) found.push(`frozen ${o.frozen.join(", ")} on a model without a vision tower; leave frozen out`);
     return found;

@@ -30,14 +30,37 @@ var PlaybookMemory = (function (layout) {
   const up = (s) => s.gated ? 2 : 1, normed = (s) => (s.norm_bias ? 2 : 1) * s.hidden;
   const width = (s) => s.latent || s.hidden;
   const expert = (s) => (up(s) + 1) * width(s) * s.expert_ffn + (s.expert_bias ? up(s) * s.expert_ffn + width(s) : 0);
-  function adapters(s, index, rank) {
-    const [mixer, ffn] = parts(s, index), h = s.hidden, q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim, m = s.mla;
-    let sides = 0;
+  const adapters = (t, s, index, o) => o.lora * sum(pairs(t, s, index, o).map(([, a, b, count]) => (a + b) * (count || 1)));
+
+  // The adapters of one layer: name and widths of each matrix, and how many pairs stand beside it.
+  function pairs(t, s, index, o) {
+    if (!o.lora) return [];
+    const torch = o.backend === "torch", groups = t.lora_targets, [mixer, ffn] = parts(s, index), h = s.hidden, wide = up(s), m = s.mla;
+    const names = o.lora_targets.length ? o.lora_targets : torch ? ["attention", "mlp"] : ["attention", "mlp", "experts"];
+    const fused = torch ? [] : names.filter((n) => n in groups), covered = fused.flatMap((n) => groups[n]);
+    const single = names.filter((n) => torch || !(n in groups)).flatMap((n) => groups[n] || [n]).filter((n) => !covered.includes(n)), found = [];
+    const has = (name) => single.includes(name);
     if (mixer === "attention" && m) {
-      sides = 3 * h + 2 * m.q_rank + 2 * m.kv_rank + m.rope_dim + s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + 2 * m.v_dim);
-    } else if (mixer) sides = 2 * (h + q + kv);
-    const inner = {"": 0, mlp: s.ffn, experts: s.expert_ffn}[ffn];
-    return rank * (sides + (ffn ? 2 * (ffn === "mlp" ? h : width(s)) + (up(s) + 1) * inner : 0));
+      const n = s.heads, q = n * (m.nope_dim + m.rope_dim), every = fused.includes("attention");
+      if (every || has("q")) found.push(...(m.q_rank ? [["q", h, m.q_rank], ["q", m.q_rank, q]] : [["q", h, q]]));
+      if (every || has("k")) found.push(["k", h, m.kv_rank + m.rope_dim]);
+      if (every || has("v")) found.push(["v", m.kv_rank, n * (m.nope_dim + m.v_dim)]);
+      if (every || has("o")) found.push(["o", n * m.v_dim, h]);
+    } else if (mixer) {
+      const q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim;
+      if (fused.includes("attention")) found.push(["attention", h, q + 2 * kv], ["attention", q, h]);
+      for (const [name, size] of Object.entries({q: [h, q], k: [h, kv], v: [h, kv], o: [q, h]})) if (has(name)) found.push([name, ...size]);
+    }
+    const mlp = (inner) => {
+      if (fused.includes("mlp")) found.push(["mlp", h, wide * inner], ["mlp", inner, h]);
+      for (const name of ["up", "gate"].slice(0, wide)) if (has(name)) found.push([name, h, inner]);
+      if (has("down")) found.push(["down", inner, h]);
+    };
+    if (ffn === "mlp") mlp(s.ffn);
+    if (ffn === "experts" && s.shared_ffn) mlp(s.shared_ffn);
+    if (ffn === "experts" && names.includes("experts"))
+      found.push(...[[width(s), wide * s.expert_ffn], [s.expert_ffn, width(s)]].map((size) => ["experts", ...size, torch ? s.experts : 1]));
+    return found;
   }
 
   const embedding = (s) => s.vocab * s.hidden;
@@ -167,10 +190,44 @@ var PlaybookMemory = (function (layout) {
   function saved(t, p, index) {
     const s = p.shape, wide = tokens(p), thin = layout.sequenceParallel(p) ? wide / p.tp : wide, eight = p.options.fp8 ? 0.5 : 1;
     const [mixer, ffn] = parts(s, index), row = t.bf16 * thin * s.hidden, found = {};
+    if (p.options.backend === "torch" && !p.options.compiled) return eager(t, p, index, wide, thin, eight);
     if (mixer) Object.assign(found, {"attention norm in": row, "attention norm out": row * eight}, mixers[mixer](t, p, wide, thin));
     if (ffn) Object.assign(found, {"mlp norm in": row, "mlp norm out": row * (ffn === "mlp" ? eight : 1)});
     if (ffn) Object.assign(found, ffn === "mlp" ? denseMlp(t, p, wide, eight) : experts(t, p, wide, thin, eight));
     return found;
+  }
+
+  // The same of a layer as transformers has it, uncompiled.
+  function eager(t, p, index, wide, thin, eight) {
+    const s = p.shape, o = p.options, [mixer, ffn] = parts(s, index), autocast = o.sharding === "none", h = s.hidden, found = {};
+    const frozen = o.lora > 0 || o.frozen.includes("decoder"), normed = t.fp32 + (frozen ? 0 : autocast ? t.fp32 : t.bf16);
+    const beside = pairs(t, s, index, o).map(([name]) => name), norm = thin * (normed * h + t.fp32);
+    const inputs = (size, ...products) => {
+      const keeping = products.filter((name) => !frozen || beside.includes(name)).length;
+      return t.bf16 * (size * (autocast ? keeping : Math.min(1, keeping)) + o.lora * keeping);
+    };
+    if (mixer) found["attention norm in"] = norm;
+    if (mixer === "attention" && !s.mla) {
+      const n = s.heads, g = Math.max(s.kv_heads, p.tp), d = s.head_dim, out = inputs(n * d, "o");
+      const heads = s.qk_norm ? (n + g) * ((t.fp32 + (frozen ? 0 : t.bf16)) * d + t.fp32) : 0;
+      found["attention norm out"] = wide * inputs(h, "q", "k", "v");
+      found["q, k, v"] = wide * (t.bf16 * (n + 2 * g) * d + heads) / p.tp;
+      found["attention out"] = wide * (n * (t.bf16 * d + t.fp32) + (frozen && (autocast || !out) ? out : out - t.bf16 * n * d)) / p.tp;
+    } else if (mixer) Object.assign(found, {"attention norm out": t.bf16 * thin * h}, mixers[mixer](t, p, wide, thin));
+    if (ffn) found["mlp norm in"] = norm;
+    if (ffn === "mlp") {
+      found["mlp norm out"] = wide * inputs(h, ...["up", "gate"].slice(0, up(s)));
+      found["mlp fc1 out"] = t.bf16 * wide * (2 * up(s) - 1) * s.ffn / p.tp;
+      found["mlp act out"] = wide * inputs(s.ffn, "down") / p.tp;
+    } else if (ffn) Object.assign(found, {"mlp norm out": t.bf16 * thin * h}, experts(t, p, wide, thin, eight));
+    return found;
+  }
+
+  // Bytes of a layer's input, which is kept where all of the layer is computed again.
+  function entryBytes(t, p, all) {
+    const o = p.options;
+    if (o.backend !== "torch" || o.compiled) return Object.values(all)[0];
+    return (o.sharding === "none" && !o.lora && !o.frozen.length ? t.fp32 : t.bf16) * tokens(p) / (layout.sequenceParallel(p) ? p.tp : 1) * p.shape.hidden;
   }
 
   function attention(t, p, wide, thin) {
@@ -229,7 +286,7 @@ var PlaybookMemory = (function (layout) {
 
   // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.
   function kept(t, p, index) {
-    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = Object.values(all)[0], o = p.options;
+    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = entryBytes(t, p, all), o = p.options;
     if (o.recompute.includes("full")) return {stays: entry, sent: 0, again: whole - entry};
     if (o.recompute.includes("selective")) {
       const stays = entry + selected(t, p, index);
@@ -243,7 +300,7 @@ var PlaybookMemory = (function (layout) {
 
   // --- memory ----------------------------------------------------------------------------------------------------------------------
 
-  function weights(p, stage, chunks) {
+  function weights(t, p, stage, chunks) {
     const s = p.shape, last = stage === p.pp - 1, layers = chunks.flat().map((i) => layer(s, i));
     if (last) layers.push(...Array(s.mtp).fill(null).map(() => mtp(s)));
     const sharded = layers.map((x) => ceilDiv(x.sharded, p.tp)), experts = layers.map((x) => ceilDiv(x.experts, p.ep * p.etp));
@@ -258,49 +315,73 @@ var PlaybookMemory = (function (layout) {
     return {
       dense: decoder + tower, experts: sum(experts), linear: sum(sharded) + sum(experts), largest,
       frozen_dense: (frozen ? decoder : 0) + (o.frozen.includes("vision") || o.lora > 0 ? tower : 0), frozen_experts: frozen ? sum(experts) : 0,
-      adapters: o.lora ? sum(chunks.flat().map((i) => adapters(s, i, o.lora))) : 0,
+      adapters: o.lora ? sum(chunks.flat().map((i) => adapters(t, s, i, o))) : 0,
     };
   }
 
+  const ownMaster = (t, o) => o.backend === "torch" && !t.deepspeed.includes(o.sharding);
+
   function states(t, p, held) {
-    const full = ["fsdp", "fsdp2"].includes(p.options.sharding), over = {dense: layout.dp(p) * p.cp, experts: layout.edp(p)};
-    const instances = p.options.sharding === "fsdp2" ? 1 : p.options.optimizer_instances;
-    const shards = (k) => p.options.sharding === "none" ? 1 : Math.max(1, floorDiv(over[k], instances));
-    const torch = p.options.backend === "torch", kinds = ["dense", "experts"], extra = {dense: held.adapters, experts: 0};
+    const o = p.options, own = ownMaster(t, o), [, splitGradients, splitParameters] = t.sharded[o.sharding], kinds = ["dense", "experts"];
+    const over = {dense: layout.dp(p) * p.cp, experts: layout.edp(p)}, one = {dense: 1, experts: 1};
+    const instances = o.sharding === "fsdp2" && o.backend !== "torch" ? 1 : o.optimizer_instances;
+    const shards = o.sharding === "none" ? one : Object.fromEntries(kinds.map((k) => [k, Math.max(1, floorDiv(over[k], instances))]));
+    const frozen = {dense: held.frozen_dense, experts: held.frozen_experts}, master = p.master_bytes;
     const trained = {dense: held.dense + held.adapters - held.frozen_dense, experts: held.experts - held.frozen_experts};
-    const count = sum(kinds.map((k) => (held[k] + extra[k]) / (full || torch ? shards(k) : 1)));
-    const grads = sum(kinds.map((k) => trained[k] / ((full || torch) && !(torch && p.pp > 1) ? shards(k) : 1)));
-    const state = sum(kinds.map((k) => trained[k] / shards(k))), master = p.master_bytes;
+    const each = (counts, divided) => sum(kinds.map((k) => counts[k] / divided[k])), stored = own || splitParameters ? shards : one;
+    const size = own ? master : t.param_bytes;
+    let parameters = size * each(trained, stored) + (o.lora ? t.param_bytes : size) * each(frozen, stored);
+    if (o.base) parameters -= (t.param_bytes - t.base_bytes[o.base]) * each({dense: held.linear - held.experts, experts: held.experts}, stored);
     return {
-      parameters: (torch ? master : t.param_bytes) * count, gradients: p.grad_bytes * grads,
-      optimizer: ((torch ? 0 : master) + 2 * p.moment_bytes) * state,
+      parameters, gradients: p.grad_bytes * each(trained, (own || splitGradients) && !(own && p.pp > 1) ? shards : one),
+      optimizer: ((own ? 0 : master) + 2 * p.moment_bytes) * each(trained, shards),
     };
+  }
+
+  // Bytes that leave the GPU where a share of the optimizer is on the host, and what they take there.
+  function onHost(t, p, state) {
+    const o = p.options, share = o.optimizer_offload / 100, each = p.master_bytes + 2 * p.moment_bytes, there = t.host_bytes * state.optimizer / each;
+    if (o.backend !== "torch")
+      return {parameters: 0, gradients: 0, optimizer: state.optimizer * share * (o.precision_aware ? each : 2 * p.moment_bytes) / each, host: there * share};
+    const own = ownMaster(t, o), parameters = own ? state.parameters : 0, gradients = own || t.sharded[o.sharding][1] ? state.gradients : 0;
+    return {
+      parameters: share * parameters, gradients: share * gradients, optimizer: share * state.optimizer,
+      host: share * (own ? parameters + gradients + state.optimizer : there),
+    };
+  }
+
+  function gatheredBytes(t, p, held) {
+    const o = p.options;
+    if (o.sharding === "zero3" && o.backend === "torch") return t.param_bytes * Math.min(t.live_parameters, held.dense + held.experts);
+    if (ownMaster(t, o) && !(o.compiled || o.lora || o.sharding !== "none")) return t.param_bytes * (held.linear + embedding(p.shape) / p.tp);
+    if (ownMaster(t, o) && (o.sharding === "optimizer" || (p.pp > 1 && o.sharding === "fsdp2"))) return t.param_bytes * (held.dense + held.experts);
+    return ["fsdp", "fsdp2"].includes(o.sharding) ? 2 * t.param_bytes * held.largest : 0;
   }
 
   function stageOf(t, p, stage, chunks) {
-    const held = weights(p, stage, chunks), last = stage === p.pp - 1;
+    const held = weights(t, p, stage, chunks), last = stage === p.pp - 1;
     const depths = chunks.map((c, i) => i === chunks.length - 1 && last ? [...c, ...Array(p.shape.mtp).fill(p.shape.layers)] : c);
     const chunked = depths.map((chunk) => chunk.map((index) => kept(t, p, index))), all = chunked.flat();
     const sizes = chunked.map((chunk) => sum(chunk.map((x) => x.stays)));
     const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
     const over = (field) => sum(alive.map((n, i) => n * sum(chunked[i].map((x) => x[field]))));
     const away = over("sent"), most = Math.max(0, ...all.map((x) => x.sent)), resident = Math.min(away, t.resident_layers * most);
-    const o = p.options, whole = o.backend === "torch" && (o.sharding === "optimizer" || (p.pp > 1 && o.sharding === "fsdp2"));
-    const gathered = whole ? t.param_bytes * (held.dense + held.experts) : ["fsdp", "fsdp2"].includes(o.sharding) ? 2 * t.param_bytes * held.largest : 0;
+    const o = p.options, gathered = gatheredBytes(t, p, held);
     const state = states(t, p, held), each = o.backend === "torch" ? p.master_bytes : t.param_bytes;
     const copies = o.fp8 ? t.fp8_copies[o.fp8] * held.linear * state.parameters / (each * Math.max(1, held.dense + held.experts)) : 0;
     if (o.fp8_params) state.parameters -= t.param_bytes * copies / Math.max(t.fp8_copies[o.fp8], 1);
-    const perState = p.master_bytes + 2 * p.moment_bytes, away_share = o.optimizer_offload / 100, onHost = t.host_bytes * state.optimizer / perState * away_share;
-    state.optimizer -= state.optimizer * away_share * (o.precision_aware ? perState : 2 * p.moment_bytes) / perState;
+    const left = onHost(t, p, state);
+    for (const key of ["parameters", "gradients", "optimizer"]) state[key] -= left[key];
+    const alone = o.backend === "torch" && !o.compiled && o.sharding === "none";
     const found = {
       stage, layers: chunks.flat().length, in_flight: alive, ...state,
       fp8_weights: copies, gathered, activations: over("stays") + resident,
       loss: last ? (t.losses[p.loss] + (p.loss === "torch" && p.tp > 1 ? t.fp32 : 0)) * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
-      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident + onHost,
+      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: alone ? t.plain_bytes : t.workspace_bytes, grown: alone && layout.microbatches(p) === 1 ? state.gradients : 0, host: away - resident + left.host,
     };
     found.transient = Math.max(found.loss, found.replayed);
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;
-    found.peak = found.states + found.gathered + found.activations + found.transient + found.workspace;
+    found.peak = found.states - found.grown + Math.max(found.grown, found.gathered + found.activations + found.transient) + found.workspace;
     return found;
   }
 

@@ -1,7 +1,7 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it answers. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.coverage` judges it, is answered with the reason
+claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.questions` judges it, is answered with the reason
 and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
@@ -9,6 +9,7 @@ Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +19,50 @@ from math import log, log1p, sqrt
 from typing import Any
 
 from playbook.cards import sizes
-from playbook.cards.asked import Asked, Likeness, likeness, load_asked
-from playbook.cards.coverage import LEAST, MOST, Signs, against, covered, kinds, odds
 from playbook.cards.model import Card, guidance
+from playbook.cards.questions import LEAST, MOST, Asked, Likeness, Signs, against, covered, kinds, likeness, load_asked, odds
 from playbook.cards.scope import unmet
-from playbook.cards.sections import Section
 from playbook.cards.terms import Facts, facts, foreign_share, opening, phrases, terms
 from playbook.errors import PlaybookError
+from playbook.paths import data_root
+
+# Sections of guides and skills, which a search names beside cards.
+
+_HEADING = re.compile(r"^(#{1,3}) (.+?) *$", re.M)
+_FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+_NOT_SEARCHED = frozenset({"glossary", "architecture"})
+"""Guides left out of search: they mention every subject, so they would match every question."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a guide or skill."""
+
+    source: str
+    """Its file from the repository's root, such as `docs/guide/cluster.md`."""
+    title: str
+    """The page's title, and the section's."""
+    text: str
+
+
+def load_sections() -> list[Section]:
+    """Every section of the guides and skills that ship."""
+    guides = [(f"docs/guide/{p.name}", p) for p in sorted(data_root("guide").glob("*.md")) if p.stem not in _NOT_SEARCHED]
+    skills = [(f"skills/{p.parent.name}/SKILL.md", p) for p in sorted(data_root("skills").glob("*/SKILL.md"))]
+    return [page for source, path in [*guides, *skills] for page in sections(source, path.read_text(encoding="utf-8"))]
+
+
+def sections(source: str, text: str) -> list[Section]:
+    """A file's sections; what stands before its first heading belongs to that."""
+    prose = _FENCE.sub("", text)
+    found = list(_HEADING.finditer(prose))
+    if not found:
+        return []
+    top = found[0][2]
+    ends = [m.start() for m in found[1:]] + [len(prose)]
+    out = [Section(source, m[2] if m[2] == top else f"{top}: {m[2]}", prose[m.end() : end]) for m, end in zip(found, ends, strict=True)]
+    return [Section(source, out[0].title, prose[: found[0].start()] + out[0].text), *out[1:]]
+
 
 MAX_QUERY = 2000
 """Characters; a longer question is refused. The longest of the test set has about a hundred."""
@@ -58,7 +96,7 @@ class Hit:
     id: str
     title: str
     claims: list[str]
-    """Ids of its claims, nearest to the question first."""
+    """Ids of its claims: those that speak for the run that was stated first, of these the nearest to the question."""
     why: str
     """The passage that matched best, after its kind."""
     applies: bool
@@ -186,7 +224,7 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
     kept = (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE)
     hits = [hit for r in kept if (hit := _hit(found, r, words, run, only)) is not None]
     if any(h.applies for h in hits):
-        return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
+        return Answer(sorted((h for h in hits if h.applies or not _of_other_models(h)), key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
     why = f"{out.id} would answer, and does not apply to the stated run ({out.limits[0]})" if out else "no claim of that status answers"
     return Answer([], why, nearest, pages)
@@ -313,12 +351,17 @@ def _hit(found: Index, ranked: Ranked, words: list[str], run: Facts, only: froze
     return Hit(
         id=card.id,
         title=card.title,
-        claims=[c.id for c in kept],
+        claims=sorted((c.id for c in kept), key=lambda i: bool(limits[i])),
         why=f"{best.kind}{' ' + best.claim if best.claim else ''}: {best.text}",
         applies=not whole and any(not v for v in limits.values()),
         limits=[f"the card: {'; '.join(whole)}"] if whole else [f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
         sizes=sizes.follow(card, run),
     )
+
+
+def _of_other_models(hit: Hit) -> bool:
+    """Whether a card speaks of models with experts alone, and the one that was stated has none."""
+    return all("moe: found False" in limit for limit in hit.limits)
 
 
 def _limits(scope: Mapping[str, Any], run: Facts, *, cpu: bool = False) -> list[str]:

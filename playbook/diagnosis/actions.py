@@ -224,6 +224,12 @@ def _graphs(where: Setting, base: Plan) -> Iterator[Action]:
 def _fp8(where: Setting, base: Plan) -> Iterator[Action]:
     if not where.question.cluster.has_fp8 or base.options.backend == "torch":
         return
+    if where.plan is not None and base.options.fp8:
+        yield from _switch(
+            where, base, {"fp8": base.options.fp8}, {"fp8": ""}, id="bf16", title="BF16 products: FP8 pays where products are large",
+            walls=("memory-bound kernels", "host-bound"), also=("W12.b", "W20.b"),
+        )  # fmt: skip
+        return
     recipe = space.recipes(replace(where.question, allow=where.question.allow | {"fp8"}, fixed=()))[-1]
     yield from _switch(
         where, base, {"fp8": ""}, {"fp8": recipe}, id="fp8", title=f"FP8 products, {recipe}", walls=("compute-bound",),
@@ -250,6 +256,11 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
                 "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",),
                 keys=(("megatron.grouped_gemm", "cublas", "cutlass"),), part="grouped",
             )  # fmt: skip
+    elif not base.options.compiled:
+        on = replace(base, loss="compiled", options=replace(base.options, compiled=True))
+        tried = _try(where, base, on)
+        if tried:
+            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], held=tried[1])
     else:
         yield Action(
             "compile", "compile decoder and loss", ("host-bound", "memory-bound kernels"), base, base,

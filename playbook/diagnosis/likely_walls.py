@@ -45,6 +45,9 @@ _KINDS: Mapping[str, _Kind] = {
     "host-bound": _Kind(("host",), "host_idle", 0.10, "the GPU is idle until the next kernel is launched"),
     "exposed communication": _Kind(("tp", "ep", "cp", "pp", "dp"), "exposed", 0.15, "collectives run and nothing is computed beside them"),
     "data wait": _Kind((), "data_wait", 0.10, "the GPU is idle while the host fetches a batch"),
+    "idle of unknown cause": _Kind(
+        (), "unknown_idle", 0.10, "the GPU is idle though the next kernel was launched, or its launch is not in the trace"
+    ),
     "bubble": _Kind(
         ("bubble",), "", 0.05, "the first and the last stage are idle at the ends of a step; more micro-batches make tokens faster"
     ),

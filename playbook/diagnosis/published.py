@@ -15,7 +15,9 @@ from playbook.planner.choice.search import Answer
 from playbook.planner.choice.space import Question
 from playbook.planner.models import named
 from playbook.planner.models import published as shape_of
+from playbook.planner.options import Options
 from playbook.planner.runs.anchor import newest
+from playbook.planner.runs.assumed import is_adapters, rank
 from playbook.planner.runs.predict import Prediction, predict
 from playbook.planner.runs.published import cells, link, others, table
 from playbook.planner.runs.table import Run
@@ -53,6 +55,8 @@ class Row:
     link: str
     shape: Shape
     run: Run
+    adapters: bool
+    """Whether adapters beside frozen weights were trained."""
 
     @cached_property
     def work(self) -> float:
@@ -75,7 +79,7 @@ class Row:
 
     def document(self, q: Question) -> dict[str, Any]:
         """The run as plain data."""
-        plain = {k: v for k, v in asdict(self).items() if k not in ("shape", "preset", "run", "options")}
+        plain = {k: v for k, v in asdict(self).items() if k not in ("shape", "preset", "run", "options", "adapters")}
         return plain | {"predicted": self.predicted, "other": self.other(q)}
 
 
@@ -123,23 +127,29 @@ def nearest(where: Setting) -> Published | None:
 
 
 def _nearest_to(q: Question, precision: str) -> Published | None:
-    """Runs of the same model, GPU and precision at a like sequence; else what comes nearest to it, of like models the five nearest.
+    """Runs of the same model, GPU and precision at a like sequence, that train the same: adapters, or all weights; else what comes nearest to it, of like models the five nearest.
 
     None where nothing is comparable: on another GPU, or of another model, the work per token must be alike.
     """
-    rows = [r for r in _rows() if r.precision == precision]
+    adapters = q.base.options.lora > 0
+    rows = [r for r in _rows() if r.precision == precision and r.adapters == adapters]
     mine = [r for r in rows if r.preset == q.model and r.shape.layers == q.shape.layers]
     here = [r for r in mine if r.hardware == q.cluster.name]
     same = [r for r in here if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
     work = flops.per_token(q.shape, q.seq_len)
+<<<<<<< HEAD
     alike = [r for r in rows if abs(log(r.work / work)) <= log(_LIKE)]
+=======
+    alike = [r for r in rows if abs(log(flops.per_token(r.shape, r.seq_len) / work)) <= log(_LIKE)]
+    like_it = "LoRA of " * adapters
+>>>>>>> main
     like = [r for r in alike if r.hardware == q.cluster.name and bool(r.shape.experts) == bool(q.shape.experts)]
     model, gpu = q.model, q.cluster.name
     for found, shared, by in (
-        (same, f"of {model} on {gpu} in {precision}", "tokens"),
-        (here, f"of {model} on {gpu} at other sequence lengths", "mfu"),
-        (like, f"of like models on {gpu}", "mfu"),
-        ([r for r in alike if r in mine], f"of {model} on other GPUs", "mfu"),
+        (same, f"of {like_it}{model} on {gpu} in {precision}", "tokens"),
+        (here, f"of {like_it}{model} on {gpu} at other sequence lengths", "mfu"),
+        (like, f"of {like_it}like models on {gpu}", "mfu"),
+        ([r for r in alike if r in mine], f"of {like_it}{model} on other GPUs", "mfu"),
     ):
         if found:
             near = sorted(found, key=lambda r: (_far(r, q), -r.mfu))
@@ -165,13 +175,19 @@ def _far(row: Row, q: Question) -> float:
 
 @cache
 def _rows() -> Sequence[Row]:
-    """Pre-training runs of known models whose speed is known: the newest release of each configuration."""
+    """Runs of known models that train all weights from the start, or adapters, and whose speed is known: the newest release of each configuration."""
     about = cells()
     latest = newest(run for run, _ in table())
     found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
     for run, shown in table():
         task, name = run.word("task"), run.word("model")
-        if run.id not in latest or not shown.ran or not task.startswith("pretrain") or "multimodal" in task or not named(name):
+        if (
+            run.id not in latest
+            or not shown.ran
+            or not (task.startswith("pretrain") or is_adapters(task))
+            or "multimodal" in task
+            or not named(name)
+        ):
             continue
         try:
             machine = cluster(run.word("hardware"))
@@ -180,7 +196,7 @@ def _rows() -> Sequence[Row]:
         shape, seq_len = shape_of(name), run.count("seq_len") or 4096
         said = run.word("precision").lower()
         precision = "bf16" if said in ("", "bf16") else "fp8"
-        work = flops.per_token(shape, seq_len)
+        work = flops.trained_per_token(shape, seq_len, Options(lora=rank(run)))
         tokens = shown.tokens_per_s_per_gpu or (shown.tflops_per_gpu or 0.0) * 1e12 / work
         peak = machine.bf16_flops_per_s if precision == "bf16" else machine.fp8_flops_per_s
         if not tokens or about[run.id]["quality"] == "low":
@@ -189,7 +205,7 @@ def _rows() -> Sequence[Row]:
         row = Row(
             run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, " ".join((*degrees, *options)), options, tokens,
             tokens * work / peak, run.word("release_or_date"), about[run.id]["source"],
-            link(run.word("source_group"), about[run.id]["source"]), shape, run,
+            link(run.word("source_group"), about[run.id]["source"]), shape, run, is_adapters(task),
         )  # fmt: skip
         key = (row.preset, row.hardware, row.gpus, precision, seq_len, degrees, round(tokens))
         found[key] = max(found.get(key, row), row, key=lambda r: len(r.layout))

@@ -11,13 +11,13 @@ from playbook.planner import flops
 from playbook.planner.choice import unknowns
 from playbook.planner.choice.routing import Routing
 from playbook.planner.choice.space import Question
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.hardware.named import machine
 from playbook.planner.plan import Plan, idle, parse, whole
 from playbook.planner.runs import spelling
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import Cluster
 
-FRAMEWORKS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
 _ALLOWED = {
     "moment_bytes": "bf16-moments",
     "grad_bytes": "bf16-gradients",
@@ -28,6 +28,8 @@ _ALLOWED = {
 """Settings that go beyond what the planner proposes unasked, with the permission that each is."""
 
 
+_WAY = ("lora", "lora_targets", "base", "frozen")
+"""Settings that say what is trained: whatever is proposed keeps them."""
 _LEAST, _MOST = 1e-6, 1e9
 
 
@@ -59,8 +61,8 @@ class Setting:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs, without recompute."""
-        return flops.per_token(self.question.shape, self.question.seq_len)
+        """Model FLOPs, without recompute and without gradients of frozen weights."""
+        return flops.trained_per_token(self.question.shape, self.question.seq_len, self.question.base.options)
 
     @property
     def reached(self) -> float:
@@ -78,7 +80,7 @@ def setting(
     seq_len: int | None,
     gbs: int | None,
     known: Sequence[str] = (),
-    framework: str = FRAMEWORKS[0],
+    framework: str = "megatron-lm",
     backend: str | None = None,
     said: str = "",
     network: str = "",
@@ -94,7 +96,7 @@ def setting(
     """
     if framework not in FRAMEWORKS:
         raise ConfigError(f"framework is '{framework[:40]}'; expected one of {', '.join(FRAMEWORKS)}")
-    backend = backend or ("torch" if framework == "torchtitan" else "megatron")
+    backend = backend or FRAMEWORKS[framework].backend
     counts, known = _counts(spelling.settings(known, backend), {"gpus": gpus, "seq_len": seq_len, "gbs": gbs})
     gpus, seq_len, gbs = counts["gpus"], counts["seq_len"], counts["gbs"]
     if gpus is None:
@@ -103,8 +105,10 @@ def setting(
     taken = sorted({"layers", "backend"} & set(names))
     if taken:
         raise ConfigError(f"layout has {', '.join(taken)}; the model and the framework say that")
+    implied = FRAMEWORKS[framework].beside(names) if backend == FRAMEWORKS[framework].backend else ()
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
-    fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
+    fixed = tuple(word for word in known if word == "sharding=fsdp" or word.partition("=")[0] in _WAY)
+    fixed += implied
     where = machine(hardware, network) if isinstance(hardware, str) else hardware
     asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed, routing=routing)
     if routing and "imbalance" in names:
@@ -150,7 +154,7 @@ def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...
     Raises:
         ConfigError: a word is no setting, or the layout breaks a rule.
     """
-    plan, names = _plan(question, known), [word.partition("=")[0] for word in known]
+    plan, names = _plan(question, [*known, *_beside(question, known)]), [word.partition("=")[0] for word in known]
     plan = question.routing.on(plan) if question.routing else plan
     if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
         plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
@@ -160,6 +164,12 @@ def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...
     plan, chunked = unknowns.chunked(plan, names)
     plan, filled = unknowns.fitted(plan.require(), question.cluster.memory_gib, names)
     return plan, (*chunked, *filled)
+
+
+def _beside(question: Question, known: Sequence[str]) -> list[str]:
+    """What the framework fixes and the layout does not name."""
+    names = {word.partition("=")[0] for word in known}
+    return [word for word in question.fixed if word.partition("=")[0] not in names]
 
 
 def _plan(question: Question, known: Sequence[str]) -> Plan:

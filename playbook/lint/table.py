@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from playbook.cards.load import Cards, LoadedCard
 from playbook.errors import Finding
-from playbook.lint import conflicts, figures, labels, layout, reasons, work
+from playbook.lint import conflicts, figures, labels, layout, work
 from playbook.lint.base import Rule, Shelf
 
 RULES: Sequence[Rule] = (
@@ -15,7 +15,7 @@ RULES: Sequence[Rule] = (
     *labels.RULES,
     *figures.RULES,
     *conflicts.RULES,
-    *reasons.RULES,
+    *conflicts.DECISION_RULES,
     *work.RULES,
 )
 """Every rule over cards alone; `playbook_app.services.check` adds those that need cases or evidence."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from playbook.planner.parameters import parts
+from playbook.planner.parameters import adapters, parts
 from playbook.planner.plan import LOSSES, Plan
 from playbook.planner.shapes import LinearAttention, Mamba
 
@@ -67,6 +67,8 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
     thin = wide / plan.tp if plan.sequence_parallel else wide
     row, eight = BF16 * thin * plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
     found: dict[str, float] = {}
+    if plan.options.backend == "torch" and not plan.options.compiled:
+        return _eager(plan, index)
     if mixer:
         found |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
         if plan.options.attention == "unfused" and mixer == "attention":
@@ -77,14 +79,70 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
     return found
 
 
+def _eager(plan: Plan, index: int) -> dict[str, float]:
+    """The same of a layer as transformers has it, uncompiled, each operation with what it keeps.
+
+    A norm has its input in float32, and the normalised values where its own weight is trained. A product keeps its input where its weight is trained or an
+    adapter stands beside it; where autocast makes the products bf16 (nothing is sharded, so nothing is cast before), each has a copy of its own.
+
+    Sources: transformers 5, `models/llama/modeling_llama.py` and `models/qwen3/modeling_qwen3.py`; peft 0.18, `tuners/lora/layer.py`; counted with
+    torch's `saved_tensors_hooks` in `tests/trainer/test_saved_tensors.py`.
+    """
+    shape, o, (mixer, ffn) = plan.shape, plan.options, parts(plan.shape, index)
+    wide, autocast = tokens(plan), plan.options.sharding == "none"
+    thin = wide / plan.tp if plan.sequence_parallel else wide
+    frozen = o.lora > 0 or "decoder" in o.frozen
+    normed = FP32 + (0 if frozen else FP32 if autocast else BF16)
+    beside = {a.name for a in adapters(shape, index, o)}
+    found: dict[str, float] = {}
+
+    def inputs(width: int, *products: str) -> float:
+        """Bytes for each token of the input that these products share, with what their adapters have between their two matrices."""
+        keeping = sum(not frozen or name in beside for name in products)
+        return BF16 * (width * (keeping if autocast else min(1, keeping)) + o.lora * keeping)
+
+    if mixer:
+        found["attention norm in"] = thin * (normed * shape.hidden + FP32)
+    if mixer == "attention" and shape.mla is None:
+        h, n, g, d = shape.hidden, shape.heads, max(shape.kv_heads, plan.tp), shape.head_dim
+        found["attention norm out"] = wide * inputs(h, "q", "k", "v")
+        heads = (n + g) * ((FP32 + (0 if frozen else BF16)) * d + FP32) if shape.qk_norm else 0
+        found["q, k, v"] = wide * (BF16 * (n + 2 * g) * d + heads) / plan.tp
+        out = inputs(n * d, "o")
+        apart = out if frozen and (autocast or not out) else out - BF16 * n * d  # the product's input is attention's output itself
+        found["attention out"] = wide * (n * (BF16 * d + FP32) + apart) / plan.tp
+    elif mixer:
+        found |= {"attention norm out": BF16 * thin * shape.hidden, **_MIXERS[mixer](plan, wide, thin)}
+    if ffn:
+        found["mlp norm in"] = thin * (normed * shape.hidden + FP32)
+    if ffn == "mlp":
+        h, f = shape.hidden, shape.ffn
+        found["mlp norm out"] = wide * inputs(h, *("up", "gate")[: shape.up])
+        found["mlp fc1 out"] = (
+            BF16 * wide * (2 * shape.up - 1) * f / plan.tp
+        )  # before and after the activation, and what it is multiplied with
+        found["mlp act out"] = wide * inputs(f, "down") / plan.tp
+    elif ffn:
+        found |= {"mlp norm out": BF16 * thin * shape.hidden, **_experts(plan, wide, thin)}
+    return found
+
+
+def entry(plan: Plan, index: int) -> float:
+    """Bytes of a layer's input, which is kept where all of the layer is computed again."""
+    if plan.options.backend == "torch" and not plan.options.compiled:
+        wide = FP32 if plan.options.sharding == "none" and not (plan.options.lora or plan.options.frozen) else BF16
+        return wide * tokens(plan) / (plan.tp if plan.sequence_parallel else 1) * plan.shape.hidden
+    return next(iter(saved(plan, index).values()))
+
+
 def layer(plan: Plan, index: int) -> Kept:
     """What a layer keeps from its forward to its backward pass, with the plan's recompute and offload."""
     found = saved(plan, index)
     if "full" in plan.options.recompute:
-        stays = next(iter(found.values()))
+        stays = entry(plan, index)
         return Kept(stays, 0.0, sum(found.values()) - stays)
     if "selective" in plan.options.recompute:
-        stays = next(iter(found.values())) + _selected(plan, index)
+        stays = entry(plan, index) + _selected(plan, index)
         return Kept(stays, 0.0, sum(found.values()) - stays)
     stay = {name: size for name, size in found.items() if name not in freed(plan)}
     whole = sum(stay.values())

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from playbook.planner.parameters import parts
+from playbook.planner.options import Options
+from playbook.planner.parameters import adapters, parts
 from playbook.planner.shapes import Shape, Vision
 
 BACKWARD = 3
@@ -24,6 +25,31 @@ def per_token(shape: Shape, seq_len: float) -> float:
     Units: floating-point operations; one multiply-add is two.
     """
     return BACKWARD * sum(flops for name, flops in forward(shape, seq_len).items() if name != "router")
+
+
+WEIGHTS = ("linear", "mlp", "experts", "router", "head")
+"""Classes of operation that multiply by a weight; the rest multiplies activations alone."""
+_FULL = Options()
+
+
+def trained_per_token(shape: Shape, seq_len: float, options: Options = _FULL) -> float:
+    """Training FLOPs per token where parts may be frozen: a weight without gradient costs 4 for each parameter and token instead of 6, an adapter 6.
+
+    The backward pass multiplies once for the gradient of the input, which earlier layers wait for, and once for that of the weight, which a
+    frozen one leaves out. Source: LoRA, arXiv 2106.09685, section 4.1; torch's `torch.utils.flop_counter` counts the same.
+    """
+    frozen = options.lora > 0 or "decoder" in options.frozen
+    if not frozen:
+        return per_token(shape, seq_len)
+    whole = forward(shape, seq_len)
+    weights = sum(whole[name] for name in WEIGHTS if name != "router")
+    return per_token(shape, seq_len) - weights + BACKWARD * adapter_forward(shape, options)
+
+
+def adapter_forward(shape: Shape, options: Options) -> float:
+    """FLOPs of the forward pass of all adapters per token."""
+    met = sum(a.passed * (a.wide_in + a.wide_out) for i in range(shape.layers) for a in adapters(shape, i, options))
+    return 2.0 * options.lora * met
 
 
 def forward(shape: Shape, seq_len: float) -> dict[str, float]:

@@ -7,14 +7,14 @@ Sources: Megatron-LM, `docs/source/api-guide/dist_optimizer.md` (bytes per param
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from playbook.planner import parameters, pipeline
-from playbook.planner.activations import Kept, layer, loss
-from playbook.planner.options import Options
+from playbook.planner.activations import FP32, Kept, layer, loss
+from playbook.planner.options import DEEPSPEED, SHARDING, Options
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 
@@ -27,6 +27,11 @@ WORKSPACE_BYTES = 2.2 * GIB
 
 The one fitted constant. Fitted on two runs, Qwen3-30B-A3B cut to 24 layers on four H200s (megatron-core 0.19.2, Transformer Engine 2.16.1,
 EP 4, all-to-all, sequences of 4096, 2 and 4 per microbatch, no recompute), where it is the mean of what was left over."""
+
+
+PLAIN_BYTES = 0.1 * GIB
+"""The same of transformers' layers without sharding: workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and what rounding adds; no buffers of
+communication. Gradients are gone between steps there, as `zero_grad` leaves them. Source: torch, `docs/source/notes/cuda.rst` (cuBLAS workspaces)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def each_stage(plan: Plan) -> Iterator[StageBytes]:
     placed = _placed(plan.shape, plan.pp, plan.vpp)
     kept = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
     o = plan.options
-    held = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.frozen)
+    held = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen)
     for stage, chunks in enumerate(placed):
         yield _stage(plan, stage, held[stage], [[(n, kept[i]) for i, n in chunk] for chunk in chunks])
 
@@ -163,9 +168,11 @@ def least(plan: Plan) -> float:
     """Bytes of the fullest stage's states with the optimizer where the plan has it: under the peak, whatever the batch."""
     o = plan.options
     most = 0.0
-    for held in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.frozen):
+    for held in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen):
         parameters_, gradients, optimizer = state_bytes(plan, held)
-        most = max(most, parameters_ * (not o.fp8_params) + gradients + optimizer - _on_host(plan, optimizer)[0])
+        away = _on_host(plan, parameters_, gradients, optimizer)
+        parameters_ = (parameters_ - away.parameters) * (not o.fp8_params)
+        most = max(most, parameters_ + gradients - away.gradients + optimizer - away.optimizer)
     return most
 
 
@@ -182,10 +189,11 @@ def _placed(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[tuple[int, int
 
 @lru_cache(maxsize=1 << 16)
 def _weights(
-    shape: Shape, tp: int, pp: int, vpp: int, ep: int, etp: int, backend: str, lora: int, frozen: tuple[str, ...]
+    shape: Shape, tp: int, pp: int, vpp: int, ep: int, etp: int, backend: str, lora: int, targets: tuple[str, ...], frozen: tuple[str, ...]
 ) -> tuple[Weights, ...]:
     """The parameters of each stage, which neither the batch nor recompute change."""
-    plan = Plan(shape, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, options=Options(backend=backend, lora=lora, frozen=frozen))
+    options = Options(backend=backend, lora=lora, lora_targets=targets, frozen=frozen)
+    plan = Plan(shape, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, options=options)
     sizes = pipeline.split(shape.layers, pp, vpp)
     return tuple(weights(plan, stage, pipeline.indices(sizes, pp, stage)) for stage in range(pp))
 
@@ -236,7 +244,7 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
     largest = max((a + b for a, b in zip(dense, experts, strict=True)), default=0)
     if plan.options.backend == "torch":  # its units are layers, the embedding, and the output layer
         largest = max(largest, tables * -(-parameters.embedding(shape) // plan.tp))
-    adapters = sum(parameters.adapters(shape, i, plan.options.lora) for chunk in chunks for i in chunk) if plan.options.lora else 0
+    adapters = sum(parameters.adapter_parameters(shape, i, plan.options) for chunk in chunks for i in chunk) if plan.options.lora else 0
     decoder, frozen = sum(dense) + table, "decoder" in plan.options.frozen or plan.options.lora > 0
     idle = decoder * frozen + tower * ("vision" in plan.options.frozen or plan.options.lora > 0)
     return Weights(decoder + tower, sum(experts), linear, largest, idle, sum(experts) * frozen, adapters)
@@ -246,28 +254,47 @@ def shards(plan: Plan) -> dict[str, int]:
     """Number of ranks that share one copy of what is sharded: DP x CP for dense parameters, EDP for experts, each divided by the optimizer instances.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/mcore_fsdp_adapter.py` (instances make copies of everything, not of the optimizer
-    alone) and `torch_fully_sharded_data_parallel.py` (which has none).
+    alone) and `torch_fully_sharded_data_parallel.py` (which has none); torch, `distributed/fsdp/_fully_shard/_fully_shard.py` (two dimensions of a
+    mesh: copies, and shards within each).
     """
-    instances = 1 if plan.options.sharding == "fsdp2" else plan.options.optimizer_instances
+    instances = 1 if plan.options.sharding == "fsdp2" and plan.options.backend != "torch" else plan.options.optimizer_instances
     over = {"dense": plan.dp * plan.cp, "experts": plan.edp}
     return {k: 1 if plan.options.sharding == "none" else max(1, d // instances) for k, d in over.items()}
+
+
+def own_master(options: Options) -> bool:
+    """Whether parameters are their own master copy: those of torch's FSDP2 and DDP are float32, gathered or cast in bf16."""
+    return options.backend == "torch" and options.sharding not in DEEPSPEED
 
 
 def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on a rank; what is frozen has parameters alone.
 
-    Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. The torch
-    backend's parameters are their own master copy; in a pipeline its gradients wait unsharded for the last micro-batch.
+    Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. Where
+    parameters are their own master copy, their gradients wait unsharded for the last micro-batch in a pipeline; a base under adapters is bf16 there too.
     """
-    optimizer, torch = shards(plan), plan.options.backend == "torch"
-    every = optimizer if plan.options.sharding in ("fsdp", "fsdp2") or torch else dict.fromkeys(optimizer, 1)
-    counts = {"dense": held.dense + held.adapters, "experts": held.experts}
+    o, own, split = plan.options, own_master(plan.options), SHARDING.get(plan.options.sharding, SHARDING["none"])
+    over, whole = shards(plan), dict.fromkeys(("dense", "experts"), 1)
+    frozen = {"dense": held.frozen_dense, "experts": held.frozen_experts}
     trained = {"dense": held.dense + held.adapters - held.frozen_dense, "experts": held.experts - held.frozen_experts}
-    split = sum(counts[k] / every[k] for k in counts)
-    grads = sum(trained[k] / (1 if torch and plan.pp > 1 else every[k]) for k in counts)
-    state = sum(trained[k] / optimizer[k] for k in counts)
-    width = plan.master_bytes if torch else PARAM_BYTES
-    return width * split, plan.grad_bytes * grads, ((0 if torch else plan.master_bytes) + 2 * plan.moment_bytes) * state
+
+    def each(counts: Mapping[str, int], divided: Mapping[str, int]) -> float:
+        return sum(counts[k] / divided[k] for k in counts)
+
+    stored = over if own or split.parameters else whole
+    width = plan.master_bytes if own else PARAM_BYTES
+    params = width * each(trained, stored) + (PARAM_BYTES if o.lora else width) * each(frozen, stored)
+    if o.base:
+        quantised = {"dense": held.linear - held.experts, "experts": held.experts}
+        params -= (PARAM_BYTES - BASE_BYTES[o.base]) * each(quantised, stored)
+    grads = each(trained, over if (own or split.gradients) and not (own and plan.pp > 1) else whole)
+    return params, plan.grad_bytes * grads, ((0 if own else plan.master_bytes) + 2 * plan.moment_bytes) * each(trained, over)
+
+
+BASE_BYTES = {"nf4": 0.5 + FP32 / 64}
+"""Bytes of a weight of a frozen base: half a byte, and a float32 scale for 64 weights. Norms, embedding and output layer stay in bf16.
+
+Source: QLoRA, arXiv 2305.14314, section 3; bitsandbytes, `functional.py` (`quantize_4bit`), whose second quantisation of scales transformers leaves off."""
 
 
 def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
@@ -276,24 +303,35 @@ def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, K
     copies = fp8_weights(plan, held)
     if plan.options.fp8_params:
         params -= PARAM_BYTES * copies / max(fp8_copies(plan.options.fp8), 1)
-    away, host = _on_host(plan, optimizer)
+    away = _on_host(plan, params, grads, optimizer)
     found = _alive(plan, stage, chunks)
+    alone = not plan.options.compiled and plan.options.backend == "torch" and plan.options.sharding == "none"
     return StageBytes(
         stage=stage,
         layers=sum(count for chunk in chunks for count, _ in chunk) - (plan.shape.mtp if last else 0),
         in_flight=found.in_flight,
         held=held.dense + held.experts,
-        parameters=params,
-        gradients=grads,
-        optimizer=optimizer - away,
+        parameters=params - away.parameters,
+        gradients=grads - away.gradients,
+        optimizer=optimizer - away.optimizer,
         fp8_weights=copies,
         gathered=gathered(plan, held, PARAM_BYTES),
         activations=found.on_gpu,
         loss=loss(plan) if last else 0.0,
         replayed=found.again,
-        workspace=WORKSPACE_BYTES,
-        host=found.host + host,
+        workspace=PLAIN_BYTES if alone else WORKSPACE_BYTES,
+        grown=grads - away.gradients if alone and plan.microbatches == 1 else 0.0,
+        host=found.host + away.host,
     )
+
+
+class Offloaded(NamedTuple):
+    """Bytes that leave the GPU for the host, and what they take there."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    host: float
 
 
 HOST_BYTES = 16
@@ -302,15 +340,25 @@ HOST_BYTES = 16
 Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py`."""
 
 
-def _on_host(plan: Plan, optimizer: float) -> tuple[float, float]:
-    """Bytes of the optimizer's state that leave the GPU, and those that they take on the host.
+def _on_host(plan: Plan, params: float, grads: float, optimizer: float) -> Offloaded:
+    """What leaves the GPU where a share of the optimizer lives on the host.
 
-    The float32 master weights stay, unless the optimizer is the precision-aware one. Source: as for the trainer's own
-    `playbook_trainer.config.megatron_memory`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2 where this says 15.3.
+    Megatron's float32 master weights stay, unless the optimizer is the precision-aware one; DeepSpeed's go, and with them the gradients that it shards. FSDP2
+    keeps shares of parameters, gradients and moments alike on the host, and has on the GPU what is gathered.
+
+    Sources: as for the trainer's own `playbook_trainer.config.megatron_memory`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2
+    where this says 15.3. DeepSpeed 0.19.6, `runtime/zero/stage_1_and_2.py` and `stage3.py`; ZeRO-Offload, arXiv 2101.06840; torch,
+    `distributed/fsdp/_fully_shard/_fsdp_api.py` (`CPUOffloadPolicy`).
     """
-    share, each = plan.options.optimizer_offload / 100, plan.master_bytes + 2 * plan.moment_bytes
-    leaves = each if plan.options.precision_aware else 2 * plan.moment_bytes
-    return optimizer * share * leaves / each, HOST_BYTES * optimizer / each * share
+    o, share = plan.options, plan.options.optimizer_offload / 100
+    if o.backend == "torch":
+        own = own_master(o)
+        params, grads = params if own else 0.0, grads if own or SHARDING[o.sharding].gradients else 0.0
+        there = params + grads + optimizer if own else HOST_BYTES * optimizer / (plan.master_bytes + 2 * plan.moment_bytes)
+        return Offloaded(*(share * n for n in (params, grads, optimizer, there)))
+    each = plan.master_bytes + 2 * plan.moment_bytes
+    leaving = each if o.precision_aware else 2 * plan.moment_bytes
+    return Offloaded(0.0, 0.0, optimizer * share * leaving / each, HOST_BYTES * optimizer / each * share)
 
 
 def fp8_weights(plan: Plan, held: Weights) -> float:
@@ -335,7 +383,15 @@ def gathered(plan: Plan, held: Weights, width: float) -> float:
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """
-    sharding = plan.options.sharding
-    if plan.options.backend == "torch" and (sharding == "optimizer" or (plan.pp > 1 and sharding == "fsdp2")):
+    o = plan.options
+    if o.sharding == "zero3" and o.backend == "torch":
+        return width * min(LIVE_PARAMETERS, held.dense + held.experts)
+    if own_master(o) and not (o.compiled or o.lora or o.sharding != "none"):
+        return width * (held.linear + parameters.embedding(plan.shape) / plan.tp)  # autocast's copies of weights live as long as the pass
+    if own_master(o) and (o.sharding == "optimizer" or (plan.pp > 1 and o.sharding == "fsdp2")):
         return width * (held.dense + held.experts)
-    return 2 * width * held.largest if plan.options.sharding in ("fsdp", "fsdp2") else 0.0
+    return 2 * width * held.largest if o.sharding in ("fsdp", "fsdp2") else 0.0
+
+
+LIVE_PARAMETERS = 10**9
+"""Parameters that ZeRO-3 keeps gathered at most. Source: DeepSpeed 0.19.6, `runtime/zero/config.py` (`stage3_max_live_parameters`)."""

@@ -6,8 +6,12 @@ Source: Megatron-LM, `megatron/training/theoretical_memory_usage.py`, and the mo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
+from playbook.planner.options import LORA_TARGETS, Options
 from playbook.planner.shapes import LinearAttention, Mamba, Mla, Shape, Vision
 
 
@@ -66,23 +70,84 @@ def expert(shape: Shape) -> int:
     return (shape.up + 1) * shape.expert_hidden * shape.expert_ffn + bias
 
 
-def adapters(shape: Shape, index: int, rank: int) -> int:
-    """Parameters of low-rank adapters beside a layer's matrices; the experts of a layer share one for each matrix.
+class Adapter(NamedTuple):
+    """A low-rank pair beside a matrix: the matrix's name or group and widths, how many pairs a layer holds, and how many of them a token passes."""
 
-    Source: Megatron Bridge, `peft/lora.py` (its default targets and its grouped linear layers).
+    name: str
+    wide_in: int
+    wide_out: int
+    pairs: int = 1
+    passed: int = 1
+
+
+@lru_cache(maxsize=4096)
+def adapters(shape: Shape, index: int, options: Options) -> tuple[Adapter, ...]:
+    """The adapters of one layer; none without `lora`. Each has `lora * (wide_in + wide_out)` parameters.
+
+    Megatron fuses queries, keys and values, and gate and up projection, so a whole group has one pair for each product, and its experts share one;
+    single matrices that are named have their own. peft has one for each matrix, reaches stacked experts only where they are named, and then has one for each expert.
+
+    Sources: LoRA, arXiv 2106.09685, section 4.1; Megatron Bridge, `peft/lora.py` and `peft/canonical_lora.py`; peft 0.18, `tuners/lora/layer.py`
+    (`ParamWrapper`, for stacked experts) and `utils/constants.py`.
     """
+    if not options.lora:
+        return ()
+    torch = options.backend == "torch"
+    names = options.lora_targets or (("attention", "mlp") if torch else ("attention", "mlp", "experts"))
+    single = frozenset(n for group in names if torch or group not in LORA_TARGETS for n in LORA_TARGETS.get(group, (group,)))
+    fused = frozenset(names) & LORA_TARGETS.keys() if not torch else frozenset()
     mixer, ffn = parts(shape, index)
+    covered = {n for group in fused for n in LORA_TARGETS[group]}
+    found = [
+        *(_attention_adapters(shape, mixer, "attention" in fused, single - covered) if mixer else ()),
+        *(_mlp_adapters(shape.hidden, shape.ffn, shape.up, "mlp" in fused, single - covered) if ffn == "mlp" else ()),
+    ]
+    if ffn == "experts":
+        if shape.shared_ffn:
+            found += _mlp_adapters(shape.hidden, shape.shared_ffn, shape.up, "mlp" in fused, single - covered)
+        if "experts" in names:
+            pairs = shape.experts if torch else 1
+            wide, inner = shape.expert_hidden, shape.expert_ffn
+            found += [Adapter("experts", wide, shape.up * inner, pairs, shape.top_k), Adapter("experts", inner, wide, pairs, shape.top_k)]
+    return tuple(found)
+
+
+def _attention_adapters(shape: Shape, mixer: str, fused: bool, single: frozenset[str]) -> Iterator[Adapter]:
+    """Those of attention. Compressed attention has two matrices for queries (`q`), and those down to (`k`) and up from (`v`) compressed keys and values."""
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = 0
-    if mixer == "attention" and shape.mla is not None:
+    compressed = shape.mla is not None and mixer == "attention"
+    if shape.mla is not None and compressed:
         mla, n = shape.mla, shape.heads
-        sides = (h + mla.q_rank + n * (mla.nope_dim + mla.rope_dim)) + (h + 2 * mla.kv_rank + mla.rope_dim + n * (mla.nope_dim + mla.v_dim))
-        sides += mla.q_rank + n * mla.v_dim + h
-    elif mixer:
-        sides = (h + q + 2 * kv) + (q + h)
-    width = {"": 0, "mlp": shape.ffn, "experts": shape.expert_ffn}[ffn]
-    sides += (2 * (shape.hidden if ffn == "mlp" else shape.expert_hidden) + (shape.up + 1) * width) if ffn else 0
-    return rank * sides
+        up = n * (mla.nope_dim + mla.rope_dim)
+        matrices = {
+            "q": ((h, mla.q_rank), (mla.q_rank, up)) if mla.q_rank else ((h, up),),
+            "k": ((h, mla.kv_rank + mla.rope_dim),),
+            "v": ((mla.kv_rank, n * (mla.nope_dim + mla.v_dim)),),
+            "o": ((n * mla.v_dim, h),),
+        }
+    else:
+        if fused:
+            yield Adapter("attention", h, q + 2 * kv)
+            yield Adapter("attention", q, h)
+        matrices = {"q": ((h, q),), "k": ((h, kv),), "v": ((h, kv),), "o": ((q, h),)}
+    for name, sizes in matrices.items():
+        if name in single or (fused and compressed):
+            yield from (Adapter(name, *size) for size in sizes)
+
+
+def _mlp_adapters(hidden: int, inner: int, up: int, fused: bool, single: frozenset[str]) -> Iterator[Adapter]:
+    """Those of an MLP; one that is not gated has no gate."""
+    if fused:
+        yield Adapter("mlp", hidden, up * inner)
+        yield Adapter("mlp", inner, hidden)
+    yield from (Adapter(name, hidden, inner) for name in ("up", "gate")[:up] if name in single)
+    if "down" in single:
+        yield Adapter("down", inner, hidden)
+
+
+def adapter_parameters(shape: Shape, index: int, options: Options) -> int:
+    """Parameters of a layer's adapters."""
+    return sum(options.lora * a.pairs * (a.wide_in + a.wide_out) for a in adapters(shape, index, options))
 
 
 def embedding(shape: Shape) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.models import MODELS
-from playbook.planner.options import Options
+from playbook.planner.options import DEEPSPEED, HYBRID, NODE, SHARDING_WORDS, Options
 from playbook.planner.shapes import DEEPEST, LARGEST, Shape
 
 _DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
@@ -116,7 +116,13 @@ _NEEDED: Mapping[str, tuple[str, Callable[[Plan], bool]]] = {
     "capacity": ("a model without experts", lambda p: p.shape.experts > 0),
     "imbalance": ("a model without experts", lambda p: p.shape.experts > 0),
     "shared_overlap": ("a model without shared experts", lambda p: p.shape.shared_ffn > 0),
-    "optimizer_instances": ("data parallelism that shards nothing, or by fsdp2", lambda p: p.options.sharding in ("optimizer", "fsdp")),
+    "optimizer_instances": (
+        "data parallelism that shards nothing, or by fsdp2 in megatron",
+        lambda p: p.options.sharding in ("optimizer", "fsdp") or (p.options.sharding == "fsdp2" and p.options.backend == "torch"),
+    ),
+    "compiled": ("the megatron backend", lambda p: p.options.backend == "torch"),
+    "lora_targets": ("no lora", lambda p: p.options.lora > 0),
+    "base": ("no lora", lambda p: p.options.lora > 0),
     "offload_percent": ("no offload of layers", lambda p: p.options.offload),
     "precision_aware": ("the torch backend", lambda p: p.options.backend == "megatron"),
 }
@@ -130,7 +136,11 @@ def idle(plan: Plan, given: Iterable[str]) -> list[str]:
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _OPTIONS = {f.name: f for f in fields(Options)}
-_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {"layers", "experts"}
+_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {
+    "layers",
+    "experts",
+    "ulysses",
+}
 KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
 
 
@@ -154,15 +164,49 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
 
 
 def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
+    values = _in_own_words(values)
     numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
     shape = _cut(shape, numbers.pop("layers", None), numbers.pop("experts", None))
-    if options.backend == "torch" and "sharding" not in values:
-        options = replace(options, sharding="fsdp2")
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
     return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
+
+
+def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
+    """The settings with what words of other trainers stand for, and what follows from the backend where nothing says it.
+
+    DeepSpeed accumulates gradients in bf16. Source: DeepSpeed 0.19.6, `runtime/engine.py` (`get_data_types`).
+    """
+    backend = values.get("backend", "megatron")
+    named = values.get("sharding", "fsdp2" if backend == "torch" else "")
+    found = {**values, **({"sharding": SHARDING_WORDS.get(backend, {}).get(named, named)} if named else {})}
+    if named == HYBRID and "optimizer_instances" not in values:
+        gpus, pp = (whole(key, values.get(key, "1")) for key in ("gpus", "pp"))
+        found["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
+    if "ulysses" in found:
+        found |= _heads_apart(found.pop("ulysses"), found)
+    if backend == "torch" and named in DEEPSPEED:
+        found.setdefault("grad_bytes", "2")
+    return found
+
+
+def _heads_apart(text: str, values: Mapping[str, str]) -> dict[str, str]:
+    """What `ulysses=N` stands for: context parallelism that shares out heads by an all-to-all, within the ring that `cp` names, where it names one.
+
+    Source: DeepSpeed Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719, section 3.2.
+
+    Raises:
+        ConfigError: N is no count, or the layout says otherwise how heads are shared out.
+    """
+    heads, ring = whole("ulysses", text), whole("cp", values.get("cp", "1"))
+    if "cp_comm" in values or "cp_sizes" in values:
+        raise ConfigError("ulysses stands for cp_comm=a2a, and the layout names cp_comm or cp_sizes too; leave one of them out")
+    if heads == 1:
+        return {}
+    both = {"cp_comm": "a2a+p2p", "cp_sizes": f"{heads},{ring}"} if ring > 1 else {"cp_comm": "a2a"}
+    return {"cp": str(heads * ring), **both}
 
 
 def cut(shape: Shape, words: Iterable[str]) -> tuple[Shape, tuple[str, ...], str]:

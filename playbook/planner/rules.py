@@ -84,6 +84,11 @@ class Case:
         return max(self.kv_heads // self.tp, 1)
 
     @property
+    def apart(self) -> int:
+        """Context-parallel ranks that share out heads."""
+        return self.o.heads_apart(self.cp)
+
+    @property
     def again(self) -> set[str]:
         """The modules that are recomputed, or `full`."""
         return set(self.o.recompute)
@@ -303,7 +308,8 @@ WIDTHS = (
 # Sources: Megatron-LM, `megatron/core/tensor_parallel/mappings.py`, `megatron/core/transformer/moe/moe_layer.py`,
 # `megatron/core/transformer/moe/token_dispatcher.py`, `megatron/core/transformer/transformer_config.py`, `megatron/core/parallel_state.py`,
 # `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`; Transformer Engine,
-# `transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py` (heads of keys and values).
+# `transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py` (heads of keys and values); DeepSpeed 0.19.6,
+# `runtime/sequence_parallel/ulysses_sp.py` (repeated ones).
 FEATURES = (
     Rule(
         "sp-experts", lambda c: c.tp > 1 and c.experts > 0 and c.o.sp is False, "tp sp experts",
@@ -340,14 +346,17 @@ FEATURES = (
         "dispatcher-dense", lambda c: bool(c.o.dispatcher) and not c.experts, "dispatcher experts",
         lambda c: f"dispatcher {c.o.dispatcher} on a model without experts", "change model or leave {dispatcher} out",
     ),
-    # Ulysses-style CP shards heads, those of keys and values too.
+    # Ulysses-style CP shards heads, those of keys and values too; trainers on torch repeat these where they are fewer.
     Rule(
-        "a2a-heads", lambda c: c.o.cp_comm == "a2a" and c.heads % (c.tp * c.cp) > 0, "cp_comm heads tp cp",
-        lambda c: f"{c.heads} heads do not divide over tp {c.tp} x cp {c.cp} for cp_comm a2a", "set {set[cp_comm=p2p]} or change {cp}",
+        "a2a-heads", lambda c: c.o.cp_comm.startswith("a2a") and c.heads % (c.tp * c.apart) > 0, "cp_comm heads tp cp",
+        lambda c: f"{c.heads} heads do not divide over tp {c.tp} x cp {c.apart} for cp_comm {c.o.cp_comm}", "set {set[cp_comm=p2p]} or change {cp}",
     ),
     Rule(
-        "a2a-kv-heads", lambda c: c.o.cp_comm == "a2a" and c.heads % (c.tp * c.cp) == 0 and c.held % c.cp > 0, "cp_comm kv_heads tp cp",
-        lambda c: f"the {c.held} key-value heads of a tp rank do not divide over cp {c.cp} for cp_comm a2a", "set {set[cp_comm=p2p]} or change {cp}",
+        "a2a-kv-heads",
+        lambda c: c.heads % (c.tp * c.apart) == 0 and c.held % c.apart > 0 and (c.o.backend != "torch" or c.apart % c.held > 0),
+        "cp_comm kv_heads tp cp",
+        lambda c: f"the {c.held} key-value heads of a tp rank do not divide over cp {c.apart} for cp_comm {c.o.cp_comm}",
+        "set {set[cp_comm=p2p]} or change {cp}",
     ),
     Rule(
         "cp-levels", lambda c: c.o.cp_comm == "a2a+p2p" and not c.o.cp_sizes, "cp_comm cp_sizes",

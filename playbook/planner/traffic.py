@@ -13,6 +13,7 @@ from typing import Any
 from playbook.planner import flops, memory, pipeline
 from playbook.planner.activations import BF16, tokens
 from playbook.planner.memory import Weights, shards
+from playbook.planner.options import FLEX
 from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 
@@ -53,13 +54,16 @@ def tensor(plan: Plan, blocks: int) -> Sent:
 def experts(plan: Plan) -> Sent:
     """Dispatch and combine of routed tokens, balanced over ranks; the backward pass repeats both the other way.
 
-    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it.
+    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it. DeepEP and HybridEP
+    send a token once to each rank that has one of its experts. Source: DeepEP, `csrc/kernels/internode.cu` and `intranode.cu`; DeepSeek-V3, arXiv 2412.19437,
+    section 3.2.2.
     """
     local = BF16 * _local(plan) * plan.shape.expert_hidden
     if plan.options.dispatcher == "allgather":
         one = (plan.ep * plan.etp - 1) * local
     else:
-        one = local * plan.shape.top_k * plan.imbalance * _ring(plan.ep)
+        copies = distinct(plan.ep, plan.shape.top_k) if plan.options.dispatcher in FLEX else plan.shape.top_k
+        one = local * copies * plan.imbalance * _ring(plan.ep)
     return Sent(2 * one, 2 * one)
 
 
@@ -72,22 +76,20 @@ def expert_tensor(plan: Plan) -> Sent:
 
 
 def context(plan: Plan) -> Sent:
-    """Context parallelism: keys and values in a ring (`p2p`, the default) or gathered, or an all-to-all over heads.
+    """Context parallelism: keys and values in a ring (`p2p`, the default) or gathered, an all-to-all over heads, or that within a ring.
 
     Either way a rank's keys and values reach all others; the backward pass sends them again, and their gradients back.
     """
-    shape, local = plan.shape, tokens(plan)
+    shape, local, apart = plan.shape, tokens(plan), plan.options.heads_apart(plan.cp)
     if shape.mla is not None:
         key, value = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim), shape.heads * shape.mla.v_dim
         query, out = key, value
     else:
-        key = value = max(shape.kv_heads, plan.tp) * shape.head_dim  # a rank has one head at least
+        key = value = max(shape.kv_heads, plan.tp * apart) * shape.head_dim  # a rank has one head at least
         query = out = shape.heads * shape.head_dim
-    if plan.options.cp_comm == "a2a":
-        one = BF16 * local * (query + key + value + out) / plan.tp * _ring(plan.cp)
-        return Sent(one, one)
-    one = BF16 * (plan.cp - 1) * local * (key + value) / plan.tp
-    return Sent(one, 2 * one)
+    exchanged = BF16 * local * (query + key + value + out) / plan.tp * _ring(apart)
+    ring = BF16 * (plan.cp // apart - 1) * local * (key + value) / plan.tp
+    return Sent(exchanged + ring, exchanged + 2 * ring)
 
 
 def boundary(plan: Plan) -> Sent:
@@ -144,7 +146,7 @@ def traffic(plan: Plan) -> dict[str, Any]:
     step = data_parallel(plan, memory.weights(plan, 0, chunks))
     sent.append({"what": "dp", "per": "step", "forward": step["parameters"], "backward": step["gradients"]})
     return {
-        "flops_per_token": flops.per_token(plan.shape, plan.seq_len),
+        "flops_per_token": flops.trained_per_token(plan.shape, plan.seq_len, plan.options),
         "bubble": pipeline.bubble(pp=plan.pp, microbatches=plan.microbatches, vpp=plan.vpp),
         "unit": "bytes",
         "sent": sent,

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import planned_clock
 import pytest
 
 from playbook import schemas
@@ -138,11 +139,12 @@ def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path, mo
     case = tmp_path / "cases" / "ours.yaml"
     case.write_text(case.read_text().replace("[python,", f"[{sys.executable},"))
     (tmp_path / "train.py").write_text(
-        "import json, pathlib, random, sys, time\nworkers, launches = int(sys.argv[2]), pathlib.Path(__file__).with_name('launches')\n"
+        "import json, pathlib, random, sys\nworkers, launches = int(sys.argv[2]), pathlib.Path(__file__).with_name('launches')\n"
         "number = len(launches.read_text()) if launches.exists() else 0\nlaunches.write_text('.' * (number + 1))\nrandom.seed(number)\nlaunch = 0.08 / workers * (1 + random.gauss(0, 0.003))\n"
-        "steps = [launch * (1 + random.gauss(0, 0.01)) for _ in range(50)]\ntime.sleep(sum(steps))\n"
+        "steps = [launch * (1 + random.gauss(0, 0.01)) for _ in range(50)]\n"
         "for i, seconds in enumerate(steps): print(json.dumps({'step': i, 'seconds': seconds, 'loss': 1.0, 'tokens': 8}))\n"
     )
+    planned_clock.install(monkeypatch.setattr)
     code, told = run("confirm", "ours", "--profile", "cpu", "--seed", "1")
     assert code == 0, told
     assert "U1    workers 2 -> 8" in told

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook.cards import search
-from playbook.cards.asked import Asked, likeness, load_asked
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
-from playbook.cards.sections import load_sections
+from playbook.cards.questions import Asked, likeness, load_asked
+from playbook.cards.search import load_sections
 from playbook.cards.terms import Facts, facts, opening, phrases, stated, terms
 from playbook.errors import PlaybookError
 from playbook.paths import data_root

@@ -81,7 +81,7 @@ def test_each_place_and_each_length_is_asked_about():
     assert {int(q.split()[-1]) for q in FEW} == set(LENGTHS)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(7000)
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.sample(*DEFAULT)
 def test_a_rule_and_the_planner_agree_where_the_rule_says_so(question):
@@ -148,7 +148,7 @@ def test_the_question_box_gives_the_same_answer(tmp_path):
         "context parallel size",
     ]
     words = ["node", tmp_path / "page.js", repo_root() / "docs/javascripts/ask.js", tmp_path / "cards.json", *queries]
-    near, far, none = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+    near, far, none = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=600).stdout)
     assert near.startswith("CP 8 by the card, within 5 % of the planner's fastest layout; the rest by playbook plan qwen3_30b_a3b")
     assert far.startswith("playbook plan llama3_70b --gpus N --hardware h100 --seq 16384: ")
     assert none == ""

@@ -40,7 +40,7 @@ READERS = ("--help", "cards show moe-dispatcher-choice", "cards list --claims", 
 @pytest.mark.sample("--help", "evidence list", "evidence show W9")
 def test_reading_imports_nothing_heavy(words):
     command = [sys.executable, "-X", "importtime", "-m", "playbook", *words.split()]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0
     imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     # What ships has been through its schemas; what launches is of no use to a reader.
@@ -438,7 +438,7 @@ def test_the_help_has_every_command_in_a_group_and_the_version_as_an_option(caps
 def test_the_shell_completes_commands():
     asked = {"_PLAYBOOK_COMPLETE": "complete_bash", "COMP_WORDS": "playbook evidence sh", "COMP_CWORD": "2"}
     command = [sys.executable, "-c", "import sys; from playbook_app.cli.app import main; sys.argv[0] = 'playbook'; main()"]
-    done = subprocess.run(command, env={**ENV, **asked}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={**ENV, **asked}, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["show"], done.stderr
 
 

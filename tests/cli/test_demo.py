@@ -13,7 +13,7 @@ from playbook.paths import repo_root
 from playbook_app.cli import app
 from playbook_app.cli.commands import demo
 from playbook_app.cli.output import print_table
-from playbook_bench.run import applicability
+from playbook_bench.run import targets
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_a_block_for_each_claim_then_what_to_do_next(capsys, elsewhere):
     statement = next(c.statement for c in load_all()["long-context-cp-sizing"].claims if c.id == "L2")
     assert code == 0
     assert f"long-context-cp-sizing/L2: {statement}\nL2 " in out
-    lacking, known = applicability.count_inapplicable("cpu")
+    lacking, known = targets.count_inapplicable("cpu")
     assert 0 < lacking < known
     assert out.count(f"{lacking} of {known} claims need") == 1
     commands = [line for line in out.partition("to do next:")[2].splitlines() if line]

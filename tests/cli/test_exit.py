@@ -31,7 +31,7 @@ def test_a_reader_that_left_is_neither_confirmed_nor_refuted(tmp_path, words):
     read, write = os.pipe()
     os.close(read)
     try:
-        done = subprocess.run([*PLAYBOOK, *words], env=ENV, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run([*PLAYBOOK, *words], env=ENV, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600)
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (exit_codes.READER_LEFT, "")
@@ -41,7 +41,7 @@ def test_a_reader_that_left_is_neither_confirmed_nor_refuted(tmp_path, words):
 def test_a_full_disk_behind_stdout_is_one_message(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*PLAYBOOK, "cards", "list"], env=ENV, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [*PLAYBOOK, "cards", "list"], env=ENV, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600
         )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -49,7 +49,7 @@ def test_a_full_disk_behind_stdout_is_one_message(tmp_path):
 
 
 def test_closed_streams_are_no_fault(tmp_path):
-    done = subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "-", *PLAYBOOK, "cards", "show", "nope"], env=ENV, cwd=tmp_path, timeout=60)
+    done = subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "-", *PLAYBOOK, "cards", "show", "nope"], env=ENV, cwd=tmp_path, timeout=600)
     assert done.returncode == 2
 
 

@@ -12,7 +12,7 @@ from in_process import run
 
 from playbook.paths import repo_root
 from playbook_app.cli import app, jobs
-from playbook_bench.launch import batch_job
+from playbook_bench.launch import slurm
 from playbook_trainer.config import environment
 from playbook_trainer.config import tree as trainer_config
 
@@ -110,8 +110,8 @@ def test_a_recipe_is_submitted_from_a_machine_without_its_packages(capsys, file)
 def test_a_layout_asks_for_its_own_variables(platform, keys, expected):
     config = trainer_config.load(Path(TINY), keys)
     assert environment.variables(config, platform) == expected
-    own = batch_job.Cluster(platform=platform, environment={"NCCL_NVLS_ENABLE": "1"})
-    assert batch_job.environment(own, config) == {**batch_job.PLATFORMS[platform], **expected, "NCCL_NVLS_ENABLE": "1"}
+    own = slurm.Cluster(platform=platform, environment={"NCCL_NVLS_ENABLE": "1"})
+    assert slurm.environment(own, config) == {**slurm.PLATFORMS[platform], **expected, "NCCL_NVLS_ENABLE": "1"}
 
 
 @pytest.mark.parametrize(
@@ -224,15 +224,15 @@ def test_a_missing_submitit_is_one_line(capsys, elsewhere, monkeypatch):
     ("text", "expected"), [("90m", 90), ("2h", 120), ("2:30:00", 150), ("02:30", 150), ("0:00:30", 1), ("1-01:00:00", 1500)]
 )
 def test_times_are_read_in_minutes(text, expected):
-    assert batch_job.minutes(text) == expected
+    assert slurm.minutes(text) == expected
 
 
 def test_a_container_is_an_option_of_srun_and_its_own_python(monkeypatch):
     from playbook_bench.launch.slurm import Allocation
 
-    monkeypatch.setattr(batch_job, "allocation", lambda: Allocation("7", ("n1", "n2"), "10.0.0.1"))
-    image = batch_job.Container(image="nvcr.io/nvidia/pytorch:26.01-py3", mounts=["/shared:/shared", "/data:/data"])
-    launcher = batch_job.launcher(batch_job.Cluster(gpus_per_node=8, container=image), 0)
+    monkeypatch.setattr(slurm, "allocation", lambda: Allocation("7", ("n1", "n2"), "10.0.0.1"))
+    image = slurm.Container(image="nvcr.io/nvidia/pytorch:26.01-py3", mounts=["/shared:/shared", "/data:/data"])
+    launcher = slurm.launcher(slurm.Cluster(gpus_per_node=8, container=image), 0)
     words = launcher.step(16, Path("/shared/run"), launcher.command)
     assert "--container-image=nvcr.io/nvidia/pytorch:26.01-py3" in words
     assert "--container-mounts=/shared:/shared,/data:/data" in words

@@ -14,16 +14,19 @@ from playbook.paths import data_root, repo_root, sources
 
 GUIDE = data_root("guide") / "your-trainer.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
-SCRIPT = repo_root() / "tests" / "support" / "ranks" / "foreign_script.py"
+RANKS = repo_root() / "tests" / "support" / "ranks"
+
+SLEPT, INVENTED = "time.perf_counter() - begin", "told.work / 1000 * __import__('random').gauss(1, 0.002)"
+"""The guide's seconds of a step, and those of the test, whatever a busy machine makes of a step."""
 
 
 @pytest.fixture
 def shell(tmp_path):
-    """Runs a line as a person's shell would, with `playbook` and `python` of this environment and a pip that installs nothing."""
+    """Runs a line as a person's shell would, with `playbook` and `python` of this environment and a pip that installs nothing. Seconds of launches are planned."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in {
-        "playbook": f'exec {sys.executable} -m playbook "$@"',
+        "playbook": f'exec {sys.executable} {RANKS / "planned_clock.py"} "$@"',
         "python": f'exec {sys.executable} "$@"',
         "pip": "exit 0",
     }.items():
@@ -33,10 +36,10 @@ def shell(tmp_path):
     place.mkdir()
     path = os.pathsep.join(sources(repo_root()))
     git = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    environment = {**os.environ, **git, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+    environment = {**os.environ, **git, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path, "PLANNED_CLOCK": "1"}
 
     def run(line, folder=place, **more):
-        return subprocess.run(["bash", "-ec", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=300)
+        return subprocess.run(["bash", "-ec", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=3000)
 
     run.place = place
     return run
@@ -49,13 +52,15 @@ def test_every_console_block_of_the_guide_runs(shell):
         if title:
             path = shell.place / title
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text.replace(SLEPT, INVENTED))
         elif language == "console":
             for line in text.splitlines():
                 done = shell(line)
-                assert done.returncode in (0, 3), f"{line}\n{done.stdout}{done.stderr}"  # undecided where the machine is busy
+                timed = "--log 'regex:" in line  # a script without a file; undecided where the machine is busy
+                assert done.returncode in ((0, 3) if timed else (0,)), f"{line}\n{done.stdout}{done.stderr}"
                 ran += 1
     assert ran >= 7
+    assert INVENTED in (shell.place / "train.py").read_text()
     assert (shell.place / "gate.xml").is_file()
 
 
@@ -76,7 +81,7 @@ def clone(shell):
     """A clone of a small repository, and a function that makes commits in it; `origin/main` is the first of them."""
     upstream = shell.place / "upstream"
     (upstream / "bench").mkdir(parents=True)
-    (upstream / "train.py").write_text(SCRIPT.read_text())
+    (upstream / "train.py").write_text((RANKS / "foreign_script.py").read_text())
     (upstream / "bench" / "step-time.yaml").write_text(CASE)
     (upstream / "requirements.txt").write_text("")
     (upstream / ".gitignore").write_text(".playbook/\ngate.*\nsummary.md\n")
@@ -118,9 +123,6 @@ def test_the_workflow_for_gpus_runs_the_same_steps():
 def test_the_workflow_as_shipped_fails_on_the_slow_commit_and_names_it(shell, clone):
     steps, variables = steps_of("github.yml")
     more = {**variables, "BASE": "origin/main", "GITHUB_STEP_SUMMARY": str(clone.folder / "summary.md")}
-    # Steps are invented; what a launch takes beside them is this machine's, and launches of a fraction of a second are mostly that.
-    assert "process=20%" in steps["Gate"]
-    steps["Gate"] = steps["Gate"].replace("process=20%", "process=900%")
     clone("harmless", '{"noise": 0.002}')
     for step in ("Install", "Gate"):
         assert shell(steps[step], clone.folder, **more).returncode == 0

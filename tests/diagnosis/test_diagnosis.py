@@ -13,10 +13,11 @@ from playbook.diagnosis.actions import actions
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.question import diagnosis_of
-from playbook.diagnosis.setting import FRAMEWORKS, Figures, measured, setting
+from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.choice.search import Choice
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.memory import stages
 from playbook.planner.models import MODELS
 from playbook.planner.time.step import step_time

@@ -16,7 +16,7 @@ from playbook_trainer.export.plans import SETTINGS
 from tests.support.targets.checkers import CHECKERS, differences, exportable
 from tests.support.targets.megatron import Export
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(6000)]
 
 MORE = (
     "llama3_8b --gpus 8 --hardware h100 --seq 8192 --gbs 128",

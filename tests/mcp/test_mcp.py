@@ -10,7 +10,7 @@ from datetime import date
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mcp import Client
 from mcp.shared.exceptions import MCPError
@@ -292,7 +292,7 @@ def test_a_model_may_be_the_text_of_its_configuration(library):
 degree = st.integers(1, 40)
 
 
-@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(gpus=st.integers(1, 4096), degrees=st.fixed_dictionaries(dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp"), degree)))
 def test_a_layout_answer_is_the_layout_modules(library, gpus, degrees):
     found = answer(library, "check_layout", **layout(*(f"{k}={v}" for k, v in degrees.items()), gpus=gpus))
@@ -429,7 +429,7 @@ sys.addaudithook(_watch)
 
 
 @pytest.mark.parametrize(("tool", "name"), ARGUMENTS)
-@settings(max_examples=10, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(value=hostile)
 @pytest.mark.sample(
     "search-query",

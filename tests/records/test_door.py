@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -17,7 +17,7 @@ from playbook.errors import FileError
 from playbook.paths import data_root, repo_root
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence
-from playbook_bench.launch.batch_job import Cluster
+from playbook_bench.launch.slurm import Cluster
 from playbook_bench.run import store
 
 CLUSTER = {
@@ -91,7 +91,7 @@ def model_refuses(model: type[Any], data: Any) -> bool:
     return False
 
 
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600)
 @given(st.data())
 def test_schema_and_model_refuse_the_same_files(draw):
     model, data = draw.draw(st.sampled_from(FILES))

@@ -15,8 +15,8 @@ from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
 from playbook.errors import ConfigError, StoreError
 from playbook.paths import data_root
+from playbook.records.consistency import FIRST_RULES
 from playbook.records.evidence import Evidence, Measured, stored_sha
-from playbook.records.first_rules import FIRST_RULES
 from playbook.records.read import read, standings, verdicts
 from playbook_app.mcp.library import library_here
 from playbook_app.mcp.server import evidence_list

@@ -20,8 +20,8 @@ from site_browser import ASK, places, watched
 from site_tree import CARD
 
 from playbook.cards import search
-from playbook.cards.asked import load_asked
 from playbook.cards.load import load_all, read_cards
+from playbook.cards.questions import load_asked
 from playbook.cards.terms import Facts
 from playbook.diagnosis.published import nearest
 from playbook.diagnosis.question import diagnosis_of

@@ -15,13 +15,13 @@ from playbook.planner import flops, memory, parameters, pipeline
 from playbook.planner.layout import min_gpus
 from playbook.planner.models import MODELS, from_file
 from playbook.planner.nearest_layouts import nearest
-from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, OFFLOAD_MODULES, RECOMPUTE, SHARDING
+from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, LABELS, OFFLOAD_MODULES, RECOMPUTE
 from playbook.planner.plan import Plan, parse
 from playbook_app.site.calculator import tables
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
 
-LAYOUTS = 300
+LAYOUTS = 360
 OFFERS = 60
 """Of the layouts that cannot run, so many are compared with their nearest legal ones, which takes longer."""
 
@@ -71,13 +71,16 @@ def values(rng: random.Random) -> dict[str, str]:
         "offload_modules": lambda: some(rng, OFFLOAD_MODULES, 3),
         "graphs": lambda: some(rng, GRAPH_MODULES | {"full_iteration"}, 2),
         "dispatcher": lambda: rng.choice(sorted(DISPATCHERS)),
-        "sharding": lambda: rng.choice(sorted(SHARDING)),
+        "sharding": lambda: rng.choice(sorted(LABELS["sharding"])),
         "cp_comm": lambda: rng.choice(sorted(CP_COMM)),
         "cp_sizes": lambda: "2,2",
         "rank_order": lambda: rng.choice(["tp-cp-ep-pp-dp", "tp-dp"]),
         "optimizer_instances": lambda: rng.choice([2, 3]),
         "backend": lambda: "torch",
         "lora": lambda: rng.choice([8, 16]),
+        "lora_targets": lambda: rng.choice(["attention", "q,v", "mlp,down", "experts,k"]),
+        "base": lambda: "nf4",
+        "compiled": lambda: "false",
         "frozen": lambda: rng.choice(["vision", "decoder"]),
         "optimizer_offload": lambda: rng.choice([50, 100]),
         "offload_percent": lambda: rng.choice([50, 101]),

@@ -22,7 +22,7 @@ from playbook_app.mcp.server import server
 sys.path.insert(0, str(repo_root() / "tools"))
 from decisions import decide, tasks
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
 
 NOT_THERE = {"diagnose": 3, "plan_layout": 1, "plan_confirmation": 1}
 """Calls that no page answers: diagnoses of a layout that the reader names, a plan that no page shows, and the price of a confirmation. Their pages name the command."""

@@ -285,6 +285,6 @@ def test_an_export_replaces_nothing(tmp_path, capsys):
 
 def test_the_agentskills_command_accepts_an_export(exported):
     done = subprocess.run(
-        [sys.executable, "-m", "skills_ref.cli", "validate", str(exported / "confirm-claim")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "skills_ref.cli", "validate", str(exported / "confirm-claim")], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -53,6 +54,70 @@ def test_what_fails_first_ends_it(root: Path, names: tuple[str, ...]) -> None:
     assert done.returncode != 0
     assert done.stdout.endswith("== fast\nmake test\n")
     assert "== fast failed after " in done.stderr
+
+
+MAKE = """#!/bin/sh
+mkdir -p .pytest_cache/v/cache
+cp failed .pytest_cache/v/cache/lastfailed
+echo "make: *** [Makefile:56: $1] Error {code}" >&2
+exit 2
+"""
+PYTHON = """#!/bin/sh
+echo python "$@"
+cp again .pytest_cache/v/cache/lastfailed
+exit {code}
+"""
+
+
+def failing(root: Path, first: list[str], again: list[str], code: int = 1, alone: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The rest of the tests where these fail, then those; `code` is pytest's of the first run, `alone` that of the second."""
+    for name, tests in (("failed", first), ("again", again)):
+        (root / name).write_text(json.dumps(dict.fromkeys(tests, True), indent=2) + "\n")
+    (root / ".venv/bin/make").write_text(MAKE.format(code=code))
+    python = root / ".venv/bin/python"
+    python.write_text(PYTHON.format(code=int(bool(again)) if alone is None else alone))
+    python.chmod(0o755)
+    return stages(root, "rest")
+
+
+ONE, TWO = "tests/a.py::test_x[an id, 1]", "tests/b.py::test_y"
+ALONE = "python -m pytest -m full --last-failed --last-failed-no-failures none"
+
+
+def test_what_fails_and_passes_alone_is_named(root: Path) -> None:
+    done = failing(root, [ONE, TWO], [])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:-1] == [
+        "== rest: once more, alone",
+        ALONE,
+        f"== passed only alone: {ONE}",
+        f"== passed only alone: {TWO}",
+    ]
+
+
+def test_what_fails_twice_fails_its_stage(root: Path) -> None:
+    done = failing(root, [TWO, ONE], [TWO])
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[2:] == [ALONE, f"== passed only alone: {ONE}"]
+    assert "== rest failed after " in done.stderr
+    assert failing(root, [ONE], [], alone=5).returncode == 5, "no test ran alone"
+
+
+@pytest.mark.parametrize(
+    ("count", "code"), [(6, 1), (1, 2), (1, 3), (0, 1)], ids=["six tests", "interrupted", "an internal error", "no test has failed"]
+)
+def test_what_is_no_test_or_many_fails_at_once(root: Path, count: int, code: int) -> None:
+    done = failing(root, [f"tests/a.py::test_{n}" for n in range(count)], [], code)
+    assert (done.returncode, done.stdout) == (1, "== rest\n")
+
+
+def test_what_failed_in_a_run_before_counts_for_nothing(root: Path) -> None:
+    (root / ".pytest_cache/v/cache").mkdir(parents=True)
+    (root / ".pytest_cache/v/cache/lastfailed").write_text('{\n  "tests/old.py::test": true\n}')
+    make = root / ".venv/bin/make"
+    make.write_text("#!/bin/sh\necho 'make: *** [Makefile:47: .venv/.dev] Error 1' >&2\nexit 2\n")
+    done = stages(root, "fast")
+    assert (done.returncode, done.stdout) == (1, "== fast\n")
 
 
 def test_a_stage_that_there_is_not_is_refused(root: Path) -> None:

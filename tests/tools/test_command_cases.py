@@ -64,7 +64,7 @@ def test_megatron_core_by_itself_logs_what_its_case_reads_and_leaves_a_trace(tmp
         env={**environment(), **run.environment},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=2000,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

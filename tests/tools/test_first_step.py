@@ -10,12 +10,12 @@ import pytest
 from ranks import ROOT, environment
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(2000)
 @pytest.mark.full
 def test_the_seconds_of_a_launch_are_told_by_line() -> None:
     words = ["trainer/configs/qwen3_moe_tiny.yaml", "train.steps=12", "train.warmup_steps=1"]
     command = [sys.executable, "tools/first_step.py", "--ranks", "1", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 12 " in done.stdout
     below, at = done.stdout.split("below a line of the trainer")[1].split("in the innermost line")

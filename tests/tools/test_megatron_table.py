@@ -56,8 +56,8 @@ def test_a_row_that_runs_a_row_that_is_refused_and_one_that_takes_too_long(monke
     ]
     slow = Row("one", "slow", "g", {**TINY, "train.steps": 100_000, "train.log_every": 1000})
     found: list[dict[str, Any]] = []
-    for some, limit in ((todo, 120), ([slow], 8)):
-        megatron_table.run(some, devices=["0", "1"], deadline=time.monotonic() + 300, limit_s=limit, fork=False, done=found.append)
+    for some, limit in ((todo, 1200), ([slow], 8)):
+        megatron_table.run(some, devices=["0", "1"], deadline=time.monotonic() + 3000, limit_s=limit, fork=False, done=found.append)
     by = {r["name"]: r for r in found}
     assert by["good"]["outcome"] == "ok"
     assert len(by["good"]["losses"]) == 4

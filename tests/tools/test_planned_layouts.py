@@ -101,12 +101,12 @@ def test_predictions_are_not_changed_after_runs_on_that_gpu(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(4000)
 def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def call(*words: str, gpus: int = 2) -> list[dict]:
         tool_file = tool.ROOT / "tools" / "planner" / "planned_layouts.py"
         command = [sys.executable, str(tool_file), "run", "--rehearse", "--gpus", str(gpus), "--out", str(tmp_path)]
-        done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=3000, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return tool.read(tmp_path / tool.RUNS)
 

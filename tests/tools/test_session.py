@@ -24,12 +24,12 @@ def sleeping(gpus: int, seconds: float, code: int = 0, least_s: int = 0) -> Task
 def test_tasks_share_the_gpus_and_are_not_done_twice(tmp_path: Path) -> None:
     refuted = replace(sleeping(1, 0.5, 1), settled=frozenset({0, 1, 4}))
     tasks = {"a": sleeping(2, 0.5), "b": refuted, "c": sleeping(1, 0.5, 3), "d": sleeping(4, 0.0)}
-    became = session.run(["a", "b", "c", "d"], tasks, ["0", "1", "2", "3"], 60, tmp_path)
+    became = session.run(["a", "b", "c", "d"], tasks, ["0", "1", "2", "3"], 600, tmp_path)
     assert became == {"a": "0", "b": "1", "c": "3", "d": "0"}
     used = {name: (tmp_path / f"{name}.log").read_text().strip() for name in tasks}
     assert used == {"a": "0,1", "b": "2", "c": "3", "d": "0,1,2,3"}
     # What time had cut goes on; what is settled, refuted or not, is left alone.
-    assert session.run(["a", "b", "c"], tasks, ["0", "1"], 60, tmp_path) == {"a": "done before", "b": "done before", "c": "3"}
+    assert session.run(["a", "b", "c"], tasks, ["0", "1"], 600, tmp_path) == {"a": "done before", "b": "done before", "c": "3"}
 
 
 @pytest.mark.full
@@ -46,7 +46,7 @@ def test_ranks_that_share_a_gpu_fill_no_table_but_that_of_losses(tmp_path: Path)
     said = 'python -c \'import os; print(os.environ.get("PLAYBOOK_NODES"), os.environ.get("PLAYBOOK_PARITY"))\''
     names = ("shared-torch", "shared-hundred", "hundred")
     tasks = {name: replace(TASKS[name], command=said, least_s=0, gpus=1) for name in names}
-    session.run(names, tasks, ["0"], 60, tmp_path)
+    session.run(names, tasks, ["0"], 600, tmp_path)
     folder = str(tmp_path / "parity")
     assert [(tmp_path / f"{name}.log").read_text().split() for name in names] == [["4", "None"], ["4", folder], ["None", folder]]
 

@@ -190,7 +190,7 @@ def test_memory_is_flat_with_full_recompute(forks: Forks, tmp_path: Path) -> Non
     words = [TEXT, *QUICK, "train.steps=260", "train.recompute=full", "train.log_every=20", f"output={tmp_path}"]
     assert forks.run(words, 1, free_port()) == [0], forks.text(0)
     peak = {r["step"]: r["peak_memory_bytes"] for r in steps(tmp_path)}
-    assert peak[260] < 1.01 * peak[80]
+    assert peak[260] < 1.05 * peak[80]
 
 
 @pytest.mark.full
@@ -201,7 +201,7 @@ def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> N
         words = [
             VISION,
             "data.images=fixed",
-            "data.fixed_image_size=[64, 64]",
+            "data.fixed_image_size=[128, 128]",
             "data.seq_len=64",
             "train.global_batch_size=1",
             "train.micro_batch_size=1",
@@ -217,6 +217,6 @@ def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> N
         plant = "import resource, os, atexit; end = os._exit; os._exit = lambda c: (print('peak', resource.getrusage(0).ru_maxrss, flush=True), end(c))"
         assert forks.run([*words, f"output={tmp_path / str(batches)}"], 1, free_port(), plant) == [0], forks.text(0)
         peaks.append(int(forks.text(0).rpartition("peak ")[2]))
-    assert peaks[1] < 1.01 * peaks[0]
+    assert peaks[1] < 1.05 * peaks[0]
     assert summary(tmp_path / "200")["eval"][0]["loss"] > 0
     assert json.loads((tmp_path / "200" / "metrics.jsonl").read_text())["eval_loss"] == summary(tmp_path / "200")["eval"][0]["loss"]

@@ -8,7 +8,7 @@ from planted_case import CASE
 
 @pytest.fixture
 def case(tmp_path):
-    def write(metric="useful_tokens_per_s_per_gpu", timeout=60, steps=12):
+    def write(metric="useful_tokens_per_s_per_gpu", timeout=600, steps=12):
         folder = tmp_path / "bench" / "cases"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "planted.yaml"

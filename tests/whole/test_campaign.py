@@ -16,7 +16,7 @@ from playbook.paths import data_root
 from playbook.records.case import load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import read
-from playbook.records.untested import untested_claims, untraced_verdicts
+from playbook.records.standing import untested_claims, untraced_verdicts
 from playbook_app.cli.app import main
 from playbook_bench.launch import local
 from playbook_bench.run import confirm, tracing

@@ -15,7 +15,7 @@ profiles:
   cpu: {ranks: 1, train.steps: 12, train.warmup_steps: 2, data.seq_len: 64, train.global_batch_size: 2}
 activation:
   every: {require: [{collective: all_to_all, inside: dispatch}]}
-budget: {pairs: [4, 6], minutes: 5, launch_timeout_s: 60}
+budget: {pairs: [4, 6], minutes: 5, launch_timeout_s: 600}
 """
 SWEEP = "kind: sweep\nknob: seed\nvalues: [{at: 1, set: {seed: 1}}, {at: 2, set: {seed: 2}}, {at: 3, set: {seed: 3}}]"
 SQUARE = """kind: interaction

@@ -14,7 +14,7 @@ import pytest
 from planted_case import FAKE, bench
 
 from playbook.errors import LaunchError
-from playbook_bench.machine import detect, occupied
+from playbook_bench.machine import detect
 from playbook_bench.run import replay
 
 HARNESS = """
@@ -44,7 +44,7 @@ def processes(mark):
     return found
 
 
-def gone(mark, within=30.0):
+def gone(mark, within=300.0):
     # This process may carry the mark itself, in the environment that monkeypatch changed; /proc shows the one it began with.
     deadline = time.monotonic() + within
     while processes(mark) and time.monotonic() < deadline:
@@ -52,7 +52,7 @@ def gone(mark, within=30.0):
     return not processes(mark)
 
 
-def wait_for_ranks(mark, count, within=100.0):
+def wait_for_ranks(mark, count, within=1000.0):
     deadline = time.monotonic() + within
     while len(processes(mark)) < count:
         assert time.monotonic() < deadline, "the ranks did not start"
@@ -75,7 +75,7 @@ def test_a_stopped_harness_leaves_no_process_and_no_half_written_file(case, tmp_
     harness = start(case(), tmp_path, mark, {"baseline": {"fault": "wait"}})
     wait_for_ranks(mark, 3)  # the harness and two ranks
     os.kill(harness.pid, signum)
-    assert harness.wait(timeout=90) == code
+    assert harness.wait(timeout=900) == code
     assert gone(mark)
     said = harness.stderr.read().decode()
     assert (
@@ -111,7 +111,7 @@ def test_a_signal_while_a_hang_is_being_ended_leaves_no_process(tmp_path):
     wait_for_ranks(mark, 3)  # the harness, a rank and its worker
     time.sleep(2.0)  # the run has hung, and its grace has begun
     harness.terminate()
-    assert harness.wait(timeout=90) == 143
+    assert harness.wait(timeout=900) == 143
     assert gone(mark)
 
 
@@ -125,7 +125,7 @@ process = slurm.start([sys.executable, "-c", sys.argv[2]], folder, os.environ)
 with interruptible():
     while not (folder / "begun").exists():
         pass
-    slurm.end(process, "7", folder, 3.0)
+    slurm.end(process, "7", folder, 60.0)
 """
 
 
@@ -141,11 +141,11 @@ def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path)
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = {**os.environ, "PLANT_MARK": mark, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
     harness = subprocess.Popen([sys.executable, "-c", SRUN, str(tmp_path), step], env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 1000
     while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     harness.terminate()
-    assert harness.wait(timeout=90) == 143
+    assert harness.wait(timeout=900) == 143
     assert (tmp_path / "cancelled").read_text() == "--signal=KILL 7.0\n"
     assert gone(mark)
 
@@ -155,7 +155,7 @@ def test_two_harnesses_share_a_results_folder(case, tmp_path):
     path = case("dispatch_bytes_per_token_layer")
     both = [start(path, tmp_path, uuid.uuid4().hex, {}) for _ in range(2)]
     for harness in both:
-        assert harness.wait(timeout=60) == 0, harness.stderr.read().decode()
+        assert harness.wait(timeout=600) == 0, harness.stderr.read().decode()
     files = sorted((tmp_path / "results" / "cpu").glob("*.json"))
     assert len(files) == 2
     assert all(replay.replay(f) == (True, []) for f in files)
@@ -173,7 +173,7 @@ def test_a_gpu_is_measured_by_one_harness_at_a_time(tmp_path, monkeypatch):
         assert other.stdout.readline().strip() == b""
         one = detect.machine_of([["NVIDIA H200", "1", "1", "1"]], "", "cpu", 1)
         with pytest.raises(LaunchError, match=f"GPU 0 is in use by another harness .process {other.pid} on"):
-            occupied.claim(one)
-        assert f"process {other.pid} on" in occupied.claim(detect.machine_of([], "", "cpu", 1))
+            detect.claim(one)
+        assert f"process {other.pid} on" in detect.claim(detect.machine_of([], "", "cpu", 1))
     finally:
         other.communicate()

@@ -16,7 +16,7 @@ from mcp.client.stdio import stdio_client
 
 from playbook.paths import KINDS, repo_root
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(6000)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def run(installed, tmp_path):
     """Run a command of the wheel in an empty folder."""
 
     def call(*words):
-        return subprocess.run(words_of(installed, words), env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return subprocess.run(words_of(installed, words), env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=3000)
 
     return call
 
@@ -92,7 +92,7 @@ def test_an_agent_is_answered_over_stdio(installed, tmp_path):
 
     async def ask():
         async with Client(stdio_client(server)) as client:
-            with anyio.fail_after(60):
+            with anyio.fail_after(600):
                 return await client.call_tool("get_card", {"card_id": "moe-dispatcher-choice"})
 
     assert "W9" in json.dumps(anyio.run(ask).model_dump(mode="json"))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
 
 from playbook.paths import data_root  # noqa: E402
+from playbook.planner.memory import GIB  # noqa: E402
 from playbook.planner.runs import sealed  # noqa: E402
 from playbook.planner.runs.anchor import Anchor  # noqa: E402
 from playbook.planner.runs.predict import predict  # noqa: E402
@@ -24,13 +25,19 @@ TABLE = data_root("tables") / "predictions.csv"
 
 
 def predicted(run: Run) -> dict[str, str]:
-    """Tokens per second and GPU with their 80 % interval, scaled to the published runs as `playbook plan` does it."""
+    """Tokens per second and GPU with their 80 % interval, scaled to the published runs as `playbook plan` does it, and the memory of the fullest rank."""
     found = predict(run)
     if isinstance(found, str):
         raise SystemExit(f"{run.id}: {found}")
     scale = scaling().scale(Anchor(run, 0.0, found.spread, found.parts))
     interval = found.interval(exp(scale.log), found.spread * scale.left)
-    return {"predicted_low": f"{interval.low:.0f}", "predicted": f"{interval.value:.0f}", "predicted_high": f"{interval.high:.0f}"}
+    memory = {} if found.memory_bytes is None else {sealed.MEMORY: f"{found.memory_bytes / GIB:.2f}"}
+    return {
+        **memory,
+        "predicted_low": f"{interval.low:.0f}",
+        "predicted": f"{interval.value:.0f}",
+        "predicted_high": f"{interval.high:.0f}",
+    }
 
 
 def main() -> None:
@@ -38,7 +45,9 @@ def main() -> None:
     rows = list(csv.DictReader(io.StringIO(TABLE.read_text(encoding="utf-8"))))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "asked.csv")
-        path.write_text(_text([{k: v for k, v in row.items() if k not in sealed.COLUMNS} for row in rows]), encoding="utf-8")
+        path.write_text(
+            _text([{k: v for k, v in row.items() if k not in (*sealed.COLUMNS, sealed.MEMORY)} for row in rows]), encoding="utf-8"
+        )
         runs = [run for run, _ in read_runs(path)]
     before = sealed.FIRST
     for row, run in zip(rows, runs, strict=True):

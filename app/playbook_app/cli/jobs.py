@@ -6,7 +6,10 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,16 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from playbook.errors import ConfigError, PlaybookError
+from playbook import yaml_files
+from playbook.errors import ConfigError, LaunchError, PlaybookError, UnmetRequirement
 from playbook.paths import default_results
 from playbook_app.cli import app as root
 from playbook_app.cli import exit_codes
 from playbook_app.cli.output import complain, print_json, say
-from playbook_app.services import slurm
-from playbook_bench.launch import batch_job, local
-from playbook_bench.launch.batch_job import Cluster, environment
+from playbook_bench.launch import local, slurm
 from playbook_bench.launch.local import Spec
-from playbook_bench.launch.slurm import SrunLauncher, require_tools
+from playbook_bench.launch.slurm import Cluster, SrunLauncher, environment, require_tools
 from playbook_bench.machine import detect
 from playbook_bench.run import store
 from playbook_trainer.config import checks
@@ -81,7 +83,7 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
         PlaybookError: there is no such launcher, no allocation, or the cluster's file is invalid.
     """
     _check_launcher(name)
-    return slurm.allocation(cluster) if name == "srun" else None
+    return allocation(cluster) if name == "srun" else None
 
 
 def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:
@@ -95,7 +97,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
 
     Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
     """
-    cluster = slurm.load_cluster(request.cluster)
+    cluster = _load_cluster(request.cluster)
     if cluster.container is not None:
         raise ConfigError(
             "a container holds ranks of `playbook train` alone: a verdict's record lists the versions of the environment that the harness "
@@ -103,7 +105,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
         )
     folder = (results or default_results()).resolve()
     if request.job is not None:
-        return _follow(request.job, slurm.folder_of(request.job, folder, "name that folder with --results"), request)
+        return _follow(request.job, folder_of(request.job, folder, "name that folder with --results"), request)
     whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
     given = ["--journal", str(journal.resolve())] if journal else []
     return _submit("confirm", [*whole, *given], folder, cluster, environment(cluster), request, [] if given else ["--journal"])
@@ -111,13 +113,13 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
 
 def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: Request) -> int:
     """Submit a training run as one job, or run it as a step of this job's allocation. Returns the exit code."""
-    cluster = slurm.load_cluster(request.cluster)
+    cluster = _load_cluster(request.cluster)
     if ranks_per_node is not None:
         cluster = cluster.model_copy(update={"ranks_per_node": ranks_per_node})
     if request.job is not None:
         return _follow(
             request.job,
-            slurm.folder_of(request.job, default_results().resolve(), "wait for it in the folder that it was submitted from"),
+            folder_of(request.job, default_results().resolve(), "wait for it in the folder that it was submitted from"),
             request,
         )
     resolved = load(config, parse_overrides(overrides))
@@ -138,7 +140,7 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
 
 def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     """Run all ranks of the allocation as one step of srun; every start has its own folder of logs."""
-    step = replace(batch_job.launcher(cluster, detect.detect().gpus), end_together=False, drain_s=slurm.SAVING_S)
+    step = replace(slurm.launcher(cluster, detect.detect().gpus), end_together=False, drain_s=_SAVING_S)
     per_node = step.per_node(len(step.allocation.hosts))
     ranks = per_node * len(step.allocation.hosts)
     output = Path(config.output).resolve()
@@ -169,7 +171,7 @@ class Job:
         def app(words: list[str], **how: Any) -> Any:
             try:
                 return root.app(words, **how)
-            except slurm.library().core.utils.UncompletedJobError as e:  # raised by its handler of the signal before the time limit
+            except library().core.utils.UncompletedJobError as e:  # raised by its handler of the signal before the time limit
                 goes_on = (
                     f"with --journal {words[words.index('--journal') + 1]}"
                     if "--journal" in words
@@ -191,8 +193,8 @@ class Job:
     def checkpoint(self) -> Any:
         """Called before the time limit: let training save a checkpoint, then queue the same command again. `confirm` continues from its journal."""
         if self.words[0] == "train":
-            slurm.let_the_steps_save(os.environ["SLURM_JOB_ID"])
-        return slurm.library().helpers.DelayedSubmission(self)
+            _let_the_steps_save(os.environ["SLURM_JOB_ID"])
+        return library().helpers.DelayedSubmission(self)
 
 
 def _submit(
@@ -206,16 +208,16 @@ def _submit(
     config: str | None = None,
 ) -> int:
     """Write the folder of the job, submit it with sbatch, and wait."""
-    slurm.library()  # a missing package is told before anything is written
-    slurm.check_folder(results)
+    library()  # a missing package is told before anything is written
+    check_folder(results)
     nodes, folder = request.nodes or cluster.nodes, results / "jobs" / "NAME"
     job, parameters = _job(name, words, folder, cluster, nodes, variables, own)
     if request.show:
-        say(slurm.script(cluster, folder, parameters))
+        say(script(cluster, folder, parameters))
         return 0
-    folder = slurm.new_folder(results, name)
+    folder = new_folder(results, name)
     job, parameters = _job(name, words, folder, cluster, nodes, variables, own)
-    number = slurm.submit(job, folder, cluster, parameters, config)
+    number = submit(job, folder, cluster, parameters, config)
     complain(f"job {number} submitted; its script, log and result are in {folder}")
     if not request.wait:
         if request.as_json:
@@ -231,7 +233,7 @@ def _job(
     paths = {"--journal": ["--journal", str(folder / "journal")], "config.yaml": [str(folder / "config.yaml")]}
     whole = [*words, "--cluster", str(folder / "cluster.yaml"), *(word for o in own for word in paths[o])]
     shown = shlex.join(["playbook", *whole])
-    return Job(whole, str(folder)), batch_job.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
+    return Job(whole, str(folder)), slurm.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
 
 
 def _follow(job: str, folder: Path, request: Request) -> int:
@@ -244,10 +246,10 @@ def _follow(job: str, folder: Path, request: Request) -> int:
     try:
         while not result.exists():
             shown = _echo(log, shown, out)
-            now = slurm.state_of(job)
+            now = state_of(job)
             gone = gone + 1 if now == "" else 0
             if gone > _LAST_LOOKS:
-                complain(f"job {job} ended without a result{slurm.end_of(job)}; its log is {log}")
+                complain(f"job {job} ended without a result{end_of(job)}; its log is {log}")
                 return 5
             if now and now != state:
                 complain(f"job {job} is {now}")
@@ -275,3 +277,145 @@ def _echo(log: Path, shown: int, out: TextIO) -> int:
     out.write(whole.decode("utf-8", "replace"))
     out.flush()
     return shown + len(whole)
+
+
+# Jobs of Slurm: the cluster's file, the allocation of a job, its script, and what the queue says of it.
+
+_SAVING_S = 90
+"""How long ranks may take to save a checkpoint before the time limit."""
+
+
+def _load_cluster(path: Path | None) -> Cluster:
+    """The cluster's file, or the defaults where there is none.
+
+    Raises:
+        FileError: it is invalid.
+    """
+    if path is None and not Path("cluster.yaml").is_file():
+        return Cluster()
+    return yaml_files.load(path or Path("cluster.yaml"), Cluster)[0]
+
+
+def allocation(cluster: Path | None) -> SrunLauncher:
+    """The launcher for the allocation that this process runs in.
+
+    Raises:
+        PlaybookError: there is no allocation, or the cluster's file is invalid.
+    """
+    return slurm.launcher(_load_cluster(cluster), detect.detect().gpus)
+
+
+def submit(job: Any, folder: Path, cluster: Cluster, parameters: Mapping[str, Any], config: str | None = None) -> str:
+    """Submit `job`, which submitit calls on the first node, and return its number. The folder is removed if sbatch refuses the job.
+
+    Raises:
+        LaunchError: Slurm is not there, or refuses the job.
+    """
+    submitit = library()
+    try:
+        store.replace(folder / "cluster.yaml", cluster.model_dump_json(exclude_defaults=True) + "\n")
+        if config is not None:
+            store.replace(folder / "config.yaml", config)
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=cluster.timeouts, python=f"exec {shlex.quote(slurm.python(cluster))}")
+        executor.update_parameters(**parameters)
+        with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is in the error as well
+            return str(executor.submit(job).job_id)
+    except submitit.core.utils.FailedJobError as e:
+        shutil.rmtree(folder, ignore_errors=True)
+        lines = [line.removeprefix("sbatch: error: ") for line in str(e).splitlines() if line.strip()]
+        raise LaunchError(f"Slurm refused the job: {lines[-1] if lines else 'sbatch failed'}") from e
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def new_folder(results: Path, name: str) -> Path:
+    """A new folder below `results` for a job's script, log and result.
+
+    Raises:
+        LaunchError: Slurm is not installed here.
+    """
+    require_tools("sbatch", "srun", "squeue")
+    return local.new_folder(results / "jobs", name)
+
+
+def check_folder(results: Path) -> None:
+    """Refuse a results folder with characters that sbatch interprets in the path of a log: % and backslash.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if any(c in "%\\" or not c.isprintable() for c in str(results)):
+        raise ConfigError(
+            f"the results folder {str(results)!r} has a character that Slurm does not take as it is in the path of a log (%, backslash, "
+            "line break); choose another with --results, or submit from another folder"
+        )
+
+
+def script(cluster: Cluster, folder: Path, parameters: Mapping[str, Any]) -> str:
+    """The batch script as submitit writes it, on a machine with or without Slurm."""
+    command = f"exec {shlex.quote(slurm.python(cluster))} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    return str(library().slurm.slurm._make_sbatch_string(command=command, folder=folder, **parameters)).rstrip()
+
+
+def library() -> Any:
+    """The package submitit.
+
+    Raises:
+        UnmetRequirement: it is not installed.
+    """
+    try:
+        import submitit
+    except ImportError as e:
+        raise UnmetRequirement("package submitit is not installed; run pip install '.[slurm]' in a clone of Playbook") from e
+    return submitit
+
+
+def folder_of(job: str, results: Path, advice: str) -> Path:
+    """The folder of a job that was submitted with this results folder.
+
+    Raises:
+        PlaybookError: there is none; `advice` says what to do.
+    """
+    found = sorted(results.glob(f"jobs/*/{job}_submission.sh")) if job.isdigit() else []
+    if not found:
+        raise PlaybookError(f"job '{job}' was not submitted with the results folder {results}; {advice}")
+    return found[-1].parent
+
+
+def _let_the_steps_save(job: str) -> None:
+    """Send SIGTERM to the ranks of all steps and wait until they have ended."""
+    command = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i"]
+    deadline = time.monotonic() + _SAVING_S
+    told: set[str] = set()
+    while time.monotonic() < deadline:
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        steps = {step for step in listed if step.rpartition(".")[2].isdigit()}
+        if not steps:
+            return
+        for step in steps - told:
+            subprocess.run(["scancel", "--signal=TERM", step], capture_output=True, check=False)
+        told |= steps
+        time.sleep(1)
+
+
+def end_of(job: str) -> str:
+    """The final state of a job that has left the queue, such as NODE_FAIL; an empty string if Slurm has forgotten it."""
+    try:
+        done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    found = re.search(r"\bJobState=(\w+)", done.stdout)
+    if found is None:
+        return ""
+    return " (NODE_FAIL: one of its nodes went away)" if found[1] == "NODE_FAIL" else f" ({found[1]})"
+
+
+def state_of(job: str) -> str | None:
+    """The state of the job in the queue, such as `pending (Resources)`; an empty string after it has left, None if squeue fails."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %R"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    state, _, rest = done.stdout.strip().partition(" ")
+    if done.returncode:
+        return "" if "Invalid job id" in done.stderr else None
+    return f"{state.lower()} {'on ' if rest[:1] not in ('', '(') else ''}{rest}".strip()

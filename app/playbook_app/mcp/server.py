@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from playbook import __version__
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, guidance
-from playbook.cards.sections import load_sections
+from playbook.cards.search import load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.question import diagnosis_of
@@ -92,8 +92,20 @@ def _figure(description: str) -> Any:
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-_Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
-_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "playbook"]
+_Framework = Literal[
+    "megatron-lm",
+    "megatron-bridge",
+    "nemo",
+    "torchtitan",
+    "playbook",
+    "accelerate",
+    "deepspeed",
+    "swift",
+    "axolotl",
+    "llamafactory",
+    "verl",
+]
+_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from playbook.diagnosis.actions import Action
 from playbook.diagnosis.answer import Changed
 from playbook.errors import PlaybookError
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook_trainer.config.tree import from_data, model_names
@@ -28,6 +29,9 @@ _STANDS_IN = {True: "qwen3_30b_a3b", False: "qwen3_8b"}
 @lru_cache(maxsize=512)
 def changed(action: Action, framework: str, hardware: str) -> Changed:
     """What an action changes, for one of the planner's targets; nothing where its exporter has no words for it."""
+    framework = framework if framework in _WORDS else FRAMEWORKS[framework].exports_as
+    if framework in _WORDS and action.keys:
+        return Changed(missing=tuple(f"{key}: has no one name in {framework}" for key, _, _ in action.keys))
     found = _changed(action.off, action.on, action.keys, framework, hardware)
     if not action.done:
         return found
@@ -43,6 +47,8 @@ def changed(action: Action, framework: str, hardware: str) -> Changed:
 
 
 def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
+    if framework in _WORDS:
+        return _of_lines(*(_LINES[framework](p) for p in (off, on)))
     if _trained(on):
         return _difference(off, on, keys, framework, hardware)
     if keys or framework not in _LINES:  # words of options are the same for every model
@@ -52,7 +58,31 @@ def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) ->
     return replace(lines, environment=tuple(f"{k}={v}" for k, v in after.items() if before.get(k) != v))
 
 
-_LINES: Mapping[str, Callable[[Plan], list[str]]] = {"megatron-lm": flag_lines, "megatron-bridge": override_lines}
+_HUGGING_FACE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile")
+_WORDS: Mapping[str, tuple[str, tuple[str, str, str, str]]] = {
+    "accelerate": ("{key}={value}", _HUGGING_FACE),
+    "deepspeed": ("{key}={value}", ("train_micro_batch_size_per_gpu", *_HUGGING_FACE[1:3], "")),
+    "swift": ("--{key} {value}", _HUGGING_FACE),
+    "axolotl": ("{key}: {value}", ("micro_batch_size", *_HUGGING_FACE[1:])),
+    "llamafactory": ("{key}: {value}", _HUGGING_FACE),
+    "verl": (
+        "actor_rollout_ref.{key}={value}",
+        ("actor.ppo_micro_batch_size_per_gpu", "", "model.enable_gradient_checkpointing", "actor.use_torch_compile"),
+    ),
+}
+"""By framework on transformers' layers: how a setting is written, and its names for the micro-batch, the micro-batches of a step, recompute of layers and their compilation."""
+
+
+def _plain_lines(plan: Plan, framework: str) -> list[str]:
+    """What of a plan a framework on transformers' layers has settings for."""
+    written, names = _WORDS[framework]
+    values = (plan.mbs, plan.microbatches, _plain("full" in plan.options.recompute), _plain(plan.options.compiled))
+    return [written.format(key=key, value=value) for key, value in zip(names, values, strict=True) if key]
+
+
+_LINES: Mapping[str, Callable[[Plan], list[str]]] = {
+    "megatron-lm": flag_lines, "megatron-bridge": override_lines, **{name: partial(_plain_lines, framework=name) for name in _WORDS},
+}  # fmt: skip
 """What a plan is to a trainer, one setting a line, for every model."""
 
 

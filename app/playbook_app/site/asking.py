@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from playbook.cards import coverage, search
-from playbook.cards.asked import PRIOR
+from playbook.cards import questions, search
 from playbook.cards.model import Card
+from playbook.cards.questions import PRIOR
 from playbook.cards.terms import FAMILIES, GPUS, tables, terms
 from playbook.paths import data_root
 from playbook.planner.models import MODELS
@@ -52,10 +52,10 @@ def asked(cards: Mapping[str, Card]) -> str:
             "alike": search.ALIKE,
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
-            "least": coverage.LEAST,
-            "signs": coverage.load_weights(),
-            "kinds": {kind: sorted(known) for kind, known in coverage.load_words().items()},
-            "most_words": coverage.MOST,
+            "least": questions.LEAST,
+            "signs": questions.load_weights(),
+            "kinds": {kind: sorted(known) for kind, known in questions.load_words().items()},
+            "most_words": questions.MOST,
             "beside": search.BESIDE,
             "nearest": search.NEAREST,
             "unknown": search.UNKNOWN,

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from playbook.planner import activations, flops, memory, nearest_layouts, plan, shapes
+from playbook.planner import options as options_
 from playbook.planner.models import MODELS
 from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import Plan
@@ -51,6 +52,7 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
         False,
         [
             ("backend", "Backend"),
+            ("compiled", "Compiled layers"),
             ("sharding", "Sharding over data parallelism"),
             ("grad_bytes", "Gradient bytes"),
             ("master_bytes", "Master bytes"),
@@ -58,6 +60,8 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
             ("fp8", "FP8 recipe"),
             ("fp8_params", "No BF16 copy of FP8 weights"),
             ("lora", "Rank of LoRA adapters"),
+            ("lora_targets", "Matrices with adapters"),
+            ("base", "Bits of the frozen base"),
             ("frozen", "Frozen parts"),
             ("optimizer_offload", "Optimizer on the host, percent"),
             ("loss", "Loss"),
@@ -130,9 +134,17 @@ def tables() -> dict[str, Any]:
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
         "param_bytes": memory.PARAM_BYTES,
         "host_bytes": memory.HOST_BYTES,
+        "base_bytes": memory.BASE_BYTES,
+        "live_parameters": memory.LIVE_PARAMETERS,
+        "sharded": options_.SHARDING,
+        "sharding_words": options_.SHARDING_WORDS,
+        "deepspeed": sorted(options_.DEEPSPEED),
+        "node": options_.NODE,
+        "lora_targets": options_.LORA_TARGETS,
         "gpu_gib": {name: cluster(name).memory_gib for name in clusters()},
         "tight": memory.TIGHT,
         "workspace_bytes": memory.WORKSPACE_BYTES,
+        "plain_bytes": memory.PLAIN_BYTES,
         "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(FP8)]},
         "backward": flops.BACKWARD,
     }
@@ -186,7 +198,7 @@ def _group(title: str, opened: bool, keys: Sequence[tuple[str, str]], known: Map
 
 def _control(key: str, label: str, known: Mapping[str, Any]) -> str:
     option = known["options"].get(key)
-    if key in ("recompute", "graphs", "offload_modules", "frozen"):
+    if key in ("recompute", "graphs", "offload_modules", "frozen", "lora_targets"):
         boxes = "".join(f'<label><input type="checkbox" name="{key}" value="{v}">{v}</label>' for v in known["labels"][key])
         return f'<fieldset class="pb-boxes"><legend>{html.escape(label)}</legend>{boxes}</fieldset>'
     if key == "model":

@@ -14,8 +14,7 @@ import regex
 
 from playbook.errors import LogError
 from playbook_bench.logs import fields
-from playbook_bench.logs.fields import figures
-from playbook_bench.logs.text import Lines, lines, shown
+from playbook_bench.logs.fields import Lines, figures, lines, shown
 
 Row = tuple[int, dict[str, Any]]
 """A line's number and its figures by the names that it gives them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.metadata
@@ -13,17 +14,126 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from playbook import files
+from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook.records import confidential
 from playbook.records.evidence import Machine
 from playbook.records.machine import CPU as CPU
 from playbook.records.machine import label
 from playbook.records.staleness import Here
-from playbook_bench.machine import nvml
+
+# What the NVIDIA driver says of its GPUs, by NVML; nothing where the library or the driver is missing, and callers then ask nvidia-smi.
+
+_PERIOD_S = 1.0
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[Any]:
+    """The library, initialised; None where it, or a driver, is missing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, or one that does not answer: each has an error of its own
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpus() -> list[list[str]] | None:
+    """Name, MiB, driver, power limit in W and UUID of each GPU, as nvidia-smi writes them; None where NVML does not answer."""
+    with _library() as nvml:
+        if nvml is None:
+            return None
+        try:
+            return [_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+        except nvml.NVMLError:
+            return None
+
+
+def _gpu(nvml: Any, handle: Any) -> list[str]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle).total // 2**20
+    return [
+        nvml.nvmlDeviceGetName(handle),
+        str(memory),
+        nvml.nvmlSystemGetDriverVersion(),
+        _power_limit(nvml, handle),
+        nvml.nvmlDeviceGetUUID(handle),
+    ]
+
+
+def _power_limit(nvml: Any, handle: Any) -> str:
+    """In W, with two decimals as nvidia-smi has them."""
+    try:
+        return f"{nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000:.2f}"
+    except nvml.NVMLError:
+        return "[N/A]"
+
+
+class Sampler:
+    """A thread that writes a line per second and GPU into a file, as `nvidia-smi --query-gpu=timestamp,... --format=csv,noheader,nounits` does."""
+
+    def __init__(self, devices: Sequence[str], path: Path) -> None:
+        self._devices, self._path = devices, path
+        self._stop, self._ready, self._works = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
+
+    def start(self) -> bool:
+        """Whether NVML answers for all of these GPUs; nothing is written where it does not."""
+        self._thread.start()
+        self._ready.wait()
+        return self._works
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with _library() as nvml:
+                if nvml is not None:
+                    with contextlib.suppress(nvml.NVMLError, OSError):
+                        self._sample(nvml)
+        finally:
+            self._ready.set()
+
+    def _sample(self, nvml: Any) -> None:
+        handles = [_handle(nvml, device) for device in self._devices]
+        lines = [_line(nvml, h) for h in handles]
+        with self._path.open("w", encoding="ascii") as out:
+            while True:
+                out.writelines(lines)
+                out.flush()
+                self._works = True
+                self._ready.set()
+                if self._stop.wait(_PERIOD_S):
+                    return
+                lines = [_line(nvml, h) for h in handles]
+
+
+def _handle(nvml: Any, device: str) -> Any:
+    return nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else nvml.nvmlDeviceGetHandleByUUID(device)
+
+
+def _line(nvml: Any, handle: Any) -> str:
+    now = datetime.now().strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
+    clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+    power = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    heat = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+    return f"{now}, {clock}, {power:.2f}, {heat}, 0x{nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle):016x}\n"
+
 
 PACKAGES = (
     "torch",
@@ -60,7 +170,7 @@ def detect() -> Machine:
 
 def _gpus() -> list[list[str]]:
     """Name, MiB, driver, power limit and UUID of each GPU of this machine."""
-    found = nvml.gpus()
+    found = gpus()
     if found is not None:
         return found
     rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
@@ -278,3 +388,33 @@ def _tool(command: Sequence[str], environment: Mapping[str, str] | None = None) 
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+# One harness at a time on a GPU: two would measure each other. On a CPU that is said, and not refused.
+
+
+def claim(machine: Machine) -> str:
+    """Take the machine's GPUs until this process ends. A warning where it has none and another harness measures on the CPU, else "".
+
+    Raises:
+        LaunchError: another harness has one of the GPUs.
+    """
+    if not machine.gpus:
+        who = _take("cpu")
+        return f"another harness measures on this CPU ({who}): both will find more noise" if who else ""
+    for device in device_ids(machine):
+        if who := _take(f"gpu-{device}"):
+            raise LaunchError(
+                f"GPU {device} is in use by another harness ({who}); wait until it has ended, or choose others by CUDA_VISIBLE_DEVICES"
+            )
+    return ""
+
+
+def _take(name: str) -> str:
+    """Take a lock. Returns who holds it already, or "" if it is ours now or the file system has no locks."""
+    folder = Path(tempfile.gettempdir()) / f"playbook-{os.getuid()}" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return files.take(folder)
+    except OSError:
+        return ""

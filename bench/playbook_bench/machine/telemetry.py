@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.records.evidence import Machine
-from playbook_bench.machine import detect, nvml, requirements
+from playbook_bench.machine import detect, requirements
 
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
 _FORMAT = "%Y/%m/%d %H:%M:%S.%f"
@@ -59,12 +59,12 @@ class Telemetry:
         self.devices = detect.device_ids(requirements.restrict(machine, profile))
         self.path = folder / "telemetry.csv"
         self._process: subprocess.Popen[bytes] | None = None
-        self._sampler: nvml.Sampler | None = None
+        self._sampler: detect.Sampler | None = None
 
     def __enter__(self) -> Telemetry:
         if not self.devices:
             return self
-        sampler = nvml.Sampler(self.devices, self.path)
+        sampler = detect.Sampler(self.devices, self.path)
         if sampler.start():
             self._sampler = sampler
         else:

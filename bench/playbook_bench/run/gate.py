@@ -21,13 +21,13 @@ from playbook.records.evidence import Comparison, Condition, Run, canonical, dig
 from playbook_bench import metrics
 from playbook_bench.judge import design, effects, guards, receipt, slowdown, verdict
 from playbook_bench.launch import local
-from playbook_bench.machine import detect, occupied, requirements
+from playbook_bench.machine import detect, requirements
 from playbook_bench.metrics import Metric
 from playbook_bench.run import schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Request, Series, Silent
-from playbook_bench.variants import checkout, trees
+from playbook_bench.variants import checkout
 from playbook_bench.variants.command import Command
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
 from playbook_trainer import revision
@@ -153,7 +153,7 @@ def _run(
         blank = replace(blank, differences=_differences(variants))
         if blank.differences:
             progress.note(f"the commits resolve the configuration differently: {'; '.join(blank.differences)}")
-        if warning := occupied.claim(requirements.restrict(machine, profile)):
+        if warning := detect.claim(requirements.restrict(machine, profile)):
             progress.note(warning)
         kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
         deadline = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
@@ -183,8 +183,8 @@ def _changed(repository: Path, baseline: str, judged: str | Path | None) -> bool
     """Whether the files that git knows of differ from those of the baseline; what a folder of files holds is not asked."""
     if isinstance(judged, Path):
         return True
-    state = trees.tree_of(repository, judged) if judged else trees.working_tree(repository)
-    return state != trees.tree_of(repository, baseline)
+    state = checkout.tree_of(repository, judged) if judged else checkout.working_tree(repository)
+    return state != checkout.tree_of(repository, baseline)
 
 
 def repository_of(case: Case, root: Path | None) -> Path:
@@ -195,7 +195,7 @@ def repository_of(case: Case, root: Path | None) -> Path:
     """
     if not case.command:
         return checkout.repository(root)
-    return (root or trees.around(Path.cwd())).resolve()
+    return (root or checkout.around(Path.cwd())).resolve()
 
 
 def _default_journal(
@@ -222,7 +222,7 @@ def _commands(case: Case, profile: str, repository: Path, states: Mapping[str, s
     found: dict[str, Runnable] = {}
     for variant in (v for v in ("baseline", "candidate", "anchor") if v in states):
         state = states[variant]
-        tree = trees.tree_of(repository, str(state)) if state else trees.working_tree(repository)
+        tree = checkout.tree_of(repository, str(state)) if state else checkout.working_tree(repository)
         command = resolve(case, "baseline", profile, here, tree)
         found[variant] = replace(command, variant=variant) if isinstance(command, Command) else command
     return found

@@ -12,7 +12,7 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Check, Observed, Variant
 from playbook_bench.judge.receipt import alike, judge_run
 from playbook_bench.launch.local import TRAINER, LocalLauncher, interruptible
-from playbook_bench.launch.outputs import read_run
+from playbook_bench.launch.outcome import read_run
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.variants.resolve import Resolved, Runnable, resolve_all

@@ -17,7 +17,7 @@ PAIR: tuple[Variant, Variant] = ("baseline", "candidate")
 AA_PAIRS = 4
 """Pairs of an A/A."""
 _DRAWN_HERE = 3
-"""The version of rules since which `design.order` draws the order; `playbook.records.order` has that of older ones."""
+"""The version of rules since which `design.order` draws the order; `playbook.records.consistency` has that of older ones."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from playbook.records.evidence import (
     Variant,
     digest,
 )
-from playbook_bench.launch import local, outputs
+from playbook_bench.launch import local, outcome
 from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect, requirements
@@ -255,7 +255,7 @@ class Series:
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
         """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs mostly idle."""
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
-        over, begin, end = outputs.window(result, folder)
+        over, begin, end = outcome.window(result, folder)
         found = self.telemetry.between(begin, end) if self.telemetry else {}
         return (found | {"over": over} if found else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
@@ -277,7 +277,7 @@ class Series:
             "telemetry": meanwhile,
         }
         try:
-            seen = outputs.read_run(folder)
+            seen = outcome.read_run(folder)
         except ValueError as e:
             text = confidential.hidden(f"the run's files cannot be read: {e}")
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)

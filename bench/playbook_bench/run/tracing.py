@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.trace import reports
+from playbook_bench.trace import flight, ranks, reports, snapshot
+from playbook_bench.trace.difference import Difference, difference
 from playbook_bench.trace.table import STEP, build
 from playbook_bench.trace.walls import Walls, walls
 from playbook_bench.variants.resolve import Resolved, configurations
@@ -104,15 +106,45 @@ def run(
     return _write(result, folder.with_suffix(".json"))
 
 
-def of_file(path: Path) -> tuple[Walls, TraceTable | None]:
-    """The walls of a trace that somebody else made, and the table of its ranges where they are ours.
+def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | flight.Hang | snapshot.Snapshot:
+    """The walls of a trace that somebody else made, with the table of its ranges where they are ours; of several ranks, how they compare;
+    of the flight recorder's dumps, which rank never came to which collective; of a memory snapshot, what holds the peak.
 
     Raises:
-        PlaybookError: it is no report, or damaged.
+        PlaybookError: there is no report, or it is damaged.
     """
-    timeline = reports.timeline_from_file(path)
-    framed = timeline.ops and any(span.name == STEP for span in timeline.spans)
-    return walls(timeline), build(timeline) if framed else None
+    seen, dumps, unread, alone = [], [], [], None
+    for name, each in reports.contents(path):
+        if isinstance(each, PlaybookError):
+            unread.append(each)
+        elif isinstance(each, dict) and snapshot.is_snapshot(each):
+            return snapshot.read(each)
+        elif isinstance(each, dict):
+            dumps.append((name, each))
+        else:
+            seen.append(ranks.summary(name, each))
+            framed = len(seen) == 1 and each.ops and any(span.name == STEP for span in each.spans)
+            alone = build(each) if framed else None
+    notes = [f"not read: {error}" for error in unread]
+    if dumps:
+        return flight.hang(dumps, [*notes, *([f"{len(seen)} traces beside the dumps are not part of this answer"] if seen else [])])
+    if not seen:
+        raise unread[0] if unread else PlaybookError(f"{path}: holds no trace; expected a report of nsys or Chrome traces")
+    if len(seen) == 1:
+        return replace(seen[0].walls, notes=(*seen[0].walls.notes, *notes)), alone
+    return ranks.compare(seen, notes)
+
+
+def between(before: Path, after: Path) -> Difference:
+    """Where the time of a step went between two traces, each of one rank.
+
+    Raises:
+        PlaybookError: one of them is no report, or damaged, or of several ranks.
+    """
+    first, second = (walls(reports.timeline_from_file(path)) for path in (before, after))
+    if {first.wall == "no GPU", second.wall == "no GPU"} == {True, False}:
+        raise PlaybookError(f"only one of {before} and {after} was traced on a GPU; expected two traces of the same kind")
+    return difference(first, second)
 
 
 def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:

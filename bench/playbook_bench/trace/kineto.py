@@ -7,22 +7,23 @@ operator that autograd recorded the same sequence number for.
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import re
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.intervals import union
-from playbook.kernel_names import COMMUNICATION
+from playbook.kernel_names import communicates
+from playbook_bench.trace.chrome import Document
+from playbook_bench.trace.containers import Unpacked, one
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread
 
-MAX_BYTES = 512 * 1024 * 1024
+_MAX_EVENTS = 4_000_000
+"""Events that are kept: those of the host and the device, without flows and Python functions."""
 _EVALUATE = "autograd::engine::evaluate_function: "
 # Annotations that the profiler, the optimizer base class and the process groups add; they name no part of the step.
 _FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|enumerate\(|gloo:|nccl:|c10d::|autograd::|## )")
@@ -32,17 +33,121 @@ _DEVICE = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _MAX_US = 10**16
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
+_MOST_NAMED = 64
+_ON_DEVICE = "gpu_user_annotation"
+_READ = {*_DEVICE, *_HOST, _ON_DEVICE}
+_GROUP = ("Process Group Description", "Process Group Name", "Process Group Ranks", "Group size")
 
 
 class Event(NamedTuple):
-    """One event of the trace, checked."""
+    """One operator of the host, checked. `number` and `forward`: autograd's sequence number and number of the forward thread."""
 
-    category: str
     name: str
     thread: int
     start: int
     end: int
-    args: dict[str, Any]
+    number: int | None
+    forward: int | None
+
+
+class _Launched(NamedTuple):
+    """One piece of device work, and the number of the call that launched it."""
+
+    name: str
+    start: int
+    end: int
+    kind: Kind
+    correlation: int | None
+    group: str
+
+
+class _Recorded:
+    """What is kept of a trace's events. Names are shared between events, so that many fit."""
+
+    def __init__(self) -> None:
+        self.operators: list[Event] = []
+        self.annotations: list[Span] = []
+        self.marks: list[Span] = []
+        """Annotations as the device ran them, by stream."""
+        self.device: list[_Launched] = []
+        self.calls: dict[int, tuple[int, int]] = {}
+        """Thread and begin of the launching call of each correlation."""
+        self.flows: dict[tuple[str, int], tuple[int, int]] = {}
+        """The two ends of each forward-to-backward flow by (end, id), as thread and time."""
+        self.processes: set[str] = set()
+        self.devices: set[str] = set()
+        self._names: dict[str, str] = {}
+        self._damaged = self._all = 0
+
+    def read(self, events: Iterator[Any], name: str) -> None:
+        """Keep what counts.
+
+        Raises:
+            PlaybookError: too many events, or hardly one has a time.
+        """
+        for event in events:
+            self._all += 1
+            if not isinstance(event, dict):
+                self._damaged += 1
+                continue
+            self._keep(event)
+            if self._all % 1024 == 0 and len(self.operators) + len(self.device) + len(self.calls) > _MAX_EVENTS:
+                raise PlaybookError(f"{name}: has more than {_MAX_EVENTS:,} operators and kernels; trace fewer steps (profile.steps)")
+        if self._damaged and self._damaged * 2 > self._all:
+            raise PlaybookError(
+                f"{name}: {self._damaged} of {self._all} events have no usable time; expected the Chrome trace that torch.profiler writes"
+            )
+
+    def _keep(self, e: dict[str, Any]) -> None:
+        kind, category = e.get("ph"), e.get("cat")
+        if kind in ("s", "f") and category == "fwdbwd":
+            number, moment, tid = _int(e.get("id")), _ns(e.get("ts")), _int(e.get("tid"))
+            if number is not None and moment is not None and tid is not None:
+                self.flows[str(kind), number] = (tid, moment)
+            return
+        if kind != "X" or not isinstance(category, str) or not isinstance(e.get("name"), str):
+            return
+        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
+        if start is None or duration is None or duration < 0:
+            self._damaged += 1
+            return
+        if category in _HOST and "pid" in e and len(self.processes) < _MOST_NAMED:
+            self.processes.add(str(e["pid"])[:40])
+        thread, args = _int(e.get("tid")), e.get("args")
+        args = args if isinstance(args, dict) else {}
+        if category not in _READ:
+            return
+        name = self._names.setdefault(e["name"], e["name"][:300])
+        if category in _DEVICE:
+            self._ran(category, name, start, start + duration, args)
+        elif thread is not None:
+            self._called(category, Span(thread, name, start, start + duration), args)
+
+    def _called(self, category: str, span: Span, args: dict[str, Any]) -> None:
+        """What the host did, and ranges."""
+        if category in _LAUNCH:
+            number = _int(args.get("correlation"))
+            # A runtime call may contain a driver call of the same correlation: the outer one, which began first, is the launch.
+            if number is not None and (number not in self.calls or span.start < self.calls[number][1]):
+                self.calls[number] = (span.thread, span.start)
+        elif category == "cpu_op":
+            number, forward = _int(args.get("Sequence number")), _int(args.get("Fwd thread id"))
+            self.operators.append(Event(span.name, span.thread, span.start, span.end, number, forward))
+        else:
+            (self.annotations if category == "user_annotation" else self.marks).append(span)
+
+    def _ran(self, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
+        kind: Kind = "copy" if _DEVICE[category] == "copy" else _kind(name)
+        if category == "kernel" and "device" in args and len(self.devices) < _MOST_NAMED:
+            self.devices.add(str(args["device"])[:40])
+        group = self._group(args) if kind == "communication" else ""
+        self.device.append(_Launched(name, start, end, kind, _int(args.get("correlation")), group))
+
+    def _group(self, args: dict[str, Any]) -> str:
+        """The process group of a collective, as its kernel's arguments describe it: what it is for, its name, and its ranks."""
+        words, name, ranks, size = (str(args.get(key, ""))[:200] for key in _GROUP)
+        label = " ".join(word for word in (words if words != "undefined" else "", f"#{name}" if name else "", ranks or size) if word)
+        return self._names.setdefault(label, label)
 
 
 def read(path: Path) -> Timeline:
@@ -51,44 +156,65 @@ def read(path: Path) -> Timeline:
     Raises:
         PlaybookError: unreadable, too large, not JSON, or no Chrome trace.
     """
-    document = _parse(path)
-    events = document.get("traceEvents") if isinstance(document, dict) else document
-    if not isinstance(events, list):
-        raise PlaybookError(f"{path}: has no list 'traceEvents'; expected the Chrome trace that torch.profiler writes")
-    complete, forward_threads = _events(events, path)
-    annotations = [e for e in complete if e.category == "user_annotation"]
-    spans = [Span(e.thread, _range_name(e.name), e.start, e.end) for e in annotations if _is_range(e)]
-    _check_one_rank(events, spans, path)
-    stacks = Stacks(close_backward(spans))
-    device = [e for e in complete if e.category in _DEVICE]
-    if device:
-        found = _device_timeline(spans, stacks, complete, device, forward_threads)
-    else:
-        found = _host_timeline(spans, stacks, complete, forward_threads)
-    found.marks = [Span(e.thread, e.name, e.start, e.end) for e in annotations if not _is_range(e)]
-    return found
+    for stream in one(path):
+        return parse(stream)
+    raise PlaybookError(f"{path}: holds no file; expected the Chrome trace that torch.profiler writes")
 
 
-def _check_one_rank(raw: list[Any], spans: list[Span], path: Path) -> None:
+def parse(stream: Unpacked) -> Timeline:
+    """The trace of one rank, from the bytes of its file.
+
+    Raises:
+        PlaybookError: too large, not JSON, or no Chrome trace.
+    """
+    return of_document(Document(stream), stream)
+
+
+def of_document(document: Document, stream: Unpacked) -> Timeline:
+    """The same, of a document whose `head` then says what else it holds.
+
+    Raises:
+        PlaybookError: too large, not JSON, or no Chrome trace.
+    """
+    seen = _Recorded()
+    seen.read(document.events(), stream.name)
+    spans = [span._replace(name=_range_name(span.name)) for span in seen.annotations if _is_range(span.name)]
+    _check_one_rank(seen, spans, stream.name)
+    stacks, amount = Stacks(close_backward(spans)), _amount(seen)
+    timeline = _device_timeline(spans, stacks, seen) if seen.device else _host_timeline(spans, stacks, seen)
+    timeline.marks = [span for span in seen.annotations if not _is_range(span.name)]
+    timeline.device_marks = seen.marks
+    about = document.head.get("distributedInfo")
+    timeline.rank = _int(about.get("rank")) if isinstance(about, dict) else None
+    if document.cut or stream.cut:
+        timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
+    return timeline
+
+
+def _amount(seen: _Recorded) -> str:
+    """How much of a trace there is."""
+    return f"{len(seen.device):,} operations of the GPU" if seen.device else f"{len(seen.operators):,} operators"
+
+
+def _check_one_rank(seen: _Recorded, spans: list[Span], name: str) -> None:
     """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of another."""
     merged = "as where traces of several ranks were merged; expected the trace of one rank, as it was written"
-    work = [e for e in raw if isinstance(e, dict) and e.get("ph") == "X" and isinstance(e.get("cat"), str)]
-    processes = sorted({str(e["pid"])[:40] for e in work if e["cat"] in _HOST and "pid" in e})
+    processes = sorted(seen.processes)
     if len(processes) > 1:
         named = ", ".join(processes[:4])
         raise PlaybookError(
-            f"{path}: holds the work of {len(processes)} processes (pid {named}); expected the trace of one rank, as it was written"
+            f"{name}: holds the work of {len(processes)} processes (pid {named}); expected the trace of one rank, as it was written"
         )
-    devices = {str(e["args"].get("device")) for e in work if e["cat"] == "kernel" and isinstance(e.get("args"), dict)}
-    if len(devices - {"None"}) > 1:
-        raise PlaybookError(f"{path}: holds kernels of {len(devices - {'None'})} GPUs, {merged}")
+    devices = seen.devices - {"None"}
+    if len(devices) > 1:
+        raise PlaybookError(f"{name}: holds kernels of {len(devices)} GPUs, {merged}")
     steps = sorted((s.start, s.end) for s in spans if s.name == "step")
     if any(after[0] < before[1] for before, after in itertools.pairwise(steps)):
-        raise PlaybookError(f"{path}: holds two steps at the same time, {merged}")
+        raise PlaybookError(f"{name}: holds two steps at the same time, {merged}")
 
 
-def _is_range(event: Event) -> bool:
-    return not _FOREIGN.match(event.name)
+def _is_range(name: str) -> bool:
+    return not _FOREIGN.match(name)
 
 
 def _range_name(name: str) -> str:
@@ -99,30 +225,6 @@ def _range_name(name: str) -> str:
 def _works(name: str) -> bool:
     """Whether an operator is work of the host: the nodes of autograd, and Python functions in it, only contain others and wait."""
     return "::" in name and "autograd::" not in name
-
-
-def _parse(path: Path) -> Any:
-    try:
-        with path.open("rb") as f:
-            packed = f.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if packed else path.open("rb") as f:
-            raw = f.read(MAX_BYTES + 1)
-    except OSError as e:
-        raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a Chrome trace, plain or gzip") from e
-    except (EOFError, zlib.error) as e:
-        raise PlaybookError(f"{path}: is a damaged gzip file ({e})") from e
-    if len(raw) > MAX_BYTES:
-        raise PlaybookError(f"{path}: is larger than {MAX_BYTES >> 20} MiB unpacked; trace fewer steps (profile.steps)")
-    try:
-        return json.loads(raw)
-    except RecursionError as e:
-        raise PlaybookError(f"{path}: is nested too deeply to be a Chrome trace") from e
-    except ValueError as e:
-        if isinstance(e, json.JSONDecodeError) and e.msg == "Extra data":
-            raise PlaybookError(
-                f"{path}: goes on behind its end, as where several processes wrote into one file; trace anew, each rank into its own"
-            ) from e
-        raise PlaybookError(f"{path}: is not valid JSON ({str(e)[:120]}); the run may have ended before the trace was written") from e
 
 
 def _ns(value: Any) -> int | None:
@@ -141,72 +243,33 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _events(raw: list[Any], path: Path) -> tuple[list[Event], dict[tuple[str, int], tuple[int, int]]]:
-    """The complete events, and the two ends of each forward-to-backward flow by (end, id), as thread and time."""
-    out: list[Event] = []
-    flows: dict[tuple[str, int], tuple[int, int]] = {}
-    damaged = 0
-    for e in raw:
-        if not isinstance(e, dict):
-            damaged += 1
-            continue
-        kind, start, thread = e.get("ph"), _ns(e.get("ts")), _int(e.get("tid"))
-        if kind in ("s", "f") and e.get("cat") == "fwdbwd":
-            number = _int(e.get("id"))
-            if number is not None and start is not None and thread is not None:
-                flows[str(kind), number] = (thread, start)
-            continue
-        if kind != "X" or not isinstance(e.get("cat"), str) or not isinstance(e.get("name"), str):
-            continue
-        duration, args = _ns(e.get("dur", 0)), e.get("args")
-        if start is None or duration is None or duration < 0:
-            damaged += 1
-            continue
-        if thread is None and e["cat"] not in _DEVICE:
-            continue
-        out.append(Event(e["cat"], e["name"][:300], thread or 0, start, start + duration, args if isinstance(args, dict) else {}))
-    if damaged and damaged * 2 > len(raw):
-        raise PlaybookError(
-            f"{path}: {damaged} of {len(raw)} events have no usable time; expected the Chrome trace that torch.profiler writes"
-        )
-    return out, flows
-
-
-def _device_timeline(
-    spans: list[Span], stacks: Stacks, events: list[Event], device: list[Event], flows: dict[tuple[str, int], tuple[int, int]]
-) -> Timeline:
-    calls: dict[int, Event] = {}
-    for e in events:
-        correlation = _int(e.args.get("correlation"))
-        if e.category in _LAUNCH and correlation is not None:
-            known = calls.get(correlation)
-            if known is None or e.start < known.start:
-                calls[correlation] = e
-    climb = _Climb(events, stacks, flows)
+def _device_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeline:
+    climb = _Climb(seen.operators, stacks, seen.flows) if spans else None
     ops: list[Op] = []
     unlaunched: list[Op] = []
-    for e in device:
-        call = calls.get(_int(e.args.get("correlation")) or -1)
-        kind: Kind = "copy" if _DEVICE[e.category] == "copy" else _kind(e.name)
+    seen.device.reverse()
+    while seen.device:  # each goes as its operation comes, so that memory holds them once
+        e = seen.device.pop()
+        call = None if e.correlation is None else seen.calls.get(e.correlation)
         if call is None:
-            unlaunched.append(Op(0, e.start, e.start, e.end, kind, e.name))
-            continue
-        ops.append(Op(call.thread, call.start, e.start, e.end, kind, e.name, climb.hint(call.thread, call.start)))
+            unlaunched.append(Op(0, e.start, e.start, e.end, e.kind, e.name, (), e.group))
+        else:
+            ops.append(Op(call[0], call[1], e.start, e.end, e.kind, e.name, climb.hint(*call) if climb else (), e.group))
     notes = [f"{len(unlaunched)} operations have no recorded launching call and are left out"] if unlaunched else []
     return Timeline("kineto", "gpu", spans, ops, unlaunched, notes=notes)
 
 
 def _kind(name: str) -> Kind:
-    return "communication" if COMMUNICATION.search(name) else "compute"
+    return "communication" if communicates(name) else "compute"
 
 
-def _host_timeline(spans: list[Span], stacks: Stacks, events: list[Event], flows: dict[tuple[str, int], tuple[int, int]]) -> Timeline:
+def _host_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeline:
     """Operator time on the host's threads, in pieces during which the open ranges do not change."""
-    climb = _Climb(events, stacks, flows)
+    climb = _Climb(seen.operators, stacks, seen.flows)
     main = main_thread(spans)
     by_thread: defaultdict[int, list[Event]] = defaultdict(list)
-    for e in events:
-        if e.category == "cpu_op" and _works(e.name):
+    for e in seen.operators:
+        if _works(e.name):
             by_thread[e.thread].append(e)
     ops: list[Op] = []
     for thread, members in by_thread.items():
@@ -215,10 +278,10 @@ def _host_timeline(spans: list[Span], stacks: Stacks, events: list[Event], flows
             for piece in _cut(outer, stacks, thread, (start, end)):
                 name = outer[max(0, bisect_right(outer, piece[0], key=lambda e: e.start) - 1)].name
                 ops.append(Op(thread, piece[0], *piece, _kind(name), name, climb.hint(thread, piece[0])))
-    for e in events:
+    for span in seen.annotations:
         # Gloo works on threads of its own while the main thread waits: its time belongs where the main thread is.
-        if e.category == "user_annotation" and e.name.startswith("gloo:"):
-            ops.append(Op(e.thread if main is None else main, e.start, e.start, e.end, "communication", e.name))
+        if span.name.startswith("gloo:"):
+            ops.append(Op(span.thread if main is None else main, span.start, span.start, span.end, "communication", span.name))
     notes = ["no GPU in this trace: busy is host time, the union of operator time on the rank's threads"]
     return Timeline("kineto", "host", spans, ops, notes=notes)
 
@@ -252,13 +315,12 @@ class _Climb:
         self._wrappers: defaultdict[int, list[Event]] = defaultdict(list)
         self._forward: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for e in events:
-            number = _int(e.args.get("Sequence number"))
-            if e.category != "cpu_op" or number is None or number < 0:
+            if e.number is None or e.number < 0:
                 continue
             if e.name.startswith(_EVALUATE):
                 self._wrappers[e.thread].append(e)
-            elif not _int(e.args.get("Fwd thread id")):
-                self._forward[e.thread, number].append(e.start)
+            elif not e.forward:
+                self._forward[e.thread, e.number].append(e.start)
         for wrappers in self._wrappers.values():
             wrappers.sort(key=lambda e: e.start)
         for starts in self._forward.values():
@@ -271,7 +333,7 @@ class _Climb:
         for (end, number), (thread, moment) in flows.items():
             source = flows.get(("s", number))
             wrapper = self._wrapper(thread, moment) if end == "f" else None
-            forward = _int(wrapper.args.get("Fwd thread id")) if wrapper else None
+            forward = wrapper.forward if wrapper else None
             if source is not None and forward is not None:
                 known.setdefault(forward, source[0])
         return known
@@ -290,7 +352,7 @@ class _Climb:
         wrapper = self._wrapper(thread, moment)
         if wrapper is None:
             return ()
-        number, forward = _int(wrapper.args.get("Sequence number")), _int(wrapper.args.get("Fwd thread id"))
+        number, forward = wrapper.number, wrapper.forward
         if number is None or forward is None:
             return ()
         source = self._threads.get(forward)

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from playbook.errors import PlaybookError
-from playbook.kernel_names import COMMUNICATION
+from playbook.kernel_names import OTHER, communicates, kernel_class
 from playbook_bench.trace.table import STEP, Kind, Op, Span, Timeline
 
 PUSH_POP, START_END = 59, 60
@@ -231,11 +231,17 @@ def _operations(
             unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
             names = [strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed) for label in labels]
             thread, launch = call or (0, begin)
-            yield Op(thread, launch, begin, until, _kind(table, names), names[0]), call is not None
+            kind = _kind(table, names)
+            yield Op(thread, launch, begin, until, kind, _name(names) if kind == "compute" else names[0]), call is not None
 
 
 def _kind(table: str, names: list[str]) -> Kind:
     if table in _COPIES:
         return "copy"
     # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
-    return "communication" if any(COMMUNICATION.search(n.split("(", 1)[0]) for n in names) else "compute"
+    return "communication" if any(map(communicates, names)) else "compute"
+
+
+def _name(names: list[str]) -> str:
+    """The short name; where it tells no class, as `Kernel` of CUTLASS, the first that does."""
+    return next((name for name in names if kernel_class(name) != OTHER), names[0])[:300]

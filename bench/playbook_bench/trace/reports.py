@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import kineto, nsys
+from playbook_bench.trace import chrome, containers, flight, kineto, nsys, pickles, snapshot
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -28,26 +32,113 @@ def table_from_file(path: Path) -> TraceTable:
 
 
 def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
-    """What a report of any trainer holds; `ranges`: it must hold ours. A `.nsys-rep` is exported first, by the nsys on this machine.
+    """What a report of one rank of any trainer holds; `ranges`: it must hold ours.
 
     Raises:
-        PlaybookError: it is no report, or damaged.
+        PlaybookError: it is no report, or damaged, or of several ranks.
     """
-    if path.suffix == ".nsys-rep":
-        if not path.is_file():
-            raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
-        if not shutil.which("nsys"):
-            raise PlaybookError(
-                f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
-            )
-        with tempfile.TemporaryDirectory() as folder:
-            return nsys.read(exported(path, Path(folder) / "trace.sqlite"), ranges)
+    ranks = list(islice(contents(path, ranges), 2))
+    if len(ranks) > 1:
+        raise PlaybookError(
+            f"{path}: holds several files; expected one rank's: playbook bench trace --file {path} compares them and names the one that waits least"
+        )
+    for _, timeline in ranks:
+        if isinstance(timeline, PlaybookError):
+            raise timeline
+        if not isinstance(timeline, Timeline):
+            raise PlaybookError(f"{path}: is no trace of a step; expected a report of nsys, its SQLite export, or a Chrome trace")
+        return timeline
+    raise PlaybookError(f"{path}: holds no file; expected a report of nsys, its SQLite export, or a Chrome trace")
+
+
+def memory_from_file(path: Path) -> snapshot.Snapshot:
+    """What holds the peak of a memory snapshot of PyTorch.
+
+    Raises:
+        PlaybookError: it is none, or damaged.
+    """
+    for _, each in contents(path):
+        if isinstance(each, PlaybookError):
+            raise each
+        if snapshot.is_snapshot(each) and isinstance(each, dict):
+            return snapshot.read(each)
+        break
+    raise PlaybookError(f"{path}: is no memory snapshot; expected what torch.cuda.memory._dump_snapshot writes")
+
+
+def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline | dict[str, Any] | PlaybookError]]:
+    """Each trace, dump of the flight recorder, or memory snapshot, of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
+
+    Raises:
+        PlaybookError: there is no such file, or none in the folder, or the archive is damaged.
+    """
+    for file in _files(path):
+        if file.suffix == ".nsys-rep" or _starts(file, _SQLITE):
+            yield str(file), _tried(partial(_of_nsys, file, ranges))
+            continue
+        for stream in containers.files(file):
+            yield stream.name, _tried(partial(_of_stream, stream, ranges))
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+    files = [p for p in files if p.suffix != ".nsys-rep" or p.with_suffix(".sqlite") not in files]
+    if not 0 < len(files) <= containers.MAX_FILES:
+        raise PlaybookError(f"{path}: holds {len(files) or 'no'} files; expected the traces of 1 to {containers.MAX_FILES} ranks")
+    return files
+
+
+def _tried(read: Callable[[], Timeline | dict[str, Any]]) -> Timeline | dict[str, Any] | PlaybookError:
+    try:
+        return read()
+    except PlaybookError as e:
+        return e
+
+
+def _starts(path: Path, head: bytes) -> bool:
     try:
         with path.open("rb") as f:
-            head = f.read(len(_SQLITE))
+            return f.read(len(head)) == head
     except OSError as e:
         raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
-    return nsys.read(path, ranges) if head == _SQLITE or path.suffix == ".sqlite" else kineto.read(path)
+
+
+def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str, Any]:
+    head = stream.peek(len(_SQLITE))
+    if head == _SQLITE:
+        with tempfile.NamedTemporaryFile(suffix=".sqlite") as f:
+            shutil.copyfileobj(stream, f)
+            f.flush()
+            return nsys.read(Path(f.name), ranges)
+    if head.startswith(pickles.HEAD):
+        return _dump(pickles.load(stream), stream.name)
+    document = chrome.Document(stream)
+    timeline = kineto.of_document(document, stream)
+    return _dump(document.head, stream.name) if "entries" in document.head else timeline
+
+
+def _dump(document: Any, name: str) -> dict[str, Any]:
+    if not (flight.is_dump(document) or snapshot.is_snapshot(document)):
+        raise PlaybookError(
+            f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, which has segments"
+        )
+    plain: dict[str, Any] = document
+    return plain
+
+
+def _of_nsys(path: Path, ranges: bool) -> Timeline:
+    if path.suffix != ".nsys-rep":
+        return nsys.read(path, ranges)
+    if not path.is_file():
+        raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
+    if not shutil.which("nsys"):
+        raise PlaybookError(
+            f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        return nsys.read(exported(path, Path(folder) / "trace.sqlite"), ranges)
 
 
 def read(path: Path) -> TraceResult:

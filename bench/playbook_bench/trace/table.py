@@ -56,6 +56,8 @@ class Op(NamedTuple):
     name: str
     hint: Path_ = ()
     """The forward range that a collector found by other means, for backward work outside every `.bwd` range."""
+    group: str = ""
+    """Of a collective: its process group, where the trace names it."""
 
 
 @dataclass
@@ -71,6 +73,9 @@ class Timeline:
     """Device work whose launching call was not recorded: it belongs to no range, and its `launch` is its start."""
     marks: list[Span] = field(default_factory=list)
     """Ranges that libraries opened, of steps and of waits for data; they name no part of the step."""
+    device_marks: list[Span] = field(default_factory=list)
+    """Ranges as the device ran them, by stream: from the first to the last operation that was launched in them."""
+    rank: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -238,21 +243,36 @@ def exclusive(ops: Sequence[Op]) -> list[int]:
 
     A moment at which several run goes to computation before communication before copies, and then to the earliest begun.
     """
-    order = sorted(range(len(ops)), key=lambda i: ops[i].start)
-    edges = sorted({t for o in ops for t in (o.start, o.end)})
     shares = [0] * len(ops)
+    together: list[int] = []
+    until = 0
+    for i in sorted(range(len(ops)), key=lambda i: ops[i].start):
+        if together and ops[i].start >= until:
+            _divide(ops, together, shares)
+            together = []
+        until = max(until, ops[i].end) if together else ops[i].end
+        together.append(i)
+    _divide(ops, together, shares)
+    return shares
+
+
+def _divide(ops: Sequence[Op], together: list[int], shares: list[int]) -> None:
+    """The shares of operations that overlap, in order of their begins."""
+    if len(together) == 1:
+        shares[together[0]] = ops[together[0]].end - ops[together[0]].start
+        return
+    edges = sorted({t for i in together for t in (ops[i].start, ops[i].end)})
     running: list[tuple[int, int, int]] = []
     following = 0
-    for at, until in pairwise(edges):
-        while following < len(order) and ops[order[following]].start <= at:
-            i = order[following]
+    for at, end in pairwise(edges):
+        while following < len(together) and ops[together[following]].start <= at:
+            i = together[following]
             heapq.heappush(running, (_PRIORITY[ops[i].kind], ops[i].start, i))
             following += 1
         while running and ops[running[0][2]].end <= at:
             heapq.heappop(running)
         if running:
-            shares[running[0][2]] += until - at
-    return shares
+            shares[running[0][2]] += end - at
 
 
 class _Table:

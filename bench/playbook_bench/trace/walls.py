@@ -7,9 +7,9 @@ Source: idle time is the host's where the next kernel was launched only after th
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +18,18 @@ from playbook.intervals import Interval, length, subtract, union
 from playbook.kernel_names import collective, kernel_class
 from playbook_bench.trace.table import NS_PER_MS, STEP, Op, Span, Timeline, exclusive
 
-Wall = Literal["data wait", "host-bound", "exposed communication", "memory-bound kernels", "compute-bound", "mixed", "no GPU"]
+Wall = Literal[
+    "data wait", "host-bound", "idle of unknown cause", "exposed communication", "memory-bound kernels", "compute-bound", "mixed", "no GPU"
+]
 
 DATA_WAIT = 0.10
 """Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is above what tracing itself adds."""
 HOST_BOUND = 0.10
 """Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us
 for each operator), so a smaller share may be the profiler's own."""
+_UNKNOWN_IDLE = 0.10
+"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the trace: as much as of
+the idle time whose cause is known."""
 EXPOSED = 0.15
 """Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the slowest rank."""
 BUSY = 0.80
@@ -36,6 +41,12 @@ _STEP = re.compile(r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration)([ _:
 _DATA = re.compile(
     r"^data$|enumerate\(DataLoader\)|data_?(loader|loading|wait)|(get|next|fetch)_batch|batch[-_ ]generator|collate", re.IGNORECASE
 )
+_UPDATE = re.compile(r"adam|sgd|lamb(?!da)|(^|_)lion|adagrad|adafactor|PointwiseOp\w*Functor", re.IGNORECASE)
+"""Kernels of optimizers: fused ones by name, those of torch's lists by their last operation, `addcdiv`."""
+_FEWEST_UPDATES = 2
+"""Fewer mark no step: a trace may begin or end in the middle of one."""
+_LAUNCH_NS = 10_000
+"""From a launching call's begin to its kernel's, at most, where the device has nothing else to do: 5 us, and as much again for the profiler."""
 _UNKNOWN = -(1 << 63)
 """The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
 _PRODUCTS = frozenset({"products", "grouped products", "attention"})
@@ -66,11 +77,15 @@ class Walls:
     host_idle: float | None
     """Idle because the host had not launched the next kernel, data waits excluded."""
     data_wait: float | None
+    unknown_idle: float | None
+    """Idle for neither reason: what ends it was launched before it began, or its launch is not in the trace."""
     communication: float
     exposed: float
     computing: float
     collectives: dict[str, float]
     """What is exposed by kind of collective, the largest first; where several run at once, each counts in whole."""
+    groups: dict[str, float]
+    """The same by kind and process group, where the trace names groups."""
     classes: tuple[ClassTime, ...]
     beyond: tuple[Wall, ...]
     """All walls above their thresholds, the largest first."""
@@ -85,31 +100,52 @@ class Tail:
     seconds: float
 
 
-def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
-    """The walls of a trace, from its marked steps; else from as much of its end as `tail` says; else from all of it.
+@dataclass(frozen=True)
+class Stretch:
+    """The whole steps of a trace: what ran in them, clipped to them, by its begin."""
+
+    ops: list[Op]
+    near: list[Op]
+    """With what begins at their end, which tells why the time before it was idle."""
+    window: Interval
+    num_steps: int
+    notes: tuple[str, ...]
+
+
+def stretch(trace: Timeline, tail: Tail | None = None) -> Stretch:
+    """A trace's marked steps; else as much of its end as `tail` says; else all of it.
 
     Raises:
         PlaybookError: nothing ran in it.
     """
     ops = [*trace.ops, *(op._replace(launch=_UNKNOWN) for op in trace.unlaunched)]
+    notes = [note for note in trace.notes if "left out" not in note]
     if not any(op.end > op.start for op in ops):
         raise PlaybookError(
             "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run makes steps"
+            + "".join(f" ({note})" for note in notes if "cut off" in note)
         )
-    notes = [note for note in trace.notes if "left out" not in note]
     if trace.unlaunched:
         notes.append(
             f"{len(trace.unlaunched)} operations have no recorded launching call: idle time before them does not count as the host's"
         )
-    window, num_steps = _window(ops, _steps(trace), tail, notes)
-    ops = sorted(
-        (
-            op._replace(start=max(op.start, window[0]), end=min(op.end, window[1]))
-            for op in ops
-            if op.end > window[0] and op.start < window[1]
-        ),
-        key=_begin,
-    )
+    window, num_steps = _window(trace, ops, _steps(trace), tail, notes)
+    near = sorted((_clipped(op, window) for op in ops if op.end > window[0] and op.start <= window[1]), key=_begin)
+    return Stretch(near[: bisect_left(near, window[1], key=lambda op: op.start)], near, window, num_steps, tuple(notes))
+
+
+def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
+    """The walls of a trace, of its steps as `stretch` finds them.
+
+    Raises:
+        PlaybookError: nothing ran in it.
+    """
+    return of_stretch(trace, stretch(trace, tail))
+
+
+def of_stretch(trace: Timeline, part: Stretch) -> Walls:
+    """The walls of a trace's steps."""
+    ops, near, window, num_steps, notes = part.ops, part.near, part.window, part.num_steps, list(part.notes)
     span = window[1] - window[0]
     busy = union((op.start, op.end) for op in ops)
     compute, sent = (union((op.start, op.end) for op in ops if op.kind == kind) for kind in ("compute", "communication"))
@@ -119,21 +155,26 @@ def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
         notes.append("no range tells when data was fetched: a wait for it counts as the host's")
     if trace.measures == "host":
         waited = length(data or []) / span
-        host = None
+        host = unknown = None
     else:
         of_data = [piece for gap in idle for piece in _inside(gap, data or [])]
-        by_host = [gap for gap in idle if _starved(gap, ops)]
+        by_host = [gap for gap in idle if _starved(gap, near)]
         waited = length(of_data) / span
         host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
+        unknown = max(0.0, length(idle) / span - waited - (host or 0.0))
     exposed = subtract(sent, compute)
-    collectives = _collectives(ops, compute, span)
+    collectives = _exposed(((collective(op.name), op) for op in ops), compute, span)
+    groups = _exposed(((f"{collective(op.name)} {op.group}", op) for op in ops if op.group), compute, span)
     classes = _classes(ops, span, num_steps)
     shares = {"busy": length(busy) / span, "exposed": length(exposed) / span, "computing": length(compute) / span}
-    beyond = _beyond(trace.measures, waited, host, shares["exposed"])
+    beyond = _beyond(
+        trace.measures,
+        {"data wait": waited, "host-bound": host, "idle of unknown cause": unknown, "exposed communication": shares["exposed"]},
+    )
     wall = beyond[0] if beyond else _kernels(trace.measures, shares["computing"], classes)
     return Walls(
         wall=wall,
-        sentence=_sentence(wall, waited, host, shares, classes),
+        sentence=_sentence(wall, waited, host, unknown, shares, classes),
         collector=trace.collector,
         num_steps=num_steps,
         span_ms=span / NS_PER_MS / num_steps,
@@ -141,14 +182,22 @@ def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
         idle=1 - shares["busy"],
         host_idle=host,
         data_wait=None if data is None else waited,
+        unknown_idle=unknown,
         communication=length(sent) / span,
         exposed=shares["exposed"],
         computing=shares["computing"],
         collectives=collectives,
+        groups=groups,
         classes=classes,
         beyond=tuple(beyond),
         notes=tuple(notes),
     )
+
+
+def _clipped(op: Op, window: Interval) -> Op:
+    if window[0] <= op.start and op.end <= window[1]:
+        return op
+    return op._replace(start=max(op.start, window[0]), end=min(op.end, window[1]))
 
 
 def _begin(op: Op) -> tuple[int, int]:
@@ -165,17 +214,59 @@ def _steps(trace: Timeline) -> list[Span]:
     return []
 
 
-def _window(ops: Sequence[Op], steps: Sequence[Span], tail: Tail | None, notes: list[str]) -> tuple[Interval, int]:
-    """From the first step's begin until the last step and the work it launched have ended, or what stands for it; and the number of steps."""
+def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tail | None, notes: list[str]) -> tuple[Interval, int]:
+    """Whole steps by the GPU's own marks, or what stands for them; and their number.
+
+    The host runs ahead: its mark of a step's begin may lie in the work of the step before. On the GPU a step begins with the first kernel that
+    was launched in it, so that from the first of these begins to the last lie whole steps, one fewer than there are marks.
+    """
+    begins = [] if trace.measures == "host" else _begins(trace, ops, steps)
+    if len(begins) > 1 and begins[-1] > begins[0]:
+        return (begins[0], begins[-1]), len(begins) - 1
     if steps:
         first, last = min(s.start for s in steps), max(s.end for s in steps)
         return (first, max([last, *(op.end for op in ops if first <= op.launch < last)])), len(steps)
     first, last = min(op.start for op in ops), max(op.end for op in ops)
+    if tail is None and len(ends := _updates(ops)) > _FEWEST_UPDATES:
+        notes.append("no range marks a step: a step lasts from the end of one optimizer update to the end of the next")
+        return (ends[0], ends[-1]), len(ends) - 1
     if tail is None:
         notes.append("no range marks a step: shares are of the whole trace, from its first operation to its last")
         return (first, last), 1
     notes.append(f"no range marks a step: shares are of the last {tail.seconds:.3g} s, which the log gives to {tail.num_steps} steps")
     return (max(first, last - max(1, round(tail.seconds * 1e9))), last), tail.num_steps
+
+
+def _begins(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span]) -> list[int]:
+    """When the GPU began each step: with the first kernel launched in it, or where launches are not in the trace, by the profiler's marks on the busiest stream."""
+    hosts = sorted((s.start, s.end) for s in steps)
+    starts = [s for s, _ in hosts]
+    first: dict[int, int] = {}
+    for op in ops:
+        i = bisect_right(starts, op.launch) - 1
+        if op.kind == "compute" and i >= 0 and op.launch < hosts[i][1]:
+            first[i] = min(op.start, first.get(i, op.start))
+    if len(first) == len(hosts):
+        return sorted(first.values())
+    streams: defaultdict[int, list[Span]] = defaultdict(list)
+    for mark in trace.device_marks:
+        if _STEP.match(mark.name):
+            streams[mark.thread].append(mark)
+    marks = max(streams.values(), key=lambda m: sum(s.end - s.start for s in m), default=[])
+    return sorted(s.start for s in marks) if len(marks) > len(first) else sorted(first.values())
+
+
+def _updates(ops: Sequence[Op]) -> list[int]:
+    """When each update of the parameters ended: the last of the optimizer's kernels before other products or attention."""
+    ends: list[int] = []
+    updating = False
+    for op in sorted((op for op in ops if op.kind == "compute"), key=_begin):
+        if _UPDATE.search(op.name):
+            ends = [*ends[:-1], max(op.end, ends[-1])] if updating else [*ends, op.end]
+            updating = True
+        elif updating and kernel_class(op.name) in _PRODUCTS:
+            updating = False
+    return ends
 
 
 def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
@@ -197,17 +288,17 @@ def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
 
 
 def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
-    """Whether the operation that ends an idle gap was launched only after the gap began; a gap that nothing ends is the host's too."""
+    """Whether the operation that ends an idle gap was launched after the gap began, or ran as soon as a launch can; a gap that nothing ends is the host's too."""
     i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
-    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > gap[0]
+    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > min(gap[0], gap[1] - _LAUNCH_NS)
 
 
-def _collectives(ops: Sequence[Op], compute: list[Interval], span: int) -> dict[str, float]:
-    """Shares of the step in which a kind of collective runs and nothing is computed."""
+def _exposed(named: Iterable[tuple[str, Op]], compute: list[Interval], span: int) -> dict[str, float]:
+    """Shares of the step in which the collectives of a name run and nothing is computed."""
     kinds: dict[str, list[Interval]] = {}
-    for op in ops:
+    for name, op in named:
         if op.kind == "communication":
-            kinds.setdefault(collective(op.name), []).append((op.start, op.end))
+            kinds.setdefault(name, []).append((op.start, op.end))
     shares = {kind: length(subtract(union(runs), compute)) / span for kind, runs in kinds.items()}
     return dict(sorted(((k, v) for k, v in shares.items() if v), key=lambda item: -item[1]))
 
@@ -223,16 +314,18 @@ def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, .
     return tuple(ClassTime(name, ns / NS_PER_MS / num_steps, ns / span, count[name] / num_steps) for name, ns in time.most_common())
 
 
-def _beyond(measures: str, waited: float | None, host: float | None, exposed: float) -> list[Wall]:
+_THRESHOLDS: dict[Wall, float] = {
+    "data wait": DATA_WAIT,
+    "host-bound": HOST_BOUND,
+    "idle of unknown cause": _UNKNOWN_IDLE,
+    "exposed communication": EXPOSED,
+}
+
+
+def _beyond(measures: str, shares: Mapping[Wall, float | None]) -> list[Wall]:
     """Walls outside the kernels that are above their thresholds, the largest first."""
-    found: list[tuple[float, Wall]] = []
-    if waited is not None and waited > DATA_WAIT:
-        found.append((waited, "data wait"))
-    if host is not None and host > HOST_BOUND:
-        found.append((host, "host-bound"))
-    if measures == "gpu" and exposed > EXPOSED:
-        found.append((exposed, "exposed communication"))
-    return [wall for _, wall in sorted(found, reverse=True)]
+    over = [(share, wall) for wall, share in shares.items() if share is not None and share > _THRESHOLDS[wall]]
+    return [wall for _, wall in sorted(over, reverse=True) if measures == "gpu" or wall == "data wait"]
 
 
 def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> Wall:
@@ -248,7 +341,9 @@ def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> W
     return "memory-bound kernels" if of_compute.get("elementwise", 0.0) > MOST * total else "mixed"
 
 
-def _sentence(wall: Wall, waited: float | None, host: float | None, shares: dict[str, float], classes: Sequence[ClassTime]) -> str:
+def _sentence(
+    wall: Wall, waited: float | None, host: float | None, unknown: float | None, shares: dict[str, float], classes: Sequence[ClassTime]
+) -> str:
     """The answer in one sentence, with the share behind it and what to try."""
     largest = classes[0].name if classes else "nothing"
     match wall:
@@ -256,6 +351,8 @@ def _sentence(wall: Wall, waited: float | None, host: float | None, shares: dict
             return f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, prefetching, or cheaper collation."
         case "host-bound":
             return f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, torch.compile, fused kernels, or larger micro-batches."
+        case "idle of unknown cause":
+            return f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for waits between streams and for other ranks."
         case "exposed communication":
             return f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, or another layout or dispatcher."
         case "memory-bound kernels":

@@ -16,7 +16,7 @@ from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.logs import reading
 from playbook_bench.machine import requirements
-from playbook_bench.variants import checkout, proof, trees
+from playbook_bench.variants import checkout, proof
 from playbook_bench.variants.program import Program, start
 
 
@@ -35,7 +35,7 @@ class Command:
     patterns: tuple[str, ...] = ()
     """What to count in the lines that it prints."""
     traced: Traced | None = None
-    files: trees.Files | None = None
+    files: checkout.Files | None = None
     """The files that it runs in; those of `here`, where None."""
     here: Path = Path()
     tokens: int | None = None
@@ -58,7 +58,7 @@ class Command:
         overlay, revision = dict(values.get("files", {})), values.get("revision")
         if tree and revision:
             raise ConfigError(f"case '{case.id}': '{variant}' names a revision; the gate chooses commits by itself, leave it out there")
-        files = trees.files(here, tree, revision, case.prepare, overlay) if tree or revision or overlay else None
+        files = checkout.files(here, tree, revision, case.prepare, overlay) if tree or revision or overlay else None
         root = files.repository if files else here
         plain = {k: v for k, v in values.items() if k not in DELTAS}
         known = {**plain, "root": str(root)}

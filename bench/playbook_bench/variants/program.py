@@ -7,17 +7,22 @@ with it, in sessions of their own too: the harness adopts them. What it prints i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import re
 import select
+import shutil
 import signal
+import statistics
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,10 @@ from playbook_bench import logs
 from playbook_bench.launch.local import GRACE_S, Rank, end, held, started
 from playbook_bench.launch.outcome import Result, out_of_memory, tail
 from playbook_bench.logs import StepLog
-from playbook_bench.variants import clocks, interpreter, proof
+from playbook_bench.logs.checks import in_bursts
+from playbook_bench.machine.detect import PACKAGES
+from playbook_bench.metrics import OUTSIDE, WALL_STEP
+from playbook_bench.variants import proof
 
 _POLL_S = 0.25
 _DRAIN_S = 10.0
@@ -179,7 +187,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
     if program.trace is not None:
         receipt |= proof.seen(program.trace)
     strict = {
-        **interpreter.seen_by(program.words, program.cwd, environment),
+        **_seen_by(program.words, program.cwd, environment),
         "log": found.adapter,
         "log_clock": found.clock,
         "log_every": found.every,
@@ -193,7 +201,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
         "source_sha": program.source,
         "world_size": program.ranks,
         "receipt": receipt,
-        "metrics": clocks.figures(found, first, wall),
+        "metrics": figures(found, first, wall),
     }
     try:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -276,3 +284,136 @@ def _count(log: Path, patterns: Sequence[str]) -> dict[str, int]:
         for line in lines:
             found.update(pattern for pattern, compiled in each.items() if compiled.search(line[:_LONG_LINE]))
     return dict(found)
+
+
+# The clock of a command's log, held against two that the command does not write: the arrival of its lines, and the launch's wall time.
+
+_SLACK = 0.01
+"""Share of the wall time by which steps may exceed it: two clocks of one machine drift by far less."""
+_THOUSANDTH = (1 / 2000, 1 / 500)
+_BIAS = 0.01
+"""The largest error of a mean, as a share, that the rounding of a log may cause."""
+_ON_GRID = 1e-3
+_TWO_VALUES = 0.9
+"""Where two values make up this share of the steps, they vary by less than the rounding, which then does not average out.
+Source: B. Widrow, I. Kollar, Quantization Noise, 2008: the bias falls with exp(-2 pi^2 (deviation / unit)^2), to 0.04 of half a unit at 0.4 units."""
+
+
+def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
+    """What the other clocks say of a launch, by name: seconds of a timed step between arrivals of lines, where lines were printed one by one, and seconds outside of all steps.
+
+    `first` is the index of the first timed line, `wall_s` the seconds of the whole launch.
+
+    Raises:
+        LogError: the steps of the log take longer than the launch, are in another unit, or are rounded too coarsely to be compared.
+    """
+    _fine(log, first)
+    inside = logged(log)
+    if inside > (1 + _SLACK) * wall_s:
+        raise LogError(
+            f"its steps take {inside:.4g} s by its log, and the whole launch took {wall_s:.3g} s. "
+            "Log seconds, or name the figure after its unit, such as ms for milliseconds"
+        )
+    found = {OUTSIDE: wall_s - inside}
+    lines = log.steps[max(0, first - 1) :]
+    moments = [step.arrived for step in lines if step.arrived is not None]
+    if len(moments) < len(lines) or len(moments) < 2 or in_bursts(moments):
+        return found
+    found[WALL_STEP] = (moments[-1] - moments[0]) / (log.every * (len(moments) - 1))
+    share = statistics.fmean(step.seconds for step in lines[1:]) / found[WALL_STEP]
+    if _THOUSANDTH[0] < share < _THOUSANDTH[1]:
+        raise LogError(
+            f"its steps take {share * found[WALL_STEP]:.3g} s by its log, and its lines arrive {found[WALL_STEP]:.3g} s apart, a thousand times as much; "
+            "expected as much. Log seconds, or name the figure after its unit, such as ms for milliseconds"
+        )
+    return found
+
+
+def logged(log: StepLog) -> float:
+    """Seconds of all steps of a log, at least: its first line may be of one step alone."""
+    return log.steps[0].seconds + math.fsum((b.step - a.step) * b.seconds for a, b in itertools.pairwise(log.steps))
+
+
+def _fine(log: StepLog, first: int) -> None:
+    """Raise where the rounding of the log may move the mean of its timed steps by more than is let pass."""
+    seconds = [step.seconds for step in log.steps[first:]]
+    if log.clock == "arrival":
+        return
+    mean = statistics.fmean(seconds)
+    # Differences of time stamps add up to the last less the first, so that one rounding is spread over all steps.
+    steps = log.every * len(seconds) if log.clock == "differences" else 1
+    unit = 10.0 ** math.ceil(math.log10(2 * _BIAS * mean * steps))
+    per_line = log.every if log.clock == "differences" else 1
+    if not _on_grid([per_line * s for s in seconds], unit):
+        return
+    if log.clock == "logged" and sum(n for _, n in Counter(seconds).most_common(2)) < _TWO_VALUES * len(seconds):
+        return
+    while _on_grid([per_line * s for s in seconds], 10 * unit):
+        unit *= 10
+    raise LogError(
+        f"its log rounds seconds to {unit:g} s, and a step takes {mean:.3g} s: too coarse to compare; log more digits, or milliseconds"
+    )
+
+
+def _on_grid(values: Sequence[float], unit: float) -> bool:
+    return all(abs(v / unit - round(v / unit)) < _ON_GRID for v in values)
+
+
+# Which Python a command runs on, and the packages that move its step time there.
+
+_MORE = (
+    "transformers",
+    "accelerate",
+    "datasets",
+    "lightning",
+    "pytorch-lightning",
+    "torchtitan",
+    "deepspeed",
+    "megatron-bridge",
+    "liger-kernel",
+)
+_PYTHON = re.compile(r"python[0-9.]*\Z")
+_ASK = """
+import importlib.metadata as m, json, sys
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+found = {name: v for name in sys.argv[1:] if (v := version(name))}
+print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "packages": found}))
+"""
+_TIMEOUT_S = 60
+
+
+def _seen_by(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The interpreter's version and packages, as far as the command is a Python or a script of one; else empty packages."""
+    program = str(cwd / words[0]) if "/" in words[0] else words[0]
+    python = _python(program, environment.get("PATH"))
+    return dict(_ask(python, environment.get("PYTHONPATH", ""))) if python else {"packages": {}}
+
+
+def _python(word: str, path: str | None) -> str | None:
+    """The Python that a word stands for: itself, or the one in the first line of a script."""
+    found = shutil.which(word, path=path)
+    if found is None or _PYTHON.match(Path(found).name):
+        return found
+    try:
+        with Path(found).open("rb") as f:
+            first = f.readline(300).decode("utf-8", "replace")
+    except OSError:
+        return None
+    named = first.removeprefix("#!").split()[-1] if first.startswith("#!") and first.split() else ""
+    return shutil.which(named, path=path) if _PYTHON.match(Path(named).name) else None
+
+
+@cache
+def _ask(python: str, import_path: str) -> dict[str, Any]:
+    """What one interpreter says; asked once, since it does not change within a command."""
+    words = [python, "-c", _ASK, *PACKAGES, *_MORE]
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={**os.environ, "PYTHONPATH": import_path}
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {"packages": {}}
+    return found

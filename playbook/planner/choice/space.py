@@ -90,7 +90,8 @@ class Question:
     @cached_property
     def kept(self) -> frozenset[str]:
         """Settings that are fixed."""
-        return frozenset(word.partition("=")[0] for word in self.fixed)
+        named = frozenset(word.partition("=")[0] for word in self.fixed)
+        return named | {"cp", "cp_comm"} if "ulysses" in named else named
 
 
 def check(question: Question) -> None:

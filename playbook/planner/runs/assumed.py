@@ -13,9 +13,10 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner.choice import unknowns
+from playbook.planner.frameworks import FRAMEWORKS, Framework, column
 from playbook.planner.models import file_of, from_file, named, nearest, published
-from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, Options
-from playbook.planner.plan import Plan, cut
+from playbook.planner.options import ATTENTION, BACKENDS, BASES, DEEPSPEED, DISPATCHERS, HYBRID, NODE, SHARDING_WORDS, Options
+from playbook.planner.plan import LOSSES, Plan, cut
 from playbook.planner.runs import spelling
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
@@ -45,11 +46,26 @@ _PRECISIONS = {
 _STANDS_FOR = {"nvfp4": "mxfp8", "fp16": "bf16"}
 _UNMODELLED = {"glm_5": "sparse attention: the time of its indexer is not modelled"}
 _FROZEN = ("peft", "lora")
+_RANK = 32
+"""Of adapters where a table does not say it: their share of the FLOPs is small. Source: Megatron Bridge, `peft/lora.py`."""
 _HYBRID_EP_SINCE = "2025-11"
 """Megatron-LM, pull request 2176, and Megatron Bridge, 1367."""
 _OVERLAP_SINCE = "2025-09"
 """Overlap of expert communication: Megatron Core 0.14, of which the containers of 25.09 are the first."""
-_SHARDING = {"": "", "0": "optimizer", "none": "none", "optimizer": "optimizer", "zero3": "fsdp", "on": "fsdp", "fsdp": "fsdp2"}
+_LOSS_COMPILED_SINCE = "2025-02"
+"""torchtitan, pull requests 755 and 859."""
+_SHARDING = {
+    "": "",
+    "0": "optimizer",
+    "none": "none",
+    "optimizer": "optimizer",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "hsdp": "hsdp",
+    "on": "fsdp",
+    "fsdp": "fsdp2",
+}
 
 
 @dataclass(frozen=True)
@@ -78,9 +94,9 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
     machine = _cluster(run, on)
     shape = _shape(run)
     task = run.word("task")
-    if any(word in task for word in _FROZEN):
-        raise Unexpressed("adapters on frozen weights: their passes are not modelled")
-    if task.startswith("sft"):
+    if is_adapters(task) and not run.word("lora"):
+        raise Unexpressed("adapters of unknown rank; state it in a column lora, such as 16")
+    if task.startswith("sft") and not is_adapters(task):
         raise Unexpressed("fine-tuning: the table has no lengths of samples, which decide attention and padding")
     if "VL" in run.word("model") or "multimodal" in task:
         raise Unexpressed("images: the table has no sizes of images")
@@ -88,27 +104,44 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
         raise Unexpressed(f"nothing of its layout and batch is known; state some of {', '.join(_LAYOUT)}")
     fp8 = _precision(run, machine, words)
     counts = _degrees(run, shape, words)
-    sharding = _sharding(run, counts["gpus"])
+    _one_of(run, "backend", BACKENDS | FRAMEWORKS.keys())
+    trained_by = column(run.word("backend"))
+    if "compiled=false" in trained_by.implied:
+        words.append("layers as transformers has them: no run has checked their time")
+    heads = run.count("ulysses") or 1
+    if shape.heads % (counts["tp"] * heads) or counts["gpus"] % (counts["tp"] * counts["cp"] * counts["pp"] * heads):
+        raise Unexpressed(
+            f"ulysses {heads} does not divide {shape.heads} heads over tp {counts['tp']}, or {counts['gpus']} GPUs over its layout"
+        )
+    sharding, instances = _sharding(run, trained_by.backend, counts["gpus"] // counts["pp"])
     unfused = run.word("attention") == "unfused"  # a trainer of that time has no sequence parallelism and no fused loss either
     base = Plan(
         shape,
         run.word("model"),
         gpus=counts["gpus"],
         tp=counts["tp"],
-        cp=counts["cp"],
+        cp=counts["cp"] * heads,
         pp=counts["pp"],
         ep=counts["ep"],
         etp=counts["etp"],
         seq_len=run.count("seq_len") or _assume(words, "seq_len", 4096),
+        grad_bytes=2 if sharding in DEEPSPEED and trained_by.backend == "torch" else 4,
         imbalance=_imbalance(run),
-        loss="native" if unfused else "te",
+        loss="native" if unfused else _loss(run, trained_by),
         options=Options(
             sharding=sharding,
             fp8=fp8,
             capacity=bool(shape.experts) and _capacity(run),
-            backend=_one_of(run, "backend", BACKENDS) or "megatron",
+            backend=trained_by.backend,
+            compiled="compiled=false" not in trained_by.implied,
+            optimizer_instances=instances,
+            cp_comm="" if heads == 1 else "a2a" if counts["cp"] == 1 else "a2a+p2p",
+            cp_sizes=(heads, counts["cp"]) if heads > 1 < counts["cp"] else (),
             attention=_one_of(run, "attention", ATTENTION),
             sp=False if unfused else None,
+            lora=rank(run),
+            lora_targets=tuple(w for w in re.split("[+,; ]+", run.word("lora_targets")) if w),
+            base=_one_of(run, "base", BASES),
         ),
     )
     if shape.experts and run.count("ep") is None:
@@ -120,6 +153,24 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
         plans = [replace(plan, imbalance=most) for plan in plans for most in (base.imbalance, 1.0)]
     plans = _fitted(run, plans, machine, words)
     return Assumed(tuple(dict.fromkeys(plans)), machine, (*words, *tried), len(words))
+
+
+def _loss(run: Run, trained_by: Framework) -> str:
+    """The loss of a run: what its framework implies; fused where a source says so."""
+    if run.word("loss"):
+        return _one_of(run, "loss", LOSSES.keys())
+    implied = next((w.partition("=")[2] for w in trained_by.implied if w.startswith("loss=")), "te")
+    return "torch" if implied == "compiled" and _before(run, _LOSS_COMPILED_SINCE) else implied
+
+
+def is_adapters(task: str) -> bool:
+    """Whether a task trains adapters beside frozen weights."""
+    return any(word in task for word in _FROZEN)
+
+
+def rank(run: Run) -> int:
+    """The rank of a run's adapters; 0 without any."""
+    return run.count("lora") or (_RANK if is_adapters(run.word("task")) else 0)
 
 
 def _imbalance(run: Run) -> float:
@@ -153,11 +204,11 @@ def _shape(run: Run) -> Shape:
     if named(name) in _UNMODELLED:
         raise Unexpressed(_UNMODELLED[named(name)])
     shape = _found(name, str(run.folder))
-    sizes = {column: count for column in ("layers", "experts") if (count := run.count(column))}
-    for column, count in sizes.items():
-        if count > getattr(shape, column):
-            raise Unexpressed(f"{count} {column}; {name[:80]} has {getattr(shape, column)}, and `{column}` cuts it")
-    return cut(shape, [f"{column}={count}" for column, count in sizes.items()])[0]
+    sizes = {size: count for size in ("layers", "experts") if (count := run.count(size))}
+    for size, count in sizes.items():
+        if count > getattr(shape, size):
+            raise Unexpressed(f"{count} {size}; {name[:80]} has {getattr(shape, size)}, and `{size}` cuts it")
+    return cut(shape, [f"{size}={count}" for size, count in sizes.items()])[0]
 
 
 @lru_cache(maxsize=256)
@@ -252,14 +303,21 @@ def _one_of(run: Run, column: str, known: Set[str]) -> str:
     return said
 
 
-def _sharding(run: Run, gpus: int) -> str:
+def _sharding(run: Run, backend: str, ranks: int) -> tuple[str, int]:
+    """What data parallelism shards, and the copies of it: those of `hsdp` have a node each."""
     said = run.word("fsdp").lower()
+    usual = "fsdp2" if backend == "torch" else "fsdp"
     if (said.isascii() and said.isdigit() and int(said[:10]) > 1) or said.startswith("fsdp"):
-        return "fsdp2" if run.word("backend") == "torch" else "fsdp"
+        return usual, 1
     found = _SHARDING.get(said)
     if found is None:
-        raise Unexpressed(f"fsdp '{said[:40]}' is not known; expected nothing, 0, optimizer, zero3, fsdp or a degree")
-    return found or ("fsdp2" if run.word("backend") == "torch" else "optimizer")
+        raise Unexpressed(
+            f"fsdp '{said[:40]}' is not known; expected nothing, 0, ddp, optimizer, zero1, zero2, zero3, hsdp, fsdp or a degree"
+        )
+    if not found:
+        implied = next((w.partition("=")[2] for w in column(run.word("backend")).implied if w.startswith("sharding=")), "")
+        found = implied or ("fsdp2" if backend == "torch" else "optimizer")
+    return SHARDING_WORDS[backend].get(found, found), max(1, ranks // NODE) if found == HYBRID else 1
 
 
 def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
@@ -279,7 +337,7 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
         each = _INTERLEAVED if (vpp or 1) > 1 else 1
         gbs = mbs * dp * plan.pp * each
         words.append(f"gbs unknown: {gbs}, {each} micro-batch{'es' if each > 1 else ''} for each stage")
-    if plan.pp > 1 and mbs > 1 and run.word("backend") == "torch" and run.count("gbs") is None:
+    if plan.pp > 1 and mbs > 1 and plan.options.backend == "torch" and run.count("gbs") is None:
         gbs, mbs = mbs * dp, max(1, mbs // plan.pp)
         words.append(f"mbs is a rank's whole batch: micro-batches of {mbs}, as many as stages")
     elif plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
@@ -297,22 +355,23 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
 
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
-    """Dispatchers and graphs that a run may have had."""
+    """Dispatchers and graphs that a run may have had; graphs and HybridEP are Megatron's."""
+    torch = plan.options.backend == "torch"
     options: dict[str, Any] = {
-        "recompute": spelling.recompute(run.word("recompute"), run.word("backend")),
+        "recompute": spelling.recompute(run.word("recompute"), plan.options.backend),
         "optimizer_offload": _offloaded(run, words),
     }
     dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace(*spelling.CUSTOM)]
     if plan.ep * plan.etp == 1:
         dispatchers = [""]
     elif not dispatchers[0] and plan.ep > 1:
-        inside = ["alltoall"] if _before(run, _HYBRID_EP_SINCE) else ["alltoall", "hybridep"]
-        outside = ["alltoall"] if plan.options.capacity else ["deepep"]  # DeepEP excludes padding to capacity
+        inside = ["alltoall"] if torch or _before(run, _HYBRID_EP_SINCE) else ["alltoall", "hybridep"]
+        outside = ["alltoall"] if torch or plan.options.capacity else ["deepep"]  # DeepEP excludes padding to capacity
         dispatchers = inside if plan.ep * plan.etp <= machine.domain else outside
         _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
     graphs = [spelling.graphs(run.word("cuda_graph"))]
     said = run.word("cuda_graph")
-    if not said and machine.name in _BLACKWELL and plan.shape.experts:
+    if not (said or torch) and machine.name in _BLACKWELL and plan.shape.experts:
         graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
         _once(tried, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
     overlaps = [False]

@@ -34,6 +34,8 @@ class Prediction:
     cluster: Cluster
     words: tuple[str, ...]
     parts: tuple[float, ...]
+    written_gib: float | None = None
+    """Memory that was written down before."""
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -53,12 +55,14 @@ class Prediction:
 
     def as_written(self, sealed: Sealed) -> Prediction:
         """The same with the speed and interval that were written down before."""
-        return replace(self, tokens_per_s_per_gpu=sealed.value, spread=log(sealed.high / sealed.low) / (2 * QUANTILE))
+        return replace(
+            self, tokens_per_s_per_gpu=sealed.value, spread=log(sealed.high / sealed.low) / (2 * QUANTILE), written_gib=sealed.memory_gib
+        )
 
     @cached_property
     def memory_bytes(self) -> float | None:
         """Peak bytes of the fullest rank; None where the layout is one that no trainer has."""
-        return _peak(self.plan)
+        return _peak(self.plan) if self.written_gib is None else self.written_gib * memory.GIB
 
     @property
     def fits(self) -> bool | None:
@@ -99,7 +103,7 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
     shape = found.plans[0].shape
     return Prediction(
         exp(fmean(logs)),
-        flops.per_token(shape, found.plans[0].seq_len),
+        flops.trained_per_token(shape, found.plans[0].seq_len, found.plans[0].options),
         hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(found.guesses)),
         found.plans[0],
         found.cluster,

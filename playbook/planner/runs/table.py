@@ -24,7 +24,7 @@ _MEASURED = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct",
 _ABOUT = ("mem_unit", "mem_kind", "quality", "status", "other", "source", "params_total_B", "params_active_B")
 _SET = (
     "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp",
-    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts",
+    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts", "lora", "lora_targets", "base", "loss", "ulysses",
 )  # fmt: skip
 _NEEDED = ("model", "hardware", "gpus")
 _COLUMNS = {name.lower(): name for name in (*_SET, *_MEASURED, *_ABOUT)}

@@ -8,8 +8,10 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
-from playbook.planner.options import FLEX
-from playbook.planner.parameters import parts
+from playbook.planner.memory import BASE_BYTES
+from playbook.planner.options import FLEX, Options
+from playbook.planner.parameters import adapters, parts
+from playbook.planner.parameters import layer as parameters_of
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
@@ -60,6 +62,12 @@ class Work(NamedTuple):
     frozen: bool
     native_loss: bool
     capacity: bool
+    lora: int
+    lora_targets: tuple[str, ...]
+    base: str
+    compiled: bool
+    apart: int
+    """Ranks of CP that share out heads."""
 
 
 class Kind(NamedTuple):
@@ -110,7 +118,8 @@ def work(plan: Plan) -> Work:
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
         0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
-        o.capacity,
+        o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled,
+        o.heads_apart(plan.cp),
     )  # fmt: skip
 
 
@@ -131,6 +140,12 @@ def kind(shape: Shape, index: int) -> Kind:
     return Kind(*parts(shape, index), bool(shape.window) and not full)
 
 
+@lru_cache(maxsize=65536)
+def index_of(shape: Shape, same: Kind) -> int:
+    """The first layer of a kind; the depth of prediction where no layer is."""
+    return next((i for i in range(shape.layers) if kind(shape, i) == same), shape.layers)
+
+
 @lru_cache(maxsize=200_000)
 def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Seconds of one layer of a kind for one micro-batch."""
@@ -140,11 +155,59 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     ]
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
+    if not w.compiled:
+        moved = _uncompiled(cluster, shape, kind, w)
+        forward, backward = (
+            forward._replace(elementwise=forward.elementwise + moved),
+            backward._replace(elementwise=backward.elementwise + 2 * moved),
+        )
+        blocks[0] = blocks[0]._replace(forward=blocks[0].forward._replace(elementwise=blocks[0].forward.elementwise + moved))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
+    if w.lora:
+        beside = _adapters(cluster, shape, kind, w)
+        forward, backward = forward.plus(beside.forward), backward.plus(beside.backward)
+        blocks = [*blocks[:1], Cost(blocks[1].forward.plus(beside.forward), blocks[1].backward)]
     again = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
+
+
+_NORM, _TURN, _GATE = 32, 12, 4
+"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back, weight), and
+rotation for each of queries and keys, and the activation for each of an MLP's inner values."""
+
+
+def _uncompiled(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
+    """Seconds that a layer of transformers moves bytes in its forward pass beyond compiled ones.
+
+    Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
+    """
+    rows, local = _tokens(w)
+    norms = _NORM * local * shape.hidden * (bool(kind.mixer) + bool(kind.ffn))
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim / w.tp
+    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if kind.mixer == "attention" else 0.0
+    gated = _GATE * rows * shape.ffn / w.tp if kind.ffn == "mlp" else 0.0
+    return _bytes(cluster, norms + turned + gated)
+
+
+def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Adapters beside a layer's products, and a 4-bit base made bf16 for each of them: both only move bytes.
+
+    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has them, unfused.
+    Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
+    """
+    rows, local = _tokens(w)
+    index = index_of(shape, kind)
+    pairs = [
+        (BF16 * (local * a.passed if a.passed > 1 else rows / w.tp), a.wide_in, a.wide_out)
+        for a in adapters(shape, index, Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets))
+    ]
+    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
+    backward = sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs)
+    held = parameters_of(shape, index)
+    unpacked = (held.sharded / w.tp + held.experts / (w.ep * w.etp)) * (BASE_BYTES[w.base] + BF16) if w.base else 0.0
+    return Cost(Parts(elementwise=_bytes(cluster, forward + unpacked)), Parts(elementwise=_bytes(cluster, backward + unpacked)))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
@@ -271,10 +334,10 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
-    ring = _context(cluster, shape, kind, w)
+    exchanged, ring = _context(cluster, shape, kind, w)
     return Cost(
-        forward._replace(tp=2 * gather, cp=_exposed(w, ring, core[0])),
-        backward._replace(tp=(3 if w.sp else 2) * gather, cp=_exposed(w, 2 * ring, core[1])),
+        forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
+        backward._replace(tp=(3 if w.sp else 2) * gather, cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
     )  # fmt: skip
 
 
@@ -292,7 +355,7 @@ def _host(cluster: Cluster, seconds: float) -> float:
 
 def _exposed(w: Work, sent: float, beside: float) -> float:
     """What of a ring's messages the attention beside them does not hide; other kinds hide nothing."""
-    return max(0.0, sent - beside) if w.cp_comm == "p2p" else sent
+    return max(0.0, sent - beside) if w.cp_comm.endswith("p2p") else sent
 
 
 def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
@@ -337,20 +400,21 @@ def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
     return collectives.ring(cluster, w.tp, 1, BF16 * w.seq_len * w.mbs / w.cp * shape.hidden)
 
 
-def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
-    """Keys and values over CP, or all heads in an all-to-all, in the forward pass."""
+def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
+    """All heads in an all-to-all, and keys and values over the rest of CP, in the forward pass."""
     if w.cp == 1:
-        return 0.0
+        return 0.0, 0.0
     rows = w.seq_len * w.mbs / w.cp
     if shape.mla is not None:
         keys = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim) / w.tp
         queries = keys
     else:
-        keys = 2 * max(shape.kv_heads, w.tp) * shape.head_dim / w.tp
+        keys = 2 * max(shape.kv_heads, w.tp * w.apart) * shape.head_dim / w.tp
         queries = 2 * shape.heads * shape.head_dim / w.tp
-    if w.cp_comm == "a2a" or kind.mixer != "attention":
-        return collectives.all_to_all(cluster, w.cp, w.tp, BF16 * rows * (keys + queries))
-    return collectives.ring(cluster, w.cp, w.tp, BF16 * rows * keys * w.cp)
+    apart = w.apart if kind.mixer == "attention" else w.cp
+    exchanged = collectives.all_to_all(cluster, apart, w.tp, BF16 * rows * (keys + queries)) if apart > 1 else 0.0
+    around = w.cp // apart
+    return exchanged, collectives.ring(cluster, around, w.tp * apart, BF16 * rows * keys * around) if around > 1 else 0.0
 
 
 def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:

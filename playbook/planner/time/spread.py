@@ -82,6 +82,8 @@ def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
         found.append(f"every expert gets equally many tokens; where they differ, {cost}")
     if not plan.options.graphs:
         found.append("no CUDA graphs: each layer costs the host time")
+    if plan.options.backend == "torch" and not plan.options.compiled:
+        found.append("layers as transformers has them, one kernel for each operation: no run has checked their time")
     if not cluster.host_known:
         found.append(f"{cluster.name}: a host {cluster.host_speed:g} times as fast as the calibrated one")
     if plan.shape.vision is not None:

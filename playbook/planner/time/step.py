@@ -9,6 +9,8 @@ from functools import lru_cache
 from math import exp
 
 from playbook.planner import activations, flops, parameters, pipeline
+from playbook.planner.memory import own_master
+from playbook.planner.options import DEEPSPEED, SHARDING, Options
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, layer, spread
@@ -21,7 +23,6 @@ _ADAM_BYTES = 28
 """Bytes that an update moves for each value: gradient, and master weight and two moments, read and written."""
 _LOGIT_BYTES = 52
 """Bytes moved for each logit where the loss is not fused: to float32, its maximum, exponentials, sum and gradient."""
-_FULL_SHARDING = ("fsdp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class _Stage:
     backward: Parts
     dense: float
     experts: float
+    trained: tuple[float, float]
+    """Of the dense ones and of experts, those with gradients; adapters are dense."""
 
     @property
     def seconds(self) -> float:
@@ -85,7 +88,7 @@ def step_time(plan: Plan, cluster: Cluster) -> StepTime:
     seconds = sum(parts.values())
     deviation = spread.deviation(parts, plan, cluster)
     tokens = plan.global_batch * plan.seq_len / plan.gpus
-    model = flops.per_token(shape, plan.seq_len) * tokens
+    model = flops.trained_per_token(shape, plan.seq_len, plan.options) * tokens
     peak = cluster.fp8_flops_per_s if plan.options.fp8 else cluster.bf16_flops_per_s
     wide = exp(spread.QUANTILE * deviation)
     return StepTime(
@@ -124,7 +127,8 @@ def _whole(cluster: Cluster, shape: Shape, work: Work) -> float:
     (counts,) = _chunks(shape, 1, 1)
     depths = [(layer.kind(shape, shape.layers), shape.mtp)] if shape.mtp else []
     costs = ((layer.cost(cluster, shape, kind, work), number) for kind, number in (*counts, *depths))
-    return sum(number * (sum(cost.forward) + sum(cost.backward)) for cost, number in costs) + _head(cluster, shape, work)
+    whole, product = _head(cluster, shape, work)
+    return sum(number * (sum(cost.forward) + sum(cost.backward)) for cost, number in costs) + whole - (product if work.frozen else 0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -138,8 +142,7 @@ def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ..
 @lru_cache(maxsize=65536)
 def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
     """Parameters of a layer: those that TP splits, those that it repeats, those of experts."""
-    index = next((i for i in range(shape.layers) if layer.kind(shape, i) == kind), shape.layers)
-    found = parameters.layer(shape, index)
+    found = parameters.layer(shape, layer.index_of(shape, kind))
     return found.sharded, found.repeated, found.experts
 
 
@@ -157,12 +160,15 @@ def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
     whole = [sum(column) for column in zip(*((*s.forward, *s.backward) for s in stages), strict=True)]
     scale = share * slow.seconds / sum(whole)
     width = len(Parts._fields)
-    return _Stage(Parts(*(x * scale for x in whole[:width])), Parts(*(x * scale for x in whole[width:])), slow.dense, slow.experts)
+    return _Stage(
+        Parts(*(x * scale for x in whole[:width])), Parts(*(x * scale for x in whole[width:])), slow.dense, slow.experts, slow.trained
+    )
 
 
 @lru_cache(maxsize=65536)
 def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind, int], ...], first: bool, last: bool) -> _Stage:
-    forward, backward, dense, experts = Parts(), Parts(), 0.0, 0.0
+    forward, backward, dense, experts, beside = Parts(), Parts(), 0.0, 0.0, 0.0
+    options = Options(backend="torch" if work.torch else "megatron", lora=work.lora, lora_targets=work.lora_targets)
     placed = list(counts)
     if last and shape.mtp:
         placed.append((layer.kind(shape, shape.layers), shape.mtp))
@@ -172,6 +178,7 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
         sharded, repeated, routed = _parameters(shape, kind)
         dense += number * (sharded / work.tp + repeated)
         experts += number * routed / (work.ep * work.etp)
+        beside += number * parameters.adapter_parameters(shape, layer.index_of(shape, kind), options) if work.lora else 0.0
     table = shape.vocab * shape.hidden / work.tp
     if first:
         dense += table
@@ -179,23 +186,23 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
         backward = backward._replace(elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work))
     if last:
         dense += 0 if shape.tied and first else table
-        one = _head(cluster, shape, work)
+        one, product = _head(cluster, shape, work)
         forward = forward._replace(products=forward.products + one / 3)
-        backward = backward._replace(products=backward.products + 2 * one / 3)
-    return _Stage(forward, backward, dense, experts)
+        backward = backward._replace(products=backward.products + 2 * one / 3 - (product if work.frozen else 0.0))
+    return _Stage(forward, backward, dense, experts, (beside, 0.0) if work.frozen else (dense, experts))
 
 
 def _lookup(cluster: Cluster, shape: Shape, work: Work) -> float:
     return 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
 
 
-def _head(cluster: Cluster, shape: Shape, work: Work) -> float:
-    """Output layer, loss and their gradients, for each depth of prediction, with the products that join a depth's two inputs."""
+def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
+    """Output layer, loss and their gradients, for each depth of prediction, with the products that join a depth's two inputs; and one of its three products alone."""
     rows = work.seq_len * work.mbs / work.cp
     work_flops = 6.0 * rows * shape.hidden * (shape.vocab / work.tp * (1 + shape.mtp) + 2 * shape.hidden / work.tp * shape.mtp)
     moved = _LOGIT_BYTES * rows * shape.vocab / work.tp if work.native_loss else 0.0
     fused = work_flops / (cluster.laws.loss_share * cluster.bf16_flops_per_s * IN_STEP.value)
-    return fused + moved / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
+    return fused + moved / (cluster.laws.memory_share * cluster.memory_bytes_per_s), fused / 3
 
 
 def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:
@@ -231,29 +238,61 @@ def _offloaded(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
     return {"offload": plan.microbatches * (max(0.0, sent - sum(stage.forward)) + max(0.0, sent - sum(stage.backward)))}
 
 
-def _rings(plan: Plan, cluster: Cluster, stage: _Stage, num_bytes: float, pieces: int) -> float:
-    """One gather or scatter of a stage's parameters at so many bytes each, over both grids, in so many pieces."""
-    dense = collectives.ring(cluster, plan.dp * plan.cp, plan.tp, num_bytes * stage.dense, pieces)
-    return dense + collectives.ring(cluster, plan.edp, plan.etp * plan.ep, num_bytes * stage.experts, pieces)
+def _rings(plan: Plan, cluster: Cluster, held: tuple[float, float], num_bytes: float, pieces: int) -> float:
+    """One gather or scatter of parameters (dense, experts) at so many bytes each, over both grids, in so many pieces.
+
+    Copies of what is sharded (HSDP, instances of the optimizer) are shared within; `_copies` has what goes between them.
+    """
+    (dense, inner), (experts, outer) = _grids(plan)
+    copies = _instances(plan)
+    found = collectives.ring(cluster, dense // copies, inner, num_bytes * held[0], pieces)
+    return found + collectives.ring(cluster, max(1, experts // copies), outer, num_bytes * held[1], pieces)
+
+
+def _grids(plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Ranks of data parallelism, and how far they are apart, of everything but the experts and of these."""
+    return (plan.dp * plan.cp, plan.tp), (plan.edp, plan.etp * plan.ep)
+
+
+def _instances(plan: Plan) -> int:
+    """Copies of what data parallelism shards."""
+    return plan.options.optimizer_instances if SHARDING[plan.options.sharding].optimizer else 1
+
+
+def _copies(plan: Plan, cluster: Cluster, held: tuple[float, float]) -> float:
+    """The all-reduce of each rank's share of the gradients between copies, once a step."""
+    copies = _instances(plan)
+    if copies == 1:
+        return 0.0
+    shares = [(max(1, ranks // copies), apart, count) for (ranks, apart), count in zip(_grids(plan), held, strict=True)]
+    return 2 * sum(collectives.ring(cluster, copies, apart * shared, plan.grad_bytes * count / shared) for shared, apart, count in shares)
 
 
 def _data_parallel(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
-    """What of the gradients' and parameters' travel the passes beside it do not hide.
+    """What of the gradients' and parameters' travel the passes beside it do not hide; what is frozen has no gradient, and travels where it is sharded.
 
-    Full sharding gathers in each pass and scatters in each backward pass, layer by layer; otherwise gradients travel beside the last backward pass and
-    parameters beside the first forward pass.
+    Full sharding gathers in each pass and scatters in each backward pass, layer by layer. Sharded gradients are scattered in each backward pass; otherwise
+    they travel beside the last one. Parameters then travel beside the first forward pass, with DeepSpeed before it.
+    Sources: ZeRO, arXiv 1910.02054, section 7; DeepSpeed 0.19.6, `runtime/zero/stage_1_and_2.py` (`step`).
     """
     if plan.dp * plan.cp * plan.edp == 1:
         return {}
     forward, backward = sum(stage.forward), sum(stage.backward)
-    full, layers = plan.options.sharding in _FULL_SHARDING, max(1, plan.shape.layers // plan.pp)
-    gather, scatter = (_rings(plan, cluster, stage, size, layers if full else 1) for size in (BF16, plan.grad_bytes))
-    if full:
+    o, layers = plan.options, max(1, plan.shape.layers // plan.pp)
+    split, whole = SHARDING[o.sharding], (stage.dense, stage.experts)
+    scatter = _rings(plan, cluster, stage.trained, plan.grad_bytes, layers if split.parameters else 1)
+    between = _copies(plan, cluster, stage.trained)
+    if split.parameters:
+        gather = _rings(plan, cluster, whole, BF16, layers)
         exposed = _beside(gather, forward) + _beside(gather + scatter, backward)
-        return {"dp": plan.microbatches * (exposed + (2 * gather + scatter) / layers)}
-    if plan.options.sharding == "none":
+        last = _beside(gather + scatter + between, backward) - _beside(gather + scatter, backward)
+        return {"dp": plan.microbatches * (exposed + (2 * gather + scatter) / layers) + last}
+    if not split.optimizer:
         return {"dp": _beside(2 * scatter, backward)}
-    return {"dp": _beside(scatter, backward) + _beside(gather, forward)}
+    gather = _rings(plan, cluster, stage.trained, BF16, 1)
+    gathered = gather if o.backend == "torch" and o.sharding in DEEPSPEED else _beside(gather, forward)
+    before = plan.microbatches - 1 if split.gradients else 0
+    return {"dp": before * _beside(scatter, backward) + _beside(scatter + between, backward) + gathered}
 
 
 def _beside(sent: float, computed: float) -> float:
@@ -261,13 +300,19 @@ def _beside(sent: float, computed: float) -> float:
 
 
 def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
-    """The update, the norm of the gradients before it, and what the host does once a step."""
-    sharded = plan.options.sharding != "none"
-    over = (plan.dp * plan.cp, plan.edp) if sharded else (1, 1)
-    count = stage.dense / max(over[0], 1) + stage.experts / max(over[1], 1)
-    held = count if plan.options.sharding in _FULL_SHARDING else stage.dense + stage.experts
+    """The update, the norm of the gradients before it, and what the host does once a step; FSDP2's shares on the host come to the GPU in each pass."""
+    split = SHARDING[plan.options.sharding]
+    (dense, _), (experts, _) = _grids(plan)
+    over = (dense // _instances(plan), experts // _instances(plan)) if split.optimizer else (1, 1)
+    trained_dense, trained_experts = stage.trained
+    count = trained_dense / max(over[0], 1) + trained_experts / max(over[1], 1)
+    held = count if split.parameters else trained_dense + trained_experts
     each = plan.grad_bytes + 2 * plan.master_bytes + 4 * plan.moment_bytes + BF16
     rate = cluster.laws.optimizer_share * cluster.memory_bytes_per_s
     seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * held) / rate + HOST_STEP.value / cluster.host_speed
-    away = plan.options.optimizer_offload / 100 * count
-    return seconds + away * ((_FP32 + BF16) / cluster.laws.host_to_device + _ADAM_BYTES / CPU_ADAM.value)
+    share = plan.options.optimizer_offload / 100
+    seconds += share * count * ((_FP32 + BF16) / cluster.laws.host_to_device + _ADAM_BYTES / CPU_ADAM.value)
+    if own_master(plan.options) and share:
+        shard = stage.dense / max(over[0], 1) + stage.experts / max(over[1], 1)
+        seconds += plan.microbatches * 2 * BF16 * share * shard / cluster.laws.host_to_device
+    return seconds

@@ -1,19 +1,22 @@
-"""A training script whose log lies: it takes `--takes` seconds a step and prints each step as it ends, with what `--lie` makes of its seconds."""
+"""A training script whose log lies: a step takes `--takes` seconds, and its line says what `--lie` makes of them.
+
+It waits for nothing. When its lines come, and how long the launch takes, it plans: `planned_clock.py` reads it from `planned.json` in the launch's folder, `--launch`.
+"""
 
 import argparse
 import json
 import random
-import time
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--launch", type=Path, required=True, help="the launch's folder, whose number seeds what is drawn")
 parser.add_argument("--takes", type=float, default=0.005)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lie", default="")
-parser.add_argument("--planned", action="store_true", help="log what steps should take, whatever a busy machine makes of them")
 parser.add_argument("--loss", default="constant", choices=["constant", "unseeded", "seeded", "rising", "falling"])
 told = parser.parse_args()
-draw = random.Random()
-chance = random.Random(1 if told.loss == "seeded" else None)
+draw = random.Random(told.launch.name[:3])
+chance = random.Random("one for all" if told.loss == "seeded" else f"of launch {told.launch.name[:3]}")
 middle = (told.steps // 5 + 1 + told.steps) / 2
 slope = {"rising": 0.02, "falling": -0.02}.get(told.loss, 0.0)
 
@@ -24,23 +27,12 @@ def loss(step):
     return course * (1 + (chance.gauss(0, 0.002) if told.loss in ("seeded", "unseeded") else 0))
 
 
-def sleep(seconds):
-    """Spin: a sleep as short as a step lasts as long as the machine likes."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
-
-
-work, lines = told.steps * told.takes, []
-if told.lie == "before":
-    sleep(0.9 * work)
+takes = told.takes * (1 + draw.gauss(0, 0.003))
+beside, work, lines, arrivals = 0.5 * (1 + draw.gauss(0, 0.02)), told.steps * takes, [], []
+now = 0.9 * work if told.lie == "before" else 0.0
 for step in range(1, told.steps + 1):
-    began = time.perf_counter()
-    planned = told.takes * (0.1 if told.lie in ("before", "after", "between", "unsynchronised") else 1) * (1 + draw.gauss(0, 0.005))
-    sleep(planned)
-    seconds = planned if told.planned else time.perf_counter() - began
-    if told.lie in ("between", "unsynchronised"):
-        sleep(0.9 * told.takes)
+    seconds = takes * (0.1 if told.lie in ("before", "after", "between", "unsynchronised") else 1) * (1 + draw.gauss(0, 0.005))
+    now += seconds + (0.9 * takes if told.lie in ("between", "unsynchronised") else 0)
     name, seconds = {
         "halved": ("seconds", seconds / 2),
         "at the end": ("seconds", seconds / 2),
@@ -50,9 +42,10 @@ for step in range(1, told.steps + 1):
         "rounded": ("seconds", round(seconds, 2)),
     }.get(told.lie, ("seconds", seconds))
     lines.append(json.dumps({"step": step, name: seconds, "loss": loss(step), "tokens": 8}))
-    if told.lie != "at the end":
-        print(lines[-1], flush=True)
+    arrivals.append(now)
 if told.lie == "at the end":
-    print(*lines, sep="\n")
+    arrivals = [now] * told.steps
 if told.lie == "after":
-    sleep(0.9 * work)
+    now += 0.9 * work
+print(*lines, sep="\n")
+(told.launch / "planned.json").write_text(json.dumps({"arrivals": arrivals, "whole": beside + now}))

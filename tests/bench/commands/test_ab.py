@@ -49,7 +49,7 @@ def invented(monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
+def run(tmp_path, capsys, monkeypatch, planned):
     def run_(*words):
         monkeypatch.chdir(tmp_path)
         capsys.readouterr()
@@ -64,7 +64,7 @@ def run(tmp_path, capsys, monkeypatch):
 
 
 def test_two_commands_with_nothing_installed_but_playbook(run):
-    """Real launches; the log is recognised, the record replays."""
+    """Launches are real, and their seconds planned; the log is recognised, the record replays."""
     code, found, err = run("--", *COMMAND, "--slower", "1", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (0, "faster"), err
     assert found["effect_percent"]["low"] < 100 < found["effect_percent"]["high"]

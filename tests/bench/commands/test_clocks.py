@@ -1,25 +1,26 @@
-"""The clock of a command's log against clocks that it does not write: launches are real, and each lie was a certain verdict once."""
+"""The clock of a command's log against clocks that it does not write: launches are real, their seconds planned, and each lie was a certain verdict once."""
 
 import json
-import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from playbook.errors import LogError
+from playbook.records.commands import Steps
 from playbook_app.cli.app import main
 from playbook_bench import logs, metrics
-from playbook_bench.judge import clocks as judged
+from playbook_bench.judge import verdict as judged
 from playbook_bench.run import replay
-from playbook_bench.variants import clocks, program
+from playbook_bench.variants import program
 
 SCRIPT = str(Path(__file__).with_name("lying_script.py"))
-COMMAND = [sys.executable, SCRIPT]
+COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
 
 
 @pytest.fixture
-def ab(tmp_path, capsys, monkeypatch):
+def ab(tmp_path, capsys, monkeypatch, planned):
     def run(*words):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as ended:
@@ -31,26 +32,38 @@ def ab(tmp_path, capsys, monkeypatch):
     return run
 
 
-def arrive(monkeypatch, seconds):
-    """Lines of every launch arrive so far apart, but for a launch noise of 0.3 %."""
-    draw, finish = random.Random(1), program._Printed.finish
+def test_lines_and_launches_are_timed_as_they_come(tmp_path, monkeypatch):
+    """By the machine's own clock: a line has come before somebody hears of it, and what is printed after that comes later."""
+    script = """
+import json, pathlib, time
+for step in range(1, 4):
+    print(json.dumps({"step": step, "seconds": 1e-7 + step / 1e10}), flush=True)
+    while step == 1 and not pathlib.Path("heard").exists():
+        time.sleep(0.01)
+time.sleep(0.3)
+"""
+    heard, arrivals, finish = [], [], program._Printed.finish
 
-    def finished(self):
-        finish(self)
-        step = seconds * (1 + draw.gauss(0, 0.003))
-        self.arrivals = [step * i for i in range(len(self.arrivals))]
+    def on_step(count):
+        if count == 1 and not heard:
+            heard.append(time.monotonic())
+            (tmp_path / "heard").touch()
 
-    monkeypatch.setattr(program._Printed, "finish", finished)
+    monkeypatch.setattr(program._Printed, "finish", lambda self: (finish(self), arrivals.extend(self.arrivals)))
+    began = time.monotonic()
+    ended = program.start(program.Program([sys.executable, "-c", script], tmp_path, {}, None, 1, 600.0, Steps(count=3)), tmp_path, on_step)
+    assert ended.outcome == "ok", ended.message
+    assert began < arrivals[0] <= heard[0] < arrivals[1] <= arrivals[2] < time.monotonic()
+    assert 0.3 < ended.wall_s < time.monotonic() - began
+    outside = json.loads((tmp_path / "summary.json").read_text())["metrics"]["outside_seconds"]
+    assert outside == pytest.approx(ended.wall_s, abs=1e-6)
 
 
 @pytest.mark.parametrize("lie", ["halved", "between", "unsynchronised", "before", "after", "at the end"])
 @pytest.mark.sample("halved")
-def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie, monkeypatch):
+def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie):
     alone = lie in ("before", "after", "at the end")  # no line arrives when its step ends, or as much time lies outside of all lines
-    words = [*COMMAND, "--takes", "0.04" if alone else "0.005"]  # beyond what a start varies by on a busy machine
-    if not alone:  # a busy machine hands lines over when it likes
-        words += ["--planned"]
-        arrive(monkeypatch, 0.005)
+    words = [*COMMAND, "--takes", "0.04"]
     code, verdict, sentence = ab("--", *words, "--vs", *words, "--lie", lie)
     assert (code, verdict) == (3, "undecided"), sentence
     second = "as whole launches" if alone else "by the arrival of its lines"
@@ -76,9 +89,7 @@ def test_a_timer_that_does_not_wait_is_named_where_both_commands_have_it(ab):
 
 
 def test_an_honest_gain_stays_one(ab):
-    code, verdict, sentence = ab(
-        "--", *COMMAND, "--takes", "0.03", "--vs", *COMMAND, "--takes", "0.01"
-    )  # a busy machine takes steps of few ms apart
+    code, verdict, sentence = ab("--", *COMMAND, "--takes", "0.03", "--vs", *COMMAND, "--takes", "0.01")
     assert (code, verdict) == (0, "faster"), sentence
 
 
@@ -136,9 +147,9 @@ def test_the_rounding_of_a_log_is_measured(seconds, coarse):
     log = told(seconds)
     if coarse:
         with pytest.raises(LogError, match="too coarse to compare"):
-            clocks.figures(log, 1, 100.0)
+            program.figures(log, 1, 100.0)
     else:
-        assert clocks.figures(log, 1, 100.0) == {"outside_seconds": pytest.approx(100.0 - sum(seconds))}
+        assert program.figures(log, 1, 100.0) == {"outside_seconds": pytest.approx(100.0 - sum(seconds))}
 
 
 def test_time_stamps_share_one_rounding_among_all_steps():
@@ -146,14 +157,14 @@ def test_time_stamps_share_one_rounding_among_all_steps():
         lines = (json.dumps({"step": i, "elapsed": round(0.0137 * i, digits)}) for i in range(1, steps + 1))
         return logs.read("\n".join(lines) + "\n", "jsonl")
 
-    assert clocks.figures(stamped(3, 20), 1, 100.0)
+    assert program.figures(stamped(3, 20), 1, 100.0)
     with pytest.raises(LogError, match="too coarse"):
-        clocks.figures(stamped(1, 200), 1, 100.0)
+        program.figures(stamped(1, 200), 1, 100.0)
 
 
 def test_a_line_of_several_steps_counts_for_all_of_them():
     with pytest.raises(LogError, match="its steps take 19"):
-        clocks.figures(told([1.0 + i / 1e4 for i in range(20)], every=10), 1, 100.0)
+        program.figures(told([1.0 + i / 1e4 for i in range(20)], every=10), 1, 100.0)
 
 
 def test_no_clock_is_asked_where_none_is_known_or_none_goes_in():

@@ -14,7 +14,9 @@ from playbook.errors import ConfigError, LaunchError
 from playbook_app.cli.app import main
 from playbook_bench.run import bisect, gate, report
 from playbook_bench.run.options import Options
-from playbook_bench.variants import trees
+from playbook_bench.variants import checkout
+
+pytestmark = pytest.mark.usefixtures("planned")
 
 SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
 CASE = """
@@ -59,9 +61,7 @@ def repo(tmp_path, monkeypatch):
 
 
 def run(**more):
-    limits = more.pop("limits", None) or gate.Limits(
-        allowed={"process": 9.0}
-    )  # launches of a fraction of a second are mostly start-up, which varies
+    limits = more.pop("limits", None) or gate.Limits()
     return gate.run("bench/step-time.yaml", more.pop("baseline", "HEAD~1"), Options(profile="cpu", seed=1, **more), limits)
 
 
@@ -308,7 +308,7 @@ def test_outside_of_a_repository_it_says_so(tmp_path, monkeypatch, repo, capsys)
 
 def laid(repo, overlay):
     """The tree of HEAD with files laid over it."""
-    return trees.files(repo.root, None, "HEAD", [], overlay).prepared(repo.root.parent / "cache")
+    return checkout.files(repo.root, None, "HEAD", [], overlay).prepared(repo.root.parent / "cache")
 
 
 def test_a_file_that_is_laid_over_a_tree_stays_inside_it(repo):
@@ -332,7 +332,7 @@ def test_a_file_that_is_laid_over_is_read_from_inside_the_repository(repo, sourc
     (repo.root.parent / "outside.txt").write_text("theirs")
     (repo.root / "link.txt").symlink_to(repo.root.parent / "outside.txt")
     with pytest.raises(ConfigError, match=r"leads out of the repository to .*; expected a path inside it"):
-        trees.files(repo.root, None, "HEAD", [], {"new.txt": source})
+        checkout.files(repo.root, None, "HEAD", [], {"new.txt": source})
 
 
 def test_what_a_log_says_is_no_markup_of_the_summary():

@@ -31,7 +31,7 @@ activation:
   candidate: {require: [{log: one product for all tokens}]}
 """
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(7000)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ if "--profile" in sys.argv:
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
+def command(tmp_path, monkeypatch, planned):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     return lambda idle: [sys.executable, "train.py", str(idle)]

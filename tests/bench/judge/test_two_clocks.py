@@ -7,7 +7,7 @@ from test_verdict import make_run
 
 from playbook.records.evidence import Run
 from playbook_bench import metrics
-from playbook_bench.judge import clocks
+from playbook_bench.judge import verdict
 
 NOISE = (0.6, 1.7, 1.2, 0.9)
 """Lines of one launch arrive in this many times the time of another."""
@@ -35,5 +35,5 @@ def pairs(log: float, arrival: float, noise: tuple[float, ...] = (1.0,) * 4) -> 
     ],
 )
 def test_lines_bear_out_what_the_log_says(log: float, arrival: float, noise: tuple[float, ...], ok: bool) -> None:
-    (found,) = clocks.conditions(metrics.get("step_seconds"), pairs(log, arrival, noise))
+    (found,) = verdict.conditions(metrics.get("step_seconds"), pairs(log, arrival, noise))
     assert (found.name, found.ok) == ("clock", ok), found.detail

@@ -65,8 +65,8 @@ def test_the_installed_trainer_writes_what_is_read(tmp_path: Path) -> None:
     printed, saved = read(text, "hf", steps=STEPS, arrivals=arrivals), read(tmp_path / "hf-run", steps=STEPS)
     assert [(s.step, s.tokens) for s in printed.steps] == [(s.step, s.tokens) for s in saved.steps]
     assert [s.loss for s in printed.steps] == pytest.approx([s.loss for s in saved.steps], rel=1e-3)
-    # Two clocks of the same steps, each of which holds a sleep of 200 ms.
-    assert sum(s.seconds for s in printed.steps) == pytest.approx(sum(s.seconds for s in saved.steps), rel=0.5)
+    # Two clocks of the same steps, each of which holds a sleep of 200 ms: one unit, however late a busy machine reads a line.
+    assert 0.1 < sum(s.seconds for s in printed.steps) / sum(s.seconds for s in saved.steps) < 10
     assert min(s.seconds for s in saved.steps) > 0.19
 
 

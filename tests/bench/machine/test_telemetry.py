@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from playbook_bench.machine import detect, nvml, requirements
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.variants.resolve import Resolved
@@ -37,7 +37,7 @@ def test_only_the_gpus_of_the_profile_are_read(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     began = time.time()
     with Telemetry(FOUR, profile, tmp_path) as telemetry:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while not telemetry.between(began - 2, time.time() + 2) and time.monotonic() < deadline:
             time.sleep(0.05)
         found = telemetry.between(began - 2, time.time() + 2)
@@ -152,7 +152,7 @@ def test_what_the_driver_says_is_what_nvidia_smi_would(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "pynvml", Driver())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert nvml.gpus() == [["NVIDIA H200", "143771", "580.1", "700.00", f"GPU-{i}"] for i in range(2)]
+    assert detect.gpus() == [["NVIDIA H200", "143771", "580.1", "700.00", f"GPU-{i}"] for i in range(2)]
     assert detect.detect().description == "2 x NVIDIA H200, PCIe"
     assert detect.place()[1:] == ["GPU-0", "GPU-1"]
     one = detect.machine_of([["NVIDIA H200", "143771", "580.1", "700"]], "", "a processor", 64)
@@ -165,4 +165,4 @@ def test_what_the_driver_says_is_what_nvidia_smi_would(tmp_path: Path, monkeypat
 def test_nvidia_smi_is_asked_where_the_driver_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for driver in (None, Driver(works=False)):
         monkeypatch.setitem(sys.modules, "pynvml", driver)
-        assert nvml.gpus() is None
+        assert detect.gpus() is None

@@ -12,7 +12,7 @@ import pytest
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook_bench.judge import statistics
-from playbook_bench.judge.clocks import OUTSIDE
+from playbook_bench.judge.verdict import OUTSIDE
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect

@@ -92,7 +92,7 @@ def limited(tmp_path, prepare):
         "from playbook.errors import StoreError\n"
         "try:\n t.store.write(t.record(claim='W9', runs=[t.long_run()]), Path(sys.argv[1]))\nexcept StoreError as e:\n print('StoreError', e); sys.exit(5)\n"
     )
-    return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_file_size_limit_leaves_nothing_half_written(tmp_path):
@@ -121,7 +121,11 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path):
         "print([str(p) for p in disk.rglob('*') if p.is_file()])\n"
     )
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"{script} exec {sys.executable} {prepare}"], capture_output=True, text=True, timeout=60, check=False
+        ["unshare", "-rm", "sh", "-c", f"{script} exec {sys.executable} {prepare}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert "No space left on device" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

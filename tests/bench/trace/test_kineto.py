@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook.errors import PlaybookError
-from playbook_bench.trace import kineto
+from playbook_bench.trace import containers, kineto
 from playbook_bench.trace.table import UNATTRIBUTED, TraceTable, build
 
 MAIN, GRAD, GLOO = 100, 101, 102
@@ -204,7 +204,7 @@ def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto, "MAX_BYTES", 100)
+    monkeypatch.setattr(containers, "MAX_BYTES", 100)
     with pytest.raises(PlaybookError, match="larger than"):
         read(tmp_path, *ranges())
 
@@ -215,7 +215,7 @@ WILD = st.one_of(
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["ph", "cat", "name", "tid", "ts", "dur", "args", "id"]), WILD), max_size=8))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_wild_fields_never_end_in_anything_but_a_clear_error(tmp_path: Path, changes: list[tuple[int, str, Any]]) -> None:
     events = [*ranges(), *backward(5)]
     for i, key, value in changes:

@@ -34,12 +34,29 @@ def written(tmp_path, shipped):
 
 def test_every_shipped_prediction_is_sealed_and_has_an_interval():
     rows = check(PREDICTIONS)
-    assert 20 <= len(rows) <= 40
+    assert 20 <= len(rows) <= 60
     for row in rows:
         assert row.run.sealed
         assert row.prediction, row.why
         assert row.interval.value == row.run.sealed.value
         assert row.interval.low < row.interval.value < row.interval.high
+
+
+def test_memory_that_was_written_down_is_what_counts_and_is_sealed_too(written, shipped):
+    at, row = next((n, row) for n, row in enumerate(shipped, 1) if row["predicted_gib"])
+    prediction = check(written(at))[-1].prediction
+    assert prediction.memory_bytes == float(row["predicted_gib"]) * 2**30
+    with pytest.raises(ConfigError, match="it was changed after it was sealed"):
+        check(written(at, predicted_gib=row["predicted_gib"] + "1"))
+    ways = {(r["fsdp"], bool(r["lora"]), r["base"]) for r in shipped if r["gpus"] == "1"}
+    assert ways >= {
+        ("ddp", True, ""),
+        ("ddp", True, "nf4"),
+        ("ddp", False, ""),
+        ("zero1", False, ""),
+        ("zero2", False, ""),
+        ("zero3", False, ""),
+    }
 
 
 @pytest.mark.parametrize("column", ["predicted", "predicted_high", "predicted_on", "hardware", "gbs", "sha256"])

@@ -227,6 +227,6 @@ def build(root: Path, more: Sequence[Path] = ()) -> Path:
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "PLAYBOOK_SITE_RESULTS": os.pathsep.join(map(str, more))}
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(root / "mkdocs.yml"), "-d", str(root / "built")]
-    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=200, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=2000, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "built"

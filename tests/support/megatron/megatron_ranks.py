@@ -219,9 +219,9 @@ def rank_main(specs: list[dict[str, Any]], rank: int, port: int, folder: Path) -
     """One rank through all jobs of its size."""
     code, ranks = 1, specs[0]["ranks"]
     try:
-        store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
+        store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=1200))
         for number, spec in enumerate(specs):
-            timeout = timedelta(seconds=120)
+            timeout = timedelta(seconds=1200)
             dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=ranks, timeout=timeout)
             (folder / spec["name"]).mkdir(exist_ok=True)
             job(spec, folder / spec["name"])

@@ -78,7 +78,7 @@ def reference(job: dict[str, Any], folder: Path) -> None:
 def train_one(job: dict[str, Any], folder: Path, rank: int, store: Any) -> None:
     config = configuration(job)
     par, ranks = config.parallel, job["ranks"]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
     state.initialize_model_parallel(
         par.tp, par.pp, context_parallel_size=par.cp, expert_model_parallel_size=par.ep, expert_tensor_parallel_size=par.etp
     )
@@ -154,7 +154,7 @@ def main(jobs: list[dict[str, Any]], folder: Path) -> int:
             if pid == 0:
                 code = 1
                 try:
-                    store = dist.TCPStore("127.0.0.1", port, job["ranks"], rank == 0, timeout=timedelta(seconds=60))
+                    store = dist.TCPStore("127.0.0.1", port, job["ranks"], rank == 0, timeout=timedelta(seconds=600))
                     train_one(job, folder, rank, store)
                     code = 0
                 except BaseException:

@@ -1,7 +1,11 @@
-"""A training script of somebody else, whose step times are invented: it takes as long as they say, and then prints JSON lines, all at once. Faults are planted by its options, or by `plant.json` beside it."""
+"""A training script of somebody else, whose step times are invented: it takes as long as they say, and then prints JSON lines, all at once. Faults are planted by its options, or by `plant.json` beside it.
+
+By a planned clock (`planned_clock.py`) it waits for nothing.
+"""
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -27,7 +31,7 @@ def options():
     return parser.parse_args()
 
 
-def row(told, step, seconds):
+def row(told, step, seconds, drift):
     if (told.fault == "slow first part" and step <= 0.4 * told.steps) or (told.fault == "every fourth" and step % 4 == 0):
         seconds *= 1.5
     sound = {"step": step, "seconds": seconds, "loss": 4.0 / (1 + step), "tokens": 1024}
@@ -37,7 +41,7 @@ def row(told, step, seconds):
         "no throughput": {"seconds": None},
         "no tokens": {"tokens": None},
         "fewer tokens": {"tokens": 900},
-        "unseeded": {"loss": sound["loss"] * random.SystemRandom().uniform(0.999, 1.001)},
+        "unseeded": {"loss": sound["loss"] * (1 + drift)},
         "no loss": {"loss": None},
         "other loss": {"loss": 1.5 * sound["loss"]},
     }
@@ -51,14 +55,16 @@ def main():
     if told.fast and told.fault != "no path":
         print("the fast path is on")
     if told.fault == "slow start":
-        time.sleep(2)
+        print("takes 2 s before its first step")
     if told.fault == "hang":
         time.sleep(3600)
     if told.fault == "no memory":
         sys.exit("torch.OutOfMemoryError: CUDA out of memory")
     last = int(0.4 * told.steps) if told.fault == "ends early" else told.steps
-    rows = [row(told, step, launch * (1 + draw.gauss(0, 0.01))) for step in range(1, last + 1)]
-    time.sleep(sum(each.get("seconds") or 0.0 for each in rows if told.fault != "nan throughput"))
+    drift = random.Random(f"loss of launch {Path(told.launch).name[:3]}").gauss(0, 1e-3)
+    rows = [row(told, step, launch * (1 + draw.gauss(0, 0.01)), drift) for step in range(1, last + 1)]
+    if "PLANNED_CLOCK" not in os.environ:
+        time.sleep(sum(each.get("seconds") or 0.0 for each in rows if told.fault != "nan throughput"))
     lines = [json.dumps(each) for each in rows]
     text = "\n".join(lines) + "\n"
     if told.trace_of:

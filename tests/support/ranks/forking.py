@@ -127,7 +127,7 @@ def child(spec: dict[str, Any], rank: int) -> int:
 
 
 def ends(pids: list[int]) -> dict[int, int]:
-    """The ranks' return codes. One that failed leaves the others waiting for it: they get ten seconds to notice."""
+    """The ranks' return codes. One that failed leaves the others waiting for it: they get half a minute to notice."""
     codes: dict[int, int] = {}
     deadline = float("inf")
     while len(codes) < len(pids):
@@ -135,7 +135,7 @@ def ends(pids: list[int]) -> dict[int, int]:
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
             if codes[pid]:
-                deadline = min(deadline, time.monotonic() + 10)
+                deadline = min(deadline, time.monotonic() + 30)
             continue
         if time.monotonic() > deadline:
             for pid in set(pids) - set(codes):

@@ -10,7 +10,7 @@ from playbook_trainer import loop
 from playbook_trainer.__main__ import main
 from playbook_trainer.observe.metrics import Recorder
 
-LATE_S = 0.2
+LATE_S = 1.0
 
 
 def plant():

@@ -30,7 +30,7 @@ class Job:
 
 
 def train_all(
-    jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 240, script: Path = MANY, workers: int = 1
+    jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 1200, script: Path = MANY, workers: int = 1
 ) -> dict[str, str | None]:
     """Train every job into `folder`/name, in `timeout` seconds, and at most `stall` for one; for each what went wrong, or None.
 

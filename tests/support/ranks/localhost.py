@@ -68,7 +68,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         _wait(lambda: _idle(environment) == 2, "the two nodes did not come up", folder)
         yield environment
     finally:
-        subprocess.run(["scancel", "--user", getpass.getuser()], env=environment, check=False, timeout=20, capture_output=True)
+        subprocess.run(["scancel", "--user", getpass.getuser()], env=environment, check=False, timeout=200, capture_output=True)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in daemons:
@@ -114,7 +114,7 @@ def _start(words: list[str], log: Path, environment: dict[str, str]) -> subproce
 
 
 def _idle(environment: dict[str, str]) -> int:
-    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=environment, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=environment, capture_output=True, text=True, check=False, timeout=200)
     return done.stdout.split().count("idle")
 
 

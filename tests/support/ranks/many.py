@@ -128,7 +128,7 @@ def watch(children: dict[int, int], read: int, ranks: int, stall: float) -> tupl
                 code = os.waitstatus_to_exitcode(status)
                 if code and not broken:
                     broken = f"rank {children[pid]} ended with {code}"
-                    last = time.monotonic() - stall + 3  # the others have a moment to say what they saw
+                    last = time.monotonic() - stall + 15  # the others have a moment to say what they saw
         if running and time.monotonic() - last > stall:
             broken = broken or f"no rank got on for {stall:.0f} s"
             for pid in running:

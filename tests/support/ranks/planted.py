@@ -80,7 +80,7 @@ def fake(config, planted):
             time.sleep(0.2)
             strike(fault, rank, out)
         # The other ranks wait for the first, as collectives make them.
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not (out / "summary.json").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return 0

@@ -1,6 +1,8 @@
 """A case whose ranks are planted.py, which invents its step times; and how tests run it."""
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from playbook_bench.launch.local import LocalLauncher
@@ -25,6 +27,15 @@ activation:
   candidate: {require: [{collective: all_gather, inside: dispatch}], forbid: [{collective: all_to_all, inside: dispatch}]}
 budget: {pairs: [4, 8], minutes: 5, launch_timeout_s: TIMEOUT}
 """
+
+
+class PlannedLauncher(LocalLauncher):
+    """Launches that say that they took half a second beside the steps that their ranks invented, whatever a busy machine makes of them."""
+
+    def run(self, spec, on_step=None):
+        result = super().run(spec, on_step)
+        path = spec.folder / "summary.json"
+        return replace(result, wall_s=0.5 + (json.loads(path.read_text())["seconds"]["total"] if path.is_file() else 0.0))
 
 
 def only(outcomes):

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from playbook_bench.launch import batch_job
+from playbook_bench.launch import slurm as batch_job
 from playbook_bench.run import confirm
 from playbook_bench.run.options import Options
 
@@ -23,7 +23,7 @@ PLANTED = (sys.executable, str(Path(__file__).with_name("planted.py")))
 
 def strike(plant, results):
     """Cancel the step, or take a node away, as soon as its ranks run."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (found := list(results.glob("work/*/*/step"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1)

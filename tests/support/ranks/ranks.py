@@ -48,7 +48,7 @@ def start(words: list[str], ranks: int, *, command: list[str] | None = None) -> 
 
 
 def run(
-    words: list[str], ranks: int = 1, timeout: float = 120, *, script: Path | None = None, command: list[str] | None = None
+    words: list[str], ranks: int = 1, timeout: float = 1200, *, script: Path | None = None, command: list[str] | None = None
 ) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each rank of the trainer, or of a `script`: forked where no GPU is. Ranks of a `command` are fresh processes."""
     if command is None and not gpus():

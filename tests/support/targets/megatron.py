@@ -42,7 +42,7 @@ def answers(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the worker says of each job, in one process."""
     lines = "".join(f"{json.dumps(job)}\n" for job in jobs)
     done = subprocess.run(
-        [sys.executable, "-P", str(_WORKER), str(FOLDER)], input=lines, capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, "-P", str(_WORKER), str(FOLDER)], input=lines, capture_output=True, text=True, check=False, timeout=6000
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(jobs), done.stderr[-2000:]

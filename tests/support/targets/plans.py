@@ -33,6 +33,7 @@ BACKEND: Mapping[str, str] = {
     "playbook": "",
     "torchtitan": "torch",
     "accelerate": "torch",
+    "deepspeed": "torch",
 }
 """The backend of the plans that a target is given; none where it takes either."""
 

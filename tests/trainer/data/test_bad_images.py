@@ -104,7 +104,7 @@ def run(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[Batch], di
         loader.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(1200)
 @pytest.mark.full
 def test_a_thousand_mutated_images_pass_and_every_one_is_accounted_for(tmp_path: Path) -> None:
     folder = write_samples(tmp_path / "set", [mutated(n) for n in range(MUTATED)])

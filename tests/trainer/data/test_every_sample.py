@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import chat_tokenizer, config
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import pre_tokenizers
@@ -30,7 +30,7 @@ from playbook_trainer.data.tokenizer import FileTokenizer
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 EOS, IMAGE = 256, 258
-once = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+once = settings(max_examples=10)
 
 
 def settings_of(folder: Path, name: str = TEXT, **words: Any) -> TrainerConfig:

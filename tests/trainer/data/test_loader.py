@@ -218,7 +218,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(2000)
 def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
     before = set(children(os.getpid()))
     loader = build_loader(config(VL, data__num_workers=1), dp_rank=0, dp_size=1)
@@ -232,11 +232,13 @@ def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(2000)
 def test_workers_die_with_a_killed_rank() -> None:
     program = (
         "import sys; from pathlib import Path; from playbook_trainer.config.tree import load\n"
         "from playbook_trainer.data.loader import build_loader\n"
+        "from torch.utils.data._utils import worker\n"
+        "worker.MP_STATUS_CHECK_INTERVAL = 6000  # the DataLoader's own watchdog would end them, too\n"
         "loader = build_loader(load(Path(sys.argv[1]), {'data.num_workers': 2}), dp_rank=0, dp_size=1)\n"
         "steps = iter(loader); next(steps); print('ready', flush=True); sys.stdin.read()\n"
     )
@@ -250,7 +252,7 @@ def test_workers_die_with_a_killed_rank() -> None:
         assert len(workers) == 2
         rank.kill()
         rank.wait()
-    deadline = time.monotonic() + 3  # the DataLoader's own watchdog would take five seconds
+    deadline = time.monotonic() + 60
     while any(alive(w) for w in workers) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(alive(w) for w in workers)

@@ -264,7 +264,12 @@ def parsed():
     ]
     script = str(FIXTURES.parent / "support" / "megatron" / "megatron_arguments.py")
     done = subprocess.run(
-        [sys.executable, script, str(megatron.FOLDER)], input=json.dumps(document), text=True, capture_output=True, timeout=300, check=False
+        [sys.executable, script, str(megatron.FOLDER)],
+        input=json.dumps(document),
+        text=True,
+        capture_output=True,
+        timeout=3000,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -325,5 +330,5 @@ def test_exporting_imports_no_torch():
     code = "import sys\nfrom playbook_app.cli import app as cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
     environment = {"PYTHONPATH": ":".join(sources(repo_root())), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", code, "config", "export", str(LARGE), "--to", "torchtitan"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr

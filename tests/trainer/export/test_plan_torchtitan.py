@@ -59,7 +59,7 @@ def read_back(exports: Sequence[Launchable]) -> list[dict[str, Any]]:
         pytest.fail(f"{WHEELS} is missing; run `make targets`")
     document = json.dumps([{"files": dict(e.files), "command": list(e.command)} for e in exports])
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(WHEELS)], input=document, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, str(SCRIPT), str(WHEELS)], input=document, capture_output=True, text=True, timeout=6000, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     answers: list[dict[str, Any]] = json.loads(done.stdout)["answers"]

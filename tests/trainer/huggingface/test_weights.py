@@ -40,7 +40,7 @@ def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
     name, ranks, words = CASES[case]
     given = folder_of(name, tmp_path / "in")
     line = [f"trainer/configs/{name}.yaml", str(tmp_path / "out"), f"init.weights={tmp_path / 'in'}", *words]
-    results = run(line, ranks, script=SUPPORT / "ranks" / "weights_ranks.py", timeout=280)
+    results = run(line, ranks, script=SUPPORT / "ranks" / "weights_ranks.py", timeout=2800)
     assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
     counts = [tuple(map(int, out.split()[-2:])) for _, out, _ in results]
     assert all(read == held for read, held in counts)
@@ -56,7 +56,7 @@ def test_finetuning_starts_from_the_folder_in_every_layout(tmp_path: Path) -> No
     folder_of("qwen3_tiny", tmp_path / "in")
     words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
     for out, ranks, more in (("one", 1, []), ("two", 2, ["parallel.pp=2"]), ("seed", 1, ["init.weights=null"])):
-        results = run([*words, *more, f"output={tmp_path / out}"], ranks, timeout=280)
+        results = run([*words, *more, f"output={tmp_path / out}"], ranks, timeout=2800)
         assert [r[0] for r in results] == [0] * ranks, results[0][2]
     one, two, seed = (steps(tmp_path / out) for out in ("one", "two", "seed"))
     assert abs(one[0]["loss"] - seed[0]["loss"]) > 1e-3, "from scratch is another start"
@@ -88,7 +88,7 @@ def test_frozen_parts_come_out_as_they_went_in(frozen: str, tmp_path: Path) -> N
     words += ["data.num_workers=0", f"train.freeze={frozen}"]
     for out, ranks in (("one", 1), ("two", 2)):
         more = [f"output={tmp_path / out}", f"checkpoint.export={tmp_path / (out + '-weights')}"]
-        results = run([*words, *more], ranks, timeout=280)
+        results = run([*words, *more], ranks, timeout=2800)
         assert [r[0] for r in results] == [0] * ranks, results[0][2]
     for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "jobs.json").write_text(json.dumps(jobs))
     env = environment()
     script = [sys.executable, str(SUPPORT / "megatron" / "megatron_ranks.py"), str(path / "jobs.json")]
-    done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=2800)
     (path / "said").write_text(done.stderr)
     return path
 

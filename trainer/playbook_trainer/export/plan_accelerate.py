@@ -22,6 +22,7 @@ RELEASE = "accelerate 1.15.0"
 _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
     "sharding": ("fsdp2", "optimizer"),
     "recompute": ((), ("full",)),
+    "compiled": (True, False),
     "cp_comm": ("", "all_gather"),
 }
 """Values of options that it has words for."""
@@ -97,7 +98,7 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     from playbook.planner.models import fields_of
 
     config = huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
-    torch_plans.require(plan, RELEASE, _EXPRESSED, _lacks(plan, config))
+    torch_plans.require(plan, RELEASE, _EXPRESSED, lacks(plan, config))
     row = torch_plans.row_of(plan, hardware)
     script = _SCRIPT.format(
         steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, cp=plan.cp, attention="eager" if plan.shape.sinks else "sdpa",
@@ -150,8 +151,8 @@ def huggingface(shape: Shape, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "qwen3_moe" if shape.experts else "qwen3", **config, "num_hidden_layers": shape.layers}
 
 
-def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
-    """What the plan asks for and Accelerate has not, beside options."""
+def lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
+    """What the plan asks for and a script on a model of transformers has not, beside options."""
     s = plan.shape
     for degree in _DEGREES:
         if getattr(plan, degree) != 1:

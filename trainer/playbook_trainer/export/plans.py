@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from playbook.errors import ConfigError
 from playbook.planner.choice.plain_data import words
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
-from playbook_trainer.export import plan_accelerate, plan_torchtitan
+from playbook_trainer.export import plan_accelerate, plan_deepspeed, plan_torchtitan
 from playbook_trainer.export.launchable import Launchable, refuse
 from playbook_trainer.export.planned import bridge, megatron, ours
 
@@ -20,11 +21,14 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
     "megatron-bridge": bridge.launchable,
     "torchtitan": plan_torchtitan.launchable,
     "accelerate": plan_accelerate.launchable,
+    "deepspeed": plan_deepspeed.launchable,
     "playbook": ours.launchable,
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
-SETTINGS: Mapping[str, tuple[str, ...]] = {"megatron-lm": ("loss=native",)}
-"""By trainer, settings that all its runs have, for the search to reckon with. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "megatron-lm": ("loss=native",), **{name: f.implied for name, f in FRAMEWORKS.items() if name == "verl" or f.exports_as == "deepspeed"},
+}  # fmt: skip
+"""By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses
 Transformer Engine's loss."""
 _BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
@@ -36,8 +40,10 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
     Raises:
         ConfigError: the target is not known, the plan breaks a rule, or the target or the GPU cannot do it.
     """
-    if target not in TARGETS:
-        raise ConfigError(f"--export is '{target[:40]}'; expected one of {', '.join(TARGETS)}")
+    if target not in TARGETS.keys() | FRAMEWORKS.keys():
+        others = ", ".join(f"{name} (as {f.exports_as})" for name, f in FRAMEWORKS.items() if name not in TARGETS)
+        raise ConfigError(f"--export is '{target[:40]}'; expected one of {', '.join(TARGETS)}; or {others}")
+    target = target if target in TARGETS else FRAMEWORKS[target].exports_as
     gpu = cluster(hardware)
     blackwell = gpu.name.startswith(("b", "gb"))
     fp8 = plan.options.fp8
@@ -51,7 +57,7 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
 
 def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
     """The command that reads the run's log; a run of this trainer says everything else itself, and the torch targets name theirs in their notes."""
-    if target in ("torchtitan", "accelerate"):
+    if target in ("torchtitan", "accelerate", "deepspeed"):
         return ""
     if target == "playbook":
         return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])

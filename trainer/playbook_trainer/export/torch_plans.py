@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.planner.options import Options
+from playbook.planner.options import DEEPSPEED, Options
 from playbook.planner.plan import Plan
 
 _IDLE = frozenset({"backend", "overlap_p2p", "uneven"})
@@ -16,15 +16,17 @@ _IDLE = frozenset({"backend", "overlap_p2p", "uneven"})
 _WIDTHS = {"grad_bytes": 4, "master_bytes": 4}
 _GPUS_PER_NODE = {"gb": 4}
 """By how a kind of GPU begins; 8 for all others."""
-_ROW = "model hardware gpus seq_len mbs gbs tp cp pp vpp ep etp fsdp dispatcher recompute routing backend"
+_ROW = "model hardware gpus seq_len mbs gbs tp cp pp vpp ep etp fsdp dispatcher recompute routing backend offload task lora lora_targets"
 RUNS = "run.csv"
 """The file with the run's row."""
 
 
-def require(plan: Plan, release: str, expressed: Mapping[str, tuple[Any, ...]], lacks: Iterable[str]) -> None:
+def require(
+    plan: Plan, release: str, expressed: Mapping[str, Container[Any]], lacks: Iterable[str], widths: Mapping[str, int] | None = None
+) -> None:
     """Refuse what the target has no words for.
 
-    `expressed` has by option the values that it can say; every other option must be at its default. `lacks` are further reasons, each with what was asked,
+    `expressed` has by option the values that it can say; every other option must be at its default, and the bytes of each state as in `widths`. `lacks` are further reasons, each with what was asked,
     what the target has, and what to do.
 
     Raises:
@@ -35,14 +37,22 @@ def require(plan: Plan, release: str, expressed: Mapping[str, tuple[Any, ...]], 
             f"the plan is for backend {plan.options.backend}, whose sharding and kernels {release} does not have; it has FSDP2: plan with --backend torch"
         )
     reasons = [
-        f"{f.name} is {_shown(value)}; it has {' or '.join(map(_shown, has))}: set one of them with --fix, or choose another target"
+        f"{f.name} is {_shown(value)}; it has {_several(has)}: set one of them with --fix, or choose another target"
         for f in fields(Options)
         if f.name not in _IDLE and (value := getattr(plan.options, f.name)) not in (has := expressed.get(f.name, (f.default,)))
     ]
-    reasons += [f"{k} is {getattr(plan, k)}; it has {n}: leave it out" for k, n in _WIDTHS.items() if getattr(plan, k) != n]
+    reasons += [
+        f"{k} is {getattr(plan, k)}; it has {n}: leave it out"
+        for k, n in (_WIDTHS if widths is None else widths).items()
+        if getattr(plan, k) != n
+    ]
     reasons += list(lacks)
     if reasons:
         raise ConfigError(f"{release} cannot express this plan:\n" + "\n".join(f"  - {reason}" for reason in reasons))
+
+
+def _several(values: Container[Any]) -> str:
+    return " or ".join(map(_shown, values)) if isinstance(values, tuple) else "others"
 
 
 def _shown(value: Any) -> str:
@@ -74,9 +84,13 @@ def row_of(plan: Plan, hardware: str) -> str:
 
     if plan.model not in MODELS or MODELS[plan.model] != plan.shape or plan.imbalance != 1 or plan.options.cp_comm:
         return ""
+    o = plan.options
+    trainer = "deepspeed" if o.sharding in DEEPSPEED else o.backend if o.compiled else "accelerate"
     values = {
         "hardware": hardware, "gbs": plan.global_batch, "fsdp": plan.options.sharding, "recompute": "+".join(plan.options.recompute) or "none",
-        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "", "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": plan.options.backend,
+        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "", "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": trainer,
+        "offload": f"optimizer {o.optimizer_offload}%" if o.optimizer_offload else "", "task": "lora" if o.lora else "",
+        "lora": o.lora or "", "lora_targets": "+".join(o.lora_targets),
     }  # fmt: skip
     cells = [str(values.get(name, getattr(plan, name, ""))) for name in _ROW.split()]
     return f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"

@@ -17,7 +17,18 @@ from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands
 from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.output import complain, print_json, print_table, print_trace, print_walls, say
+from playbook_app.cli.output import (
+    complain,
+    print_difference,
+    print_hang,
+    print_json,
+    print_ranks,
+    print_snapshot,
+    print_table,
+    print_trace,
+    print_walls,
+    say,
+)
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
@@ -149,8 +160,11 @@ def bench_trace(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace (.json, .json.gz)."
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; a folder or archive of several ranks, or of their flight recorder's dumps; or a memory snapshot."
         ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --file: a second trace, and where the time went from this one to that.")
     ] = None,
     profile: Profile = None,
     results: Results = None,
@@ -163,9 +177,20 @@ def bench_trace(
         raise PlaybookError(
             "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
         )
+    if against is not None:
+        if file is None:
+            raise PlaybookError("--against names a second trace; expected the first with --file")
+        changed = asdict(tracing.between(against, file))
+        print_json(changed) if as_json else print_difference(changed)
+        return
     if file is not None:
-        walls, ranges = tracing.of_file(file)
-        _show_file(asdict(walls), ranges.model_dump(mode="json") if ranges else None, as_json)
+        answer = tracing.of_file(file)
+        if isinstance(answer, tuple):
+            _show_file(asdict(answer[0]), answer[1].model_dump(mode="json") if answer[1] else None, as_json)
+        elif as_json:
+            print_json(asdict(answer))
+        else:
+            _SHOWN[type(answer).__name__](asdict(answer))
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
@@ -178,6 +203,10 @@ def bench_trace(
                 say(f"\n{variant}")
                 print_trace(traced.table.model_dump(mode="json"))
     raise typer.Exit(0 if result.ok else 5)
+
+
+_SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
+"""What prints the answer for a file that is not the trace of one rank."""
 
 
 def _show_file(found: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from playbook.cards.load import load_all
 from playbook.errors import PlaybookError
 from playbook.paths import default_results
 from playbook.records.evidence import Evidence
-from playbook.records.untested import untested_claims, untraced_verdicts
+from playbook.records.standing import untested_claims, untraced_verdicts
 from playbook.text import count
 from playbook_app.cli import jobs
 from playbook_app.cli.options import (

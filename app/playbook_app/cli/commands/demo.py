@@ -20,9 +20,9 @@ from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import confirm as harness
 from playbook_bench.run import report
-from playbook_bench.run.applicability import count_inapplicable
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import Outcome
+from playbook_bench.run.targets import count_inapplicable
 
 app = commands()
 

@@ -17,12 +17,13 @@ import typer
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.seen import KINDS, parsed
-from playbook.diagnosis.setting import FRAMEWORKS, Figures, Measured, Setting, measured, setting
+from playbook.diagnosis.setting import Figures, Measured, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
 from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.routing import Routing, of_run
 from playbook.planner.choice.routing import measured as measured_routing
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import cut, idle
@@ -35,7 +36,7 @@ from playbook_app.cli.quantities import tokens as to_tokens
 from playbook_app.services.changes import changed
 from playbook_app.services.standing import stock_here
 from playbook_bench.logs import NoAdapter, read
-from playbook_bench.logs.facts import Facts
+from playbook_bench.logs.model import Facts
 from playbook_trainer.config.dry_run import plan_of
 from playbook_trainer.config.tree import load
 
@@ -269,7 +270,7 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     model = asked.model or ""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
-    shape, framework = find(model), asked.framework or FRAMEWORKS[0]
+    shape, framework = find(model), asked.framework or "megatron-lm"
     shape, known, less = cut(shape, asked.known)
     name += less  # a model that was cut is another one: no published run is of it
     return setting(

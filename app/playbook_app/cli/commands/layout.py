@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,8 @@ from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.traffic import traffic
 from playbook.text import count
 from playbook_app.cli.options import AsJson, Experts, Layers, commands, cuts
-from playbook_app.cli.output import USAGE, print_json, print_table, say
+from playbook_app.cli.output import USAGE, print_json, print_snapshot, print_table, say
+from playbook_bench.trace.reports import memory_from_file
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -74,6 +76,9 @@ def layout_memory(
     experts: Experts = None,
     memory: Memory = None,
     hardware: Hardware = None,
+    snapshot: Annotated[
+        Path | None, typer.Option("--snapshot", help="A memory snapshot of PyTorch: what holds its peak, beside the estimate's parts.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate peak allocated memory per rank and pipeline stage, for the layers of megatron-core (a vision tower is split over TP).
@@ -86,8 +91,15 @@ def layout_memory(
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)
     found = None if memory is None else verdict(most.peak, memory)
+    beside = _beside(snapshot, stages) if snapshot else None
     if as_json:
-        totals = {"peak": most.peak, "stage": most.stage, "memory_gib": memory, "verdict": found}
+        totals: dict[str, Any] = {
+            "peak": most.peak,
+            "stage": most.stage,
+            "memory_gib": memory,
+            "verdict": found,
+            **({"snapshot": beside} if beside else {}),
+        }
         print_json({"layout": degrees(plan), "unit": "bytes", **totals, "stages": [s.row() for s in stages]})
     else:
         _show_memory(
@@ -96,8 +108,26 @@ def layout_memory(
             most,
             _unnamed(most.peak) if found is None else f"{found}: a GPU has {memory:g} GiB",
         )
+        if beside:
+            say("")
+            print_snapshot(beside)
     if found == "does not fit":
         raise typer.Exit(USAGE)
+
+
+_AS_PLANNED = {
+    "parameters": ("parameters", "fp8_weights"), "gradients": ("gradients",), "optimizer": ("optimizer",),
+    "activations": ("activations", "vision", "replayed"), "gathered": ("gathered",), "loss": ("loss",), "workspace": ("workspace",),
+}  # fmt: skip
+"""The parts of a snapshot, as the estimate counts them."""
+
+
+def _beside(file: Path, stages: list[StageBytes]) -> dict[str, Any]:
+    """A snapshot with the parts of the stage whose peak is nearest; all ranks of a stage hold the same, and a snapshot does not say its rank."""
+    seen = memory_from_file(file)
+    stage = min(stages, key=lambda s: abs(s.peak - seen.peak))
+    planned = {part: sum(getattr(stage, name) for name in names) for part, names in _AS_PLANNED.items()}
+    return {**asdict(seen), "planned": planned, "planned_peak": stage.peak, "stage": stage.stage}
 
 
 def _unnamed(peak: float) -> str:

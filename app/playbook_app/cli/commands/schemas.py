@@ -17,7 +17,7 @@ from playbook.records.evidence import Evidence, Machine, Run
 from playbook.text import count
 from playbook_app.cli.options import commands
 from playbook_app.cli.output import USAGE, complain, say
-from playbook_bench.launch.batch_job import Cluster
+from playbook_bench.launch.slurm import Cluster
 from playbook_trainer.config import neutral
 from playbook_trainer.config.tree import TrainerConfig
 

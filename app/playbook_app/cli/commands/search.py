@@ -10,8 +10,7 @@ import typer
 from playbook.cards import load
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim
-from playbook.cards.search import Hit
-from playbook.cards.sections import load_sections
+from playbook.cards.search import Hit, load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.question import diagnosis_of
 from playbook.records.read import UNTESTED, with_status

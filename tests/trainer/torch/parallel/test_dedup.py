@@ -23,9 +23,9 @@ class Wires:
 
     def exchange(self, parts, axis):
         self.posts[axis.rank] = parts
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=600)
         got = [self.posts[source][axis.rank] for source in range(axis.size)]
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=600)
         return got
 
     def exchange_counts(self, counts, axis):
@@ -66,7 +66,7 @@ def on_each_rank(ranks, function):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(timeout=120)
+        t.join(timeout=1200)
     assert not errors, errors
     return results
 

@@ -1,0 +1,234 @@
+"""Files of traces as streams of bytes: plain, packed, or several in an archive.
+
+A file comes from elsewhere: what it unpacks to is read in pieces up to a limit, and nothing of it is written to disk by its own name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from playbook.errors import PlaybookError
+
+MAX_BYTES = 4 << 30
+"""Of a file or a whole archive, unpacked."""
+MAX_FILES = 1024
+_MAX_DICTIONARY = 256 << 20
+"""Memory that unpacking .xz may take: its dictionary is of any size that the file names."""
+_CHUNK = 1 << 20
+_PIECE = 1 << 14
+_HEADS = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_ZIP = b"PK\x03\x04"
+_TAR_AT = 257
+_BROKEN = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError, RuntimeError, MemoryError, OSError)
+
+
+_DAMAGED = (EOFError, ValueError, struct.error, KeyError)
+"""What the modules of archives raise as well, where a header is damaged."""
+_MAX_HEADERS = 1 << 20
+"""Bytes between the members of a .tar, which are read whole: a header may name gigabytes for a file's name."""
+
+
+class Unpacked(io.RawIOBase):
+    """The bytes of one file, unpacked, up to what is left of a limit. `cut`: the packed data ended before its end."""
+
+    def __init__(self, name: str, read: Callable[[int], bytes], left: list[int], head: bytes = b"") -> None:
+        self.name, self.cut = name, False
+        self.quota: int | None = None
+        """What may be read on, where less than the limit."""
+        self._read, self._left, self._head = read, left, head
+
+    def peek(self, size: int) -> bytes:
+        """The next bytes, which stay to be read."""
+        while len(self._head) < size and (more := self._filled(size)):
+            self._head += more
+        return self._head[:size]
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes; none at the end, be it the file's or where its packed data was cut.
+
+        Raises:
+            PlaybookError: damaged, or larger than the limit.
+        """
+        size = _CHUNK if size is None or size < 0 else size
+        if self._head:
+            data, self._head = self._head[:size], self._head[size:]
+            return data
+        return self._filled(size)
+
+    def _filled(self, size: int) -> bytes:
+        if self.cut:
+            return b""
+        try:
+            data = self._read(size)
+        except EOFError:
+            self.cut = True
+            return b""
+        except _BROKEN as e:
+            if self._ended(e):
+                self.cut = True
+                return b""
+            raise PlaybookError(f"{self.name}: is a damaged file ({_shown(str(e)) or type(e).__name__}); copy it anew") from e
+        if self.quota is not None:
+            self.quota -= len(data)
+            if self.quota < 0:
+                raise PlaybookError(f"{self.name}: a header is larger than {_MAX_HEADERS >> 20} MiB; the archive is damaged")
+        self._left[0] -= len(data)
+        if self._left[0] < 0:
+            raise PlaybookError(f"{self.name}: is larger than {MAX_BYTES >> 30} GiB unpacked; trace fewer steps (profile.steps)")
+        return data
+
+    @staticmethod
+    def _ended(error: BaseException) -> bool:
+        return "unexpected end of data" in str(error) or "Truncated" in str(error)
+
+    def readinto(self, buffer: Any) -> int:
+        """For what wants a file."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def files(path: Path) -> Iterator[Unpacked]:
+    """The file at a path, or each that lies in its archive: by their names, of a .tar as they lie in it.
+
+    Raises:
+        PlaybookError: there is none, it cannot be read, or it holds too many.
+    """
+    try:
+        with path.open("rb") as f:
+            yield from _inside(str(path), f, [MAX_BYTES])
+    except OSError as e:
+        raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
+
+
+def one(path: Path) -> Iterator[Unpacked]:
+    """The file at a path, as `files` gives it.
+
+    Raises:
+        PlaybookError: it cannot be read, or is an archive of several.
+    """
+    for i, each in enumerate(files(path)):
+        if i:
+            raise PlaybookError(f"{path}: holds several files; expected the trace of one rank")
+        yield each
+
+
+def _inside(name: str, stream: IO[bytes], left: list[int]) -> Iterator[Unpacked]:
+    head = stream.read(len(_ZIP))
+    stream.seek(0)
+    if head == _ZIP:
+        yield from _of_zip(name, stream, left)
+        return
+    plain = _unpacked(name, stream.read, left)
+    if plain.peek(tarfile.BLOCKSIZE)[_TAR_AT:].startswith(b"ustar"):
+        yield from _of_tar(name, plain, left)
+    else:
+        yield plain
+
+
+def _of_zip(name: str, stream: IO[bytes], left: list[int]) -> Iterator[Unpacked]:
+    try:
+        archive = zipfile.ZipFile(stream)
+        members = sorted((m for m in archive.infolist() if _wanted(m.filename) and not m.is_dir()), key=lambda m: m.filename)
+        _check(name, len(members))
+        for member in members:
+            with archive.open(member) as f:
+                yield _unpacked(f"{name}: {_shown(member.filename)}", f.read, left)
+    except (*_BROKEN, *_DAMAGED) as e:
+        raise PlaybookError(f"{name}: is a damaged or encrypted .zip ({_shown(str(e))}); pack it anew") from e
+
+
+def _of_tar(name: str, stream: Unpacked, left: list[int]) -> Iterator[Unpacked]:
+    count = 0
+    try:
+        stream.quota = _MAX_HEADERS
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            while (member := archive.next()) is not None:
+                f = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+                if f is None:
+                    continue
+                stream.quota = None
+                if _wanted(member.name):
+                    count += 1
+                    _check(name, count)
+                    yield _unpacked(f"{name}: {_shown(member.name)}", partial(_little, f), left)
+                while f.read(_CHUNK):  # so that what is read before the next member is its header
+                    pass
+                stream.quota = _MAX_HEADERS
+    except (tarfile.TarError, *_DAMAGED) as e:
+        if not count:
+            raise PlaybookError(f"{name}: is a damaged .tar ({_shown(str(e))}); pack it anew") from e
+    _check(name, count)
+
+
+def _little(f: Any, size: int) -> bytes:
+    """Where the file below is cut, the last piece is lost: pieces are small."""
+    data: bytes = f.read(min(size, _PIECE))
+    return data
+
+
+def _check(name: str, count: int) -> None:
+    if not 0 < count <= MAX_FILES:
+        raise PlaybookError(
+            f"{name}: holds {f'more than {MAX_FILES}' if count else 'no'} files; expected the traces of 1 to {MAX_FILES} ranks"
+        )
+
+
+def _wanted(name: str) -> bool:
+    """Not what a Mac adds to an archive."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not parts[-1].startswith(".") and "__MACOSX" not in parts
+
+
+def _shown(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name)[-120:]
+
+
+def _unpacked(name: str, read: Callable[[int], bytes], left: list[int]) -> Unpacked:
+    """The bytes behind what the head says they are packed with."""
+    packed = Unpacked(name, read, left)
+    head = packed.peek(max(map(len, _HEADS)))
+    match next((kind for magic, kind in _HEADS.items() if head.startswith(magic)), None):
+        case "gzip":
+            return Unpacked(name, gzip.GzipFile(fileobj=packed).read1, left)
+        case "xz":
+            return Unpacked(name, _Xz(packed).read, left)
+        case "zstd":
+            import pyarrow as pa
+
+            return Unpacked(name, partial(_little, pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), "zstd")), left)
+        case _:
+            return packed
+
+
+class _Xz:
+    """An .xz file with a limit on the memory that unpacking takes, which `lzma.LZMAFile` has not."""
+
+    def __init__(self, source: Unpacked) -> None:
+        self._source = source
+        self._decoder = lzma.LZMADecompressor(memlimit=_MAX_DICTIONARY)
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; `EOFError` where the file ends before its data does."""
+        while not self._decoder.eof:
+            more = self._source.read(_CHUNK) if self._decoder.needs_input else b""
+            if not more and self._decoder.needs_input:
+                raise EOFError
+            data = self._decoder.decompress(more, size)
+            if data:
+                return data
+        return b""
