@@ -10,6 +10,7 @@ window.playbookModels = (function () {
 
     // The model of a name as publishers spell it; undefined where the planner has none of that name.
     named(models, name) {
+      if (Object.hasOwn(models, name)) return name;
       const bare = flat(name), short = flat(name.replace(/-(?:instruct|base|chat|it|hf|thinking).*$/i, ""));
       return Object.keys(models).find((m) => flat(m) === bare) || Object.keys(models).find((m) => flat(m) === short);
     },

@@ -29,6 +29,7 @@ from playbook_app.site.models import families_page, models_page
 from playbook_app.site.parity import parity_page
 from playbook_app.site.planned.diagnosed import data, form
 from playbook_app.site.planned.door_pages import door_pages
+from playbook_app.site.planned.doors import DOORS
 from playbook_app.site.planned.published import published_page
 from playbook_app.site.planned.tables import tables_page
 from playbook_app.site.planned.worked import worked
@@ -135,10 +136,9 @@ def generate(
         **worked(),
     }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
+    asks = questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS}
     trainer = [i for i in titles if i not in shelf.cards]
-    return Site(
-        titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), data(plans), questions(shelf.cards), written
-    )
+    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), data(plans), asks, written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

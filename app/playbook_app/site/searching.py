@@ -13,7 +13,8 @@ _MOST = 240
 """Characters of the text that stands for a section."""
 _BY_TITLE = ("_generated/", "evidence/", "adr/")
 _NEGATIVE = "What did not work"
-_GUIDE = 3.0
+_ASKED, _PAGE = 6.0, 2.0
+"""Weights of whole pages; that of a card is 4."""
 _TAG = re.compile(r"<[^>]+>")
 _FIGURE = re.compile(r"<(table|pre|figure|svg|script|form)\b.*?</\1>", re.DOTALL)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -33,9 +34,11 @@ def shortened(index: Mapping[str, Any], asked: Mapping[str, Sequence[str]]) -> d
 
 
 def _boosted(entry: Mapping[str, Any], asked: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """A guide that says what it is asked goes before a card that has as many of the words, since cards have many more."""
-    page = entry["location"]
-    return {"boost": max(_GUIDE, entry.get("boost", 0))} if page in asked and not page.startswith("cards/") else {}
+    """A page that says what it is asked, or has its title alone, goes before a card that has as many of the words, since cards have many more."""
+    page, _, section = entry["location"].partition("#")
+    if section or page.startswith(("cards/", "evidence/")):
+        return {}
+    return {"boost": max(_ASKED if page in asked or page.startswith("_generated/") else _PAGE, entry.get("boost", 0))}
 
 
 def _text(entry: Mapping[str, str], asked: Mapping[str, Sequence[str]]) -> str:

@@ -139,6 +139,7 @@ class Door:
     door: str
     title: str
     lead: str
+    asked: tuple[str, ...]
     cards: tuple[str, ...]
     pages: tuple[tuple[str, str], ...]
     changes: tuple[str, ...]
@@ -150,6 +151,7 @@ DOORS = (
         "layout",
         "FSDP or 3D parallelism?",
         "FSDP beats 3D parallelism that nobody has tuned, and is simpler; the fastest layout is seldom FSDP: data parallelism where the model fits, EP for experts, PP and TP for what is larger, CP for long rows alone.",
+        ("FSDP or TP and PP", "which layout", "FSDP, ZeRO or 3D parallelism for my model and GPUs"),
         ("fsdp-vs-3d-parallel", "parallel-folding", "pipeline-scaling"),
         (
             ("Is FSDP faster than untuned 3D parallelism?", "../experiments/fsdp-or-3d-parallelism.md"),
@@ -167,6 +169,7 @@ DOORS = (
         "cp",
         "How much context parallelism?",
         "None where rows fit without it. At 32K to 128K tokens begin with CP 4 or 8: by the planner that is mostly within 5 % of the fastest layout, since it spares recompute and TP. By itself each doubling costs speed, as four H200s have shown.",
+        ("how much CP for 32K, 64K or 128K tokens", "which context parallel degree on 64 H100"),
         ("long-context-cp-sizing", "long-context-memory"),
         (("How much does context parallelism cost?", "../experiments/context-parallelism.md"),),
         (
@@ -180,6 +183,7 @@ DOORS = (
         "dispatcher",
         "Which dispatcher of tokens to experts?",
         "All-to-all to bring a run up. Where dispatch is exposed, or EP leaves the node, try HybridEP or DeepEP as a matched pair; the planner gives both the same speed.",
+        ("which dispatcher across nodes", "all-to-all, all-gather, DeepEP or HybridEP"),
         ("moe-dispatcher-choice", "communication-overlap"),
         (("Which dispatcher is fastest on four H200s?", "../experiments/moe-dispatchers.md"),),
         (
