@@ -27,7 +27,7 @@ def per_token(shape: Shape, seq_len: float) -> float:
     return BACKWARD * sum(flops for name, flops in forward(shape, seq_len).items() if name != "router")
 
 
-WEIGHTS = ("linear", "mlp", "experts", "router", "head")
+_WEIGHTS = ("linear", "mlp", "experts", "router", "head")
 """Classes of operation that multiply by a weight; the rest multiplies activations alone."""
 _FULL = Options()
 
@@ -42,11 +42,11 @@ def trained_per_token(shape: Shape, seq_len: float, options: Options = _FULL) ->
     if not frozen:
         return per_token(shape, seq_len)
     whole = forward(shape, seq_len)
-    weights = sum(whole[name] for name in WEIGHTS if name != "router")
-    return per_token(shape, seq_len) - weights + BACKWARD * adapter_forward(shape, options)
+    weights = sum(whole[name] for name in _WEIGHTS if name != "router")
+    return per_token(shape, seq_len) - weights + BACKWARD * _adapter_forward(shape, options)
 
 
-def adapter_forward(shape: Shape, options: Options) -> float:
+def _adapter_forward(shape: Shape, options: Options) -> float:
     """FLOPs of the forward pass of all adapters per token."""
     met = sum(a.passed * (a.wide_in + a.wide_out) for i in range(shape.layers) for a in adapters(shape, i, options))
     return 2.0 * options.lora * met

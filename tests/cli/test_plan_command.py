@@ -187,7 +187,7 @@ def test_a_model_is_cut_in_layers_to_be_tried_on_few_gpus(run) -> None:
     "words",
     [
         ["qwen3_vl_8b", "--export", "megatron-lm"],
-        ["llama3_8b", "--export", "nemo"],
+        ["llama3_8b", "--export", "colossal"],
         ["llama3_8b", "--slurm"],
         ["gpt_oss_20b", "--export", "playbook"],
     ],

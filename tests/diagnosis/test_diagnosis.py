@@ -406,7 +406,7 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     [
         (("--gpus", "8"), "no model is named"),
         (("--model", "qwen3_8b"), "give --gpus N and --gpu KIND"),
-        ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
+        ((*ASKED, "--framework", "colossal"), "expected one of megatron-lm"),
         ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
         ((*ASKED, "--mfu", "0.22"), "MFU is 0.22; expected percent from 1 to 100, such as 22"),
         ((*ASKED, "--seq", "long"), "'--seq': found 'long', expected tokens of a sequence, such as 4096, 128K or 1M"),

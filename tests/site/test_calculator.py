@@ -21,7 +21,7 @@ from playbook_app.site.calculator import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
 
-LAYOUTS = 360
+LAYOUTS = 400
 OFFERS = 60
 """Of the layouts that cannot run, so many are compared with their nearest legal ones, which takes longer."""
 

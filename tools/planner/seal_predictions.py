@@ -31,7 +31,7 @@ def predicted(run: Run) -> dict[str, str]:
         raise SystemExit(f"{run.id}: {found}")
     scale = scaling().scale(Anchor(run, 0.0, found.spread, found.parts))
     interval = found.interval(exp(scale.log), found.spread * scale.left)
-    memory = {} if found.memory_bytes is None else {sealed.MEMORY: f"{found.memory_bytes / GIB:.2f}"}
+    memory = {} if found.memory_bytes is None else {"predicted_gib": f"{found.memory_bytes / GIB:.2f}"}
     return {
         **memory,
         "predicted_low": f"{interval.low:.0f}",
@@ -46,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "asked.csv")
         path.write_text(
-            _text([{k: v for k, v in row.items() if k not in (*sealed.COLUMNS, sealed.MEMORY)} for row in rows]), encoding="utf-8"
+            _text([{k: v for k, v in row.items() if k not in (*sealed.COLUMNS, "predicted_gib")} for row in rows]), encoding="utf-8"
         )
         runs = [run for run, _ in read_runs(path)]
     before = sealed.FIRST

@@ -92,19 +92,7 @@ def _figure(description: str) -> Any:
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-_Framework = Literal[
-    "megatron-lm",
-    "megatron-bridge",
-    "nemo",
-    "torchtitan",
-    "playbook",
-    "accelerate",
-    "deepspeed",
-    "swift",
-    "axolotl",
-    "llamafactory",
-    "verl",
-]
+_Framework = Annotated[str, Field(max_length=20, description="Whose flags, such as torchtitan or deepspeed.")]
 _Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
@@ -316,7 +304,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         network: planning.Network = "",
         seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
-        framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",
+        framework: _Framework = "megatron-lm",
     ) -> DiagnosisAnswer:
         """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
         with _told():

@@ -8,15 +8,14 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
-from playbook.planner.memory import BASE_BYTES
 from playbook.planner.options import FLEX, Options
-from playbook.planner.parameters import adapters, parts
-from playbook.planner.parameters import layer as parameters_of
+from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.laws import TILE, Product
+from playbook.planner.time.moved import beside, uncompiled
 
 BF16 = 2
 _FP32 = 4
@@ -67,7 +66,6 @@ class Work(NamedTuple):
     base: str
     compiled: bool
     apart: int
-    """Ranks of CP that share out heads."""
 
 
 class Kind(NamedTuple):
@@ -118,8 +116,7 @@ def work(plan: Plan) -> Work:
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
         0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
-        o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled,
-        o.heads_apart(plan.cp),
+        o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled, o.heads_apart(plan.cp),
     )  # fmt: skip
 
 
@@ -156,58 +153,25 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
     if not w.compiled:
-        moved = _uncompiled(cluster, shape, kind, w)
-        forward, backward = (
-            forward._replace(elementwise=forward.elementwise + moved),
-            backward._replace(elementwise=backward.elementwise + 2 * moved),
-        )
-        blocks[0] = blocks[0]._replace(forward=blocks[0].forward._replace(elementwise=blocks[0].forward.elementwise + moved))
+        more = Parts(elementwise=_bytes(cluster, uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
+        forward, backward = forward.plus(more), backward.plus(more, 2)
+        blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     if w.lora:
-        beside = _adapters(cluster, shape, kind, w)
-        forward, backward = forward.plus(beside.forward), backward.plus(beside.backward)
-        blocks = [*blocks[:1], Cost(blocks[1].forward.plus(beside.forward), blocks[1].backward)]
+        pairs = _adapters(cluster, shape, kind, w)
+        forward, backward = forward.plus(pairs.forward), backward.plus(pairs.backward)
+        blocks[1] = Cost(blocks[1].forward.plus(pairs.forward), blocks[1].backward)
     again = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
 
 
-_NORM, _TURN, _GATE = 32, 12, 4
-"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back, weight), and
-rotation for each of queries and keys, and the activation for each of an MLP's inner values."""
-
-
-def _uncompiled(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
-    """Seconds that a layer of transformers moves bytes in its forward pass beyond compiled ones.
-
-    Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
-    """
-    rows, local = _tokens(w)
-    norms = _NORM * local * shape.hidden * (bool(kind.mixer) + bool(kind.ffn))
-    heads = (shape.heads + shape.kv_heads) * shape.head_dim / w.tp
-    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if kind.mixer == "attention" else 0.0
-    gated = _GATE * rows * shape.ffn / w.tp if kind.ffn == "mlp" else 0.0
-    return _bytes(cluster, norms + turned + gated)
-
-
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
-    """Adapters beside a layer's products, and a 4-bit base made bf16 for each of them: both only move bytes.
-
-    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has them, unfused.
-    Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
-    """
-    rows, local = _tokens(w)
-    index = index_of(shape, kind)
-    pairs = [
-        (BF16 * (local * a.passed if a.passed > 1 else rows / w.tp), a.wide_in, a.wide_out)
-        for a in adapters(shape, index, Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets))
-    ]
-    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
-    backward = sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs)
-    held = parameters_of(shape, index)
-    unpacked = (held.sharded / w.tp + held.experts / (w.ep * w.etp)) * (BASE_BYTES[w.base] + BF16) if w.base else 0.0
-    return Cost(Parts(elementwise=_bytes(cluster, forward + unpacked)), Parts(elementwise=_bytes(cluster, backward + unpacked)))
+    """Adapters beside a layer's products, and its base in 4 bits: both only move bytes."""
+    options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
+    moved = beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
+    return Cost(*(Parts(elementwise=_bytes(cluster, each)) for each in moved))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:

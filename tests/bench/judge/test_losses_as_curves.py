@@ -79,5 +79,5 @@ def test_equal_curves_are_seldom_told_apart() -> None:
     for seed in range(400):
         draw = random.Random(seed)
         same = pairs(lambda i, draw=draw: falling(i) * (1 + draw.gauss(0, 0.01)), 0.01, steps=8)
-        wrong += bool(guards.loss_curves.difference(same, 0.01))
+        wrong += bool(guards.difference(same, 0.01))
     assert wrong <= 8
