@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from mkdocs.exceptions import PluginError
 from playbook.errors import PlaybookError
 from playbook_app.cli.commands.site import reference
 from playbook_app.site import build
+from playbook_app.site.searching import shortened
 
 RESULTS = "PLAYBOOK_SITE_RESULTS"
 RECORD = re.compile(r"`(01[0-9A-Z]{24})`")
@@ -32,13 +34,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(), base=config.site_url or "")
     except PlaybookError as e:
         raise PluginError(str(e)) from e
-    clone = (
-        f"git clone {config.repo_url} playbook && cd playbook\npip install -c constraints.txt -e ."
-        if config.repo_url
-        else "pip install .  # in a clone of Playbook"
-    )
-    config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{clone}\n```"}, made.plain
-    config.extra["asked"] = made.asked
+    get = f"pip install git+{config.repo_url}" if config.repo_url else "pip install .   # in a clone of this repository"
+    config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{get}\n```"}, made.plain
+    config.extra["searched"] = {"cards": made.asked, "diagnosis": made.compared}
+    config.extra["questions"] = made.questions
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:
         if "Cards" in entry:
@@ -52,6 +51,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
     """Put what cards and evidence say where a page asks for it by a comment, and link the ids of records on pages of experiments."""
     page.edit_url = _edit_url(page.file.src_uri, page.edit_url)
+    if "asked" in page.meta:
+        config.extra["questions"][page.file.dest_uri] = page.meta["asked"]
     for name, content in config.extra["inserts"].items():
         markdown = markdown.replace(f"<!-- {name} -->", content)
     if page.file.src_uri.startswith("experiments/"):
@@ -63,7 +64,11 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Put each card beside its page as plain Markdown, for readers that follow llms.txt, write what the question box asks, and mend the search."""
     for name, content in config.extra["plain"].items():
         (Path(config.site_dir) / name).write_text(content, encoding="utf-8")
-    (Path(config.site_dir) / "search/cards.json").write_text(config.extra["asked"], encoding="utf-8")
+    for name, content in config.extra["searched"].items():
+        (Path(config.site_dir) / f"search/{name}.json").write_text(content, encoding="utf-8")
+    index = Path(config.site_dir) / "search/search_index.json"
+    short = shortened(json.loads(index.read_text(encoding="utf-8")), config.extra["questions"])
+    index.write_text(json.dumps(short, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
     for worker in (Path(config.site_dir) / "assets/javascripts/workers").glob("search.*.min.js"):
         worker.write_text(worker.read_text(encoding="utf-8").replace(*LUNR), encoding="utf-8")
 

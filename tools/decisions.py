@@ -34,7 +34,7 @@ from playbook_app.cli import exit_codes  # noqa: E402
 from playbook_app.cli.app import app  # noqa: E402
 
 TASKS = ROOT / "tests" / "mcp" / "decisions.yaml"
-MOST_CALLS = 5
+MOST_CALLS = 4
 Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 _ARGUMENTS = {

@@ -1,7 +1,7 @@
 """Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`,
-and the blocks of the README.
+and the first block of the README.
 
-It also writes `docs/plans.jsonl`, the answers of the plan tables, which takes some minutes; `--page` leaves that out.
+It also writes `docs/plans.jsonl` and `docs/decisions.jsonl`, the answers of the plan tables and of the pages of decisions, which takes half an hour; `--page` leaves that out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "t
 
 from playbook_app.cli import exit_codes  # noqa: E402
 from playbook_app.cli.app import app  # noqa: E402
-from playbook_app.site.planned.answers import ask, line, questions  # noqa: E402
+from playbook_app.cli.output import folded  # noqa: E402
+from playbook_app.site.planned import answers, doors  # noqa: E402
 
 TABLES = ROOT / "docs" / "plans.jsonl"
+CHOICES = ROOT / "docs" / "decisions.jsonl"
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"
@@ -61,13 +63,15 @@ def sections() -> str:
 
 
 def readme() -> str:
-    """The README with what its commands print today; of the diagnosis the first lines."""
+    """The README with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run stands, of the plan its table."""
 
     def answered(shown: re.Match[str]) -> str:
-        lines = answer(shown[1]).splitlines()
-        return f"```text\n$ {shown[1]}\n" + "\n".join(lines[: lines.index("") if " diagnose " in shown[1] else len(lines)]) + "\n```"
+        lines = answer(shown["command"]).splitlines()
+        chosen = [line for line in lines if line.startswith("so ")] if " diagnose " in shown["command"] else lines[1:3]
+        return "\n".join([shown["line"], *(part for line in chosen for part in folded(line, 100))])
 
-    return re.sub(r"```text\n\$ (playbook (?:diagnose|plan) [^\n]*)\n.*?```", answered, README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    command = r"(?P<line>\$ (?P<command>playbook (?:diagnose|plan) [^\n#]*?) +# [^\n]*)(?:\n(?!\$ |```)[^\n]*)*"
+    return re.sub(command, answered, README.read_text(encoding="utf-8"))
 
 
 def diagnosis() -> str:
@@ -82,7 +86,7 @@ def diagnosis() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="leave out docs/plans.jsonl")
+    parser.add_argument("--page", action="store_true", help="leave out docs/plans.jsonl and docs/decisions.jsonl")
     page_alone = parser.parse_args().page
     README.write_text(readme(), encoding="utf-8")
     before = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
@@ -91,4 +95,5 @@ if __name__ == "__main__":
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
     if not page_alone:
-        TABLES.write_text("".join(f"{line(ask(asked))}\n" for asked in questions()), encoding="utf-8")
+        TABLES.write_text("".join(f"{answers.line(answers.ask(asked))}\n" for asked in answers.questions()), encoding="utf-8")
+        CHOICES.write_text("".join(f"{doors.line(doors.ask(asked))}\n" for asked in doors.questions()), encoding="utf-8")

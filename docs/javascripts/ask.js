@@ -8,6 +8,8 @@
   const root = new URL("../", document.currentScript.src);
   const input = form.querySelector("input"), answer = document.getElementById("pb-asked");
   let loaded;
+  // The least share of a question's information that a skill's description has.
+  const SKILL = 0.4;
 
   const count = (words) => words.reduce((all, word) => all.set(word, (all.get(word) || 0) + 1), new Map());
 
@@ -56,6 +58,7 @@
       pieceScores: bm25(data.passages.map((p) => p[2]), data),
       odds: new Map(data.odds),
       likeness: likeness(data),
+      skillScores: bm25(data.skills.map((s) => s.terms), data),
       vocabulary: parts.body.map((words) => new Set(words)),
       own: parts.title.map((words, i) => new Set([...words, ...parts.signs[i]])),
       named: new Set([...parts.title, ...parts.signs].flat()),
@@ -105,19 +108,44 @@
     return letters.length ? other / (other + letters.filter((c) => /\p{Script=Latin}/u.test(c)).length) : 0;
   }
 
-  // What the question says about the GPU, and whether the model has experts.
+  // What the question says about GPUs, model, length, links and MFU; nothing of lengths and counts where it names several.
   function facts(found, line) {
-    const said = new Set(words(line));
-    const gpus = found.gpus.filter((g) => said.has(g) || said.has(g + "s") || new RegExp(`\\b\\d{1,6}\\s?x\\s?(?:nvidia\\s)?${g}\\b|\\b${g}\\s?x\\s?\\d`).test(line));
+    const said = new Set(words(line)), single = (values) => new Set(values).size === 1 ? values[0] : undefined;
+    const named = found.gpus.filter((g) => said.has(g) || said.has(g + "s")), counts = [...line.matchAll(/\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices)\b/g)].map((m) => Number(m[1]));
+    for (const m of line.matchAll(/\b(\d{1,6})\s?x\s?(?:nvidia\s)?([a-z]{1,2}\d{2,3})\b|\b([a-z]{1,2}\d{2,3})\s?x\s?(\d{1,6})\b/g)) {
+      if (found.gpus.includes(m[2] || m[3])) { named.push(m[2] || m[3]); counts.push(Number(m[1] || m[4])); }
+    }
     const family = Object.keys(found.families).filter((f) => said.has(f)).flatMap((f) => found.families[f]);
     const flat = words(line).join("").replaceAll(".", "");
     const model = Object.keys(found.models).filter((m) => flat.includes(m.replaceAll("_", ""))).sort((a, b) => b.length - a.length)[0];
     const dense = /\bdense (?:model|llm|transformer|\d{1,3}b)\b/.test(line) && !/\b(?:moe|experts?)\b/.test(line);
-    return {gpus: [...gpus, ...family], model, dense: model ? !found.models[model] : dense};
+    const mfu = line.match(/\b(\d{1,2}(?:\.\d{1,2})?) ?%? ?mfu\b|\bmfu (?:of |is |at |only )?(\d{1,2}(?:\.\d{1,2})?)\b/);
+    const link = line.match(/\b(\d{1,4})\s?gbe\b|\b(ib|roce|efa)-?\s?(\d{2,5})\b/);
+    return {
+      gpu: [...new Set([...named, ...family])], gpus: single(counts), model, ...(model ? found.models[model] : dense ? {moe: false} : {}),
+      seq_len: single((line.match(/\b\d{4,7}\b/g) || []).map(Number).filter((n) => n % 1024 === 0)), mfu: mfu && (mfu[1] || mfu[2]),
+      network: link ? (link[1] ? `${link[1]}GbE` : `${link[2].replace("ib", "IB").replace("roce", "RoCE").replace("efa", "EFA")}-${link[3]}`) : /\bno infiniband\b/.test(line) ? "none" : "",
+      // A number before a GPU's name, which the search takes for no count.
+      many: single(counts) || [...line.matchAll(/\b(\d{1,6}) (?:nvidia )?([a-z]{1,2}\d{2,3})s?\b/g)].filter((m) => found.gpus.includes(m[2])).map((m) => Number(m[1]))[0],
+    };
   }
 
+  // Whether one part of a scope holds: a flag, words such as `H100|H200`, a number such as `>=2` or `2..8`, or a list of them.
+  function holds(predicate, fact) {
+    if (Array.isArray(predicate)) return predicate.some((p) => holds(p, fact));
+    if (typeof predicate === "boolean" || typeof fact === "boolean") return predicate === fact;
+    if (typeof fact === "string") return String(predicate).split("|").some((p) => words(p.toLowerCase()).every((w) => words(fact).includes(w)));
+    const range = String(predicate).split("..").map(Number), compared = String(predicate).match(/^\s*(>=|<=|==|>|<)?\s*(-?[0-9.]+)\s*$/);
+    if (range.length === 2) return range[0] <= fact && fact <= range[1];
+    const bound = Number(compared[2]);
+    return {">=": fact >= bound, "<=": fact <= bound, ">": fact > bound, "<": fact < bound}[compared[1]] ?? fact === bound;
+  }
+
+  // A card speaks for a run where its own scope and that of a claim do, on any of the GPUs that were named.
   function applies(card, said) {
-    return !(card.gpus.length && said.gpus.length && !said.gpus.some((g) => card.gpus.includes(g))) && !(card.moe && said.dense);
+    const meets = (scope) => (said.gpu.length ? said.gpu : [undefined]).some((gpu) => Object.entries({...said, gpu}).every(([key, fact]) => fact === undefined || !(key in scope) || holds(scope[key], fact)));
+    const [whole, ...claims] = card.scopes;
+    return meets(whole) && claims.some(meets);
   }
 
   // The cards that answer, best first; or why none does, and the nearest.
@@ -156,13 +184,44 @@
   // The diagnosis that a question about speed asks for; empty where it names no speed, or neither model nor GPUs.
   function diagnosis(found, query) {
     const line = normal(query), said = facts(found, line);
-    const counted = line.match(/\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices)\b/) ||
-      [...line.matchAll(/\b(\d{1,6}) (?:x )?(?:nvidia )?([a-z]{1,2}\d{2,3})s?\b/g)].find((m) => found.gpus.includes(m[2]));
-    if (!/\b(?:mfu|slow|slower|throughput|utili[sz]ation|tokens per second|tokens\/s|step time)\b/.test(line)) return "";
-    if (!said.model && !(said.gpus.length && counted)) return "";
-    const mfu = line.match(/\b(\d{1,2}(?:\.\d{1,2})?) ?%? ?mfu\b|\bmfu (?:of |is |at |only )?(\d{1,2}(?:\.\d{1,2})?)\b/);
-    const gpu = said.gpus.length === 1 ? said.gpus[0] : "KIND";
-    return `playbook diagnose --model ${said.model || "MODEL"} --gpus ${counted ? counted[1] : "N"} --gpu ${gpu}${mfu ? ` --mfu ${mfu[1] || mfu[2]}` : ""}`;
+    if (!/\b(?:mfu|slow|slower|too slow|throughput|utili[sz]ation|tokens per second|tokens\/s|step time)\b/.test(line)) return "";
+    if (!said.model && !(said.gpu.length && said.many)) return "";
+    return `playbook diagnose --model ${said.model || "MODEL"} --gpus ${said.many || "N"} --gpu ${kind(said)}${said.mfu ? ` --mfu ${said.mfu}` : ""}`;
+  }
+
+  const kind = (said) => said.gpu.length === 1 ? said.gpu[0] : "KIND";
+
+  // Commands that a question asks for, each with what it is for: a plan, the memory of a layout, two commands against each other. Capital words are left to fill in.
+  function commands(found, query) {
+    const line = normal(query), said = facts(found, line), out = [];
+    const run = `--gpus ${said.many || "N"}`, length = said.seq_len ? ` --seq ${said.seq_len}` : "", network = said.network ? ` --network ${said.network}` : "";
+    const layout = line.match(/\b(?:tp|pp|cp|ep|vpp|mbs) \d+\b/g);
+    if (layout && /\b(?:memory|oom|fits?|gib)\b/.test(line)) {
+      out.push(["What this layout holds: ", `playbook layout memory --model ${said.model || "MODEL"} gpus=${said.many || "N"} ${layout.map((w) => w.replace(" ", "=")).join(" ")}${said.seq_len ? ` seq_len=${said.seq_len}` : ""}`, "guide/layouts.html"]);
+    } else if ((said.model || said.many) && /\b(?:which|what|best|how (?:much|many|fast|should)|layout|parallel\w*|fsdp|cp|tp|pp|ep|fits?|oom|out of memory|plan|configuration|train)\b/.test(line)) {
+      out.push(["The fastest layouts that fit: ", `playbook plan ${said.model || "MODEL"} ${run} --hardware ${kind(said)}${length}${network}`, "guide/plans.html"]);
+    }
+    if (/\b(?:faster than|slower than|versus|vs|compare|regress\w*|got slower|slower since|slower after)\b/.test(line)) {
+      out.push(["Measure one against the other: ", "playbook ab -- COMMAND_A --vs COMMAND_B", "guide/your-trainer.html"]);
+    }
+    return out;
+  }
+
+  // Pages of decisions, with the form filled in.
+  function doors(found, query) {
+    const line = normal(query), said = facts(found, line);
+    const filled = new URLSearchParams(Object.entries({model: said.model, gpus: said.many, hardware: said.gpu.length === 1 ? said.gpu[0] : undefined, seq_len: said.seq_len}).filter(([, v]) => v)).toString();
+    return [["fsdp-or-3d", "FSDP or 3D?", /\b(?:fsdp\d?|3d|zero-?3)\b|\btp\b.*\bpp\b|\bwhich (?:layout|parallelism)\b/], ["how-much-cp", "How much CP?", /\b(?:cp|context parallel\w*|long context)\b/], ["which-dispatcher", "Which dispatcher?", /\b(?:dispatchers?|deepep|hybridep|all-?to-?all|alltoall)\b/]]
+      .filter(([, , asked]) => asked.test(line)).map(([page, title]) => [title, `_generated/${page}.html${filled ? `?${filled}` : ""}`]);
+  }
+
+  // The skills whose descriptions hold most of the question's information; at most two.
+  function skillsFor(found, query) {
+    const asked = [...new Set(terms(found, query))].map((t) => found.numbers.get(t));
+    const weight = (t) => found.weights.get(t) ?? (t === undefined ? found.unknown : 1) * found.most, all = asked.reduce((sum, t) => sum + weight(t), 0) || 1;
+    const known = asked.filter((t) => t !== undefined), score = found.skillScores(known);
+    return found.skills.map((skill, i) => [known.reduce((sum, t) => sum + (skill.terms.includes(t) ? weight(t) : 0), 0) / all, score[i], skill])
+      .filter(([share]) => share >= SKILL).sort((a, b) => b[1] - a[1]).slice(0, 2).map(([, , skill]) => skill);
   }
 
   // Whether a rule's size agrees with the planner for a run: all of one range's model, experts and length.
@@ -174,14 +233,11 @@
 
   // CP of a card's rule where it agrees with the planner, else the planner alone; empty where the question states no model and no single length.
   function sizes(found, query, cards) {
-    const line = normal(query), said = facts(found, line), lengths = new Set((line.match(/\b\d{4,7}\b/g) || []).map(Number).filter((n) => n % 1024 === 0));
+    const said = facts(found, normal(query)), length = said.seq_len;
     const rule = cards.slice(0, 1).flatMap((card) => card.sizes).find((s) => s.tokens_per_cp_rank);
-    if (!rule || !said.model || lengths.size !== 1) return "";
-    const [length] = lengths;
-    const plan = `playbook plan ${said.model} --gpus N --hardware ${said.gpus.length === 1 ? said.gpus[0] : "KIND"} --seq ${length}`;
+    if (!rule || !said.model || !length) return "";
     const cp = 2 ** Math.max(0, Math.ceil(Math.log2(length / rule.tokens_per_cp_rank)));
-    const holds = rule.agrees.some((range) => agrees(range, said, length, found.models[said.model]));
-    return holds ? `CP ${cp} by the card, within 5 % of the planner's fastest layout; the rest by ${plan}` : `${plan}: the card's rule is not known to come within 5 % of its fastest layout here`;
+    return rule.agrees.some((range) => agrees(range, said, length, said.moe)) ? `CP ${cp} by the card, within 5 % of the planner's fastest layout` : "";
   }
 
   function element(name, text, extra = {}) {
@@ -194,24 +250,33 @@
     return item;
   }
 
+  function hint(words, command, page) {
+    const line = element("p", words);
+    line.append(element("code", command), " (", element("a", "what it answers", {href: new URL(page, root).href}), ")");
+    return line;
+  }
+
   function show(found, query) {
-    const result = search(found, query), command = diagnosis(found, query), parts = [];
-    if (command) {
-      const hint = element("p", "How fast it should be, and what to try first: ");
-      hint.append(element("code", command), " (", element("a", "what it answers", {href: new URL("guide/diagnose.html", root).href}), ")");
-      parts.push(hint);
-    }
-    const size = sizes(found, query, result.cards);
+    const result = search(found, query), command = diagnosis(found, query), size = sizes(found, query, result.cards);
+    const more = commands(found, query), pages = doors(found, query), skills = skillsFor(found, query);
+    const parts = pages.map(([title, page]) => { const line = element("p", "Answered with its alternatives: "); line.append(element("a", title, {href: new URL(page, root).href})); return line; });
+    if (command) parts.push(hint("How fast it should be, and what to try first: ", command, "guide/diagnose.html"));
+    parts.push(...more.map((line) => hint(...line)));
     if (size) parts.push(element("p", size));
-    if (result.none) parts.push(element("p", result.none + (result.nearest && result.nearest.length ? " Nearest:" : "")));
+    const answered = pages.length || command || more.length || skills.length;
+    if (result.none) parts.push(element("p", (answered ? "Beyond that: " : "") + result.none + (result.nearest && result.nearest.length ? " Nearest:" : "")));
     const list = element("ol", "");
     list.append(...(result.none ? result.nearest || [] : result.cards).map(line));
     if (list.children.length) parts.push(list);
+    for (const skill of skills) {
+      const hinted = hint(`Skill ${skill.name}: ${skill.description} `, `playbook skills export DIR --skill ${skill.name}`, "guide/agents.html#skills");
+      parts.splice(result.none ? parts.findIndex((p) => p.textContent.includes(result.none)) : parts.length, 0, hinted);
+    }
     const all = element("p", "");
     all.append(element("a", "Search all pages for this", {href: `?q=${encodeURIComponent(query)}`}));
     answer.replaceChildren(...parts, all);
     answer.hidden = false;
-    return {cards: result.cards.map((c) => c.id), none: result.none || "", command, size};
+    return {cards: result.cards.map((c) => c.id), none: result.none || "", command, size, commands: more.map((m) => m[1]), pages: pages.map((p) => p[1]), skills: skills.map((s) => s.name)};
   }
 
   async function ask(query) {

@@ -151,7 +151,9 @@ def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None
         same = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
         words = {-1: f"you are below {same}", 0: f"you are where {same.replace('runs', 'runs are', 1)}", 1: f"you are above {same}"}[place]
         more = runs.most / value - 1
-        said.append(f"{words} ({runs.shared}, {_range(runs)}{f'; the fastest is {more:.0%} faster' if more > _EVEN else ''})")
+        said.append(
+            f"{words} ({runs.shared}, {_range(runs)}{f'; the fastest of them is {more:.0%} faster than you' if more > _EVEN else ''})"
+        )
     if expected:
         share = value / expected.value
         inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
@@ -160,7 +162,7 @@ def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None
         said.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
     if runs and runs.predicted and expected:
         low, high = (f"{share:.0%}" for share in runs.predicted)
-        said.append(f"of what is published here the planner predicts {low if low == high else f'{low} to {high}'}")
+        said.append(f"the planner predicts those runs at {low if low == high else f'{low} to {high}'} of their speed")
     where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
     return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
 

@@ -59,6 +59,11 @@ class Row:
     """Whether adapters beside frozen weights were trained."""
 
     @cached_property
+    def work(self) -> float:
+        """FLOPs of a token."""
+        return flops.per_token(self.shape, self.seq_len)
+
+    @cached_property
     def predicted(self) -> float | None:
         """What the planner says of a run that states its batch, where it can: where the batch is a guess, so is the prediction.
 
@@ -132,7 +137,7 @@ def _nearest_to(q: Question, precision: str) -> Published | None:
     here = [r for r in mine if r.hardware == q.cluster.name]
     same = [r for r in here if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
     work = flops.per_token(q.shape, q.seq_len)
-    alike = [r for r in rows if abs(log(flops.per_token(r.shape, r.seq_len) / work)) <= log(_LIKE)]
+    alike = [r for r in rows if abs(log(r.work / work)) <= log(_LIKE)]
     like_it = "LoRA of " * adapters
     like = [r for r in alike if r.hardware == q.cluster.name and bool(r.shape.experts) == bool(q.shape.experts)]
     model, gpu = q.model, q.cluster.name

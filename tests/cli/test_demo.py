@@ -9,6 +9,8 @@ import pytest
 from in_process import run
 
 from playbook.cards.load import load_all
+from playbook.paths import repo_root
+from playbook_app.cli import app
 from playbook_app.cli.commands import demo
 from playbook_app.cli.output import print_table
 from playbook_bench.run import targets
@@ -64,3 +66,24 @@ def test_on_a_terminal_the_last_column_of_a_table_is_folded_and_elsewhere_no_lin
     assert max(map(len, shown[True])) <= 80
     assert shown[True][1].startswith("a-long-name-of-a-claim  words")
     assert "\x1b" not in "".join(shown[True] + shown[False])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("skills", "list"), ("bench", "list"), ("cards", "list"), ("cards", "list", "--claims"), ("config", "list"), ("evidence", "list")],
+)
+def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is_to_be_wide(monkeypatch, command):
+    monkeypatch.chdir(repo_root())
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for words in (command, (*command, "--wide")):
+        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        with pytest.raises(SystemExit) as stop:
+            app.main(list(words))
+        assert not stop.value.code
+        shown[len(words)] = stream.getvalue()
+    narrow, wide = (shown[n] for n in sorted(shown))
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert not set(narrow.partition("left out")[0].split()) - set(wide.split()), "no part of a word alone"
+    assert ("--wide shows all" in narrow) == (len(narrow.split("\n")[0].split()) < len(wide.split("\n")[0].split()))

@@ -1,4 +1,4 @@
-"""Decisions that agents are asked for: right answers over MCP in at most five calls, and the same ones as on the command line."""
+"""Decisions that agents are asked for: right answers over MCP in at most four calls, and the same ones as on the command line."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ sys.path.insert(0, str(repo_root() / "tools"))
 from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, over_stdio, tasks
 from plan_page import PAGE
 
+MOST_CHARACTERS = 2500
+"""What an agent reads of one answer."""
 TASKS = {t["question"]: t for t in tasks()}
 SLOW = ("64 H100", "Mixtral", "The same run", "It recomputes", "900,000")
 """Of the decisions that are no plans, those whose search takes seconds."""
@@ -30,6 +32,7 @@ def decided(library, task):
 
             async def call(tool, arguments):
                 result = await client.call_tool(tool, arguments)
+                assert sum(len(part.text) for part in result.content) < MOST_CHARACTERS, tool
                 return {"error": result.content[0].text} if result.is_error else result.structured_content
 
             return await decide(task, call)

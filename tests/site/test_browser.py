@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
-from site_browser import watched
+from site_browser import ASK, places, watched
 from site_tree import CARD
 
 from playbook.cards import search
@@ -124,12 +124,6 @@ def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: 
     page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
 
 
-def test_home_shows_every_interval_without_scrolling(page: Any, site_root: str) -> None:
-    page.goto(f"{site_root}/index.html")
-    box = page.locator(".pb-forest").bounding_box()
-    assert box["y"] + box["height"] <= DESK["height"]
-
-
 def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root: str, tmp_path: Path) -> None:
     """The same cards first and the same silence, but for words whose forms the page has no stem of."""
     (tmp_path / "fixture-card.yaml").write_text(CARD, encoding="utf-8")
@@ -146,7 +140,7 @@ def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root:
         here = search.search(index, question)
         if there["cards"][:1] != [h.id for h in here.hits][:1] or there["command"] != diagnosis_of(question, Facts()):
             wrong.append((question, there, [h.id for h in here.hits]))
-    assert len(wrong) <= 0.012 * len(asked), wrong
+    assert len(wrong) <= 0.01 * len(asked), wrong
 
 
 def test_the_question_box_leads_to_cards_and_to_the_diagnosis(page: Any, site_root: str) -> None:
@@ -165,6 +159,7 @@ def test_the_question_box_leads_to_cards_and_to_the_diagnosis(page: Any, site_ro
 
 def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_root: str) -> None:
     page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
     lines = dict(zip(page.locator(".pb-lines dt").all_inner_texts(), page.locator(".pb-lines dd").all_inner_texts(), strict=True))
     where = setting(MODELS["qwen3_30b_a3b"], "qwen3_30b_a3b", "h100", 64, seq_len=None, gbs=None)
     runs = nearest(where)
@@ -173,7 +168,7 @@ def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_ro
     assert lines["you"].startswith(f"{value:,.0f} tokens/s/GPU, 25% MFU, ")
     assert f"{runs.low:,.0f} to {runs.high:,.0f} tokens/s/GPU" in page.inner_text("#pb-position")
     assert page.inner_text("#pb-position").startswith("You are where published runs are")
-    assert f"the fastest is {runs.most / value - 1:.0%} faster" in page.inner_text("#pb-position")
+    assert f"the fastest of them is {runs.most / value - 1:.0%} faster than you" in page.inner_text("#pb-position")
     first = runs.rows[0]
     assert first.predicted
     said = f"({first.id}; the planner says {first.predicted:,.0f})"
@@ -186,13 +181,15 @@ def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_ro
 
 def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: str) -> None:
     page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
     plans = {
         (a.asked.model, a.asked.hardware, a.asked.gpus): a for a in read(repo_root() / "docs" / "plans.jsonl") if a.asked.seq_len == 4096
     }
-    models, rng = sorted({m for m, _, _ in plans}), random.Random(49)
+    planned, rng = {m for m, _, _ in plans}, random.Random(49)
+    models = [m for m in MODELS if not m.endswith("_tiny")]
     cases = [("llama3_8b", "h100", 128), ("qwen3_30b_a3b", "h200", 24), ("llama3_8b", "b200", 4), ("deepseek_v3", "h100", 8)]
     for model, gpu, gpus in [*cases, *((rng.choice(models), g, rng.randint(1, 5000)) for g in clusters())]:
-        page.select_option("#pb-diagnose select[name=model]", model)
+        page.fill("#pb-diagnose input[name=model]", model)
         page.select_option("#pb-diagnose select[name=gpu]", gpu)
         page.fill("#pb-diagnose input[name=gpus]", str(gpus))
         if (model, gpu, gpus) in plans and not plans[model, gpu, gpus].settings:
@@ -214,7 +211,8 @@ def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: s
             assert lines["fastest"].startswith(f"{speed:,.0f} tokens/s/GPU [{min(a.low, b.low):,.0f}, {max(a.high, b.high):,.0f}]")
             assert f"{tokens / speed:.0%} of the prediction" in position
         else:
-            assert lines["fastest"].startswith("not asked beforehand")
+            assert lines["fastest"].startswith("nearest entry of the table: ")
+            assert lines["fastest"].split()[5] in planned
             assert "of the prediction" not in position
     page.fill("#pb-diagnose input[name=gpus]", "2.5")
     assert "a whole number from 1" in page.inner_text("#pb-diagnosis")
@@ -233,11 +231,26 @@ def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: s
 )
 def test_the_form_takes_a_pasted_file(page: Any, site_root: str, text: str, gpu: str, says: str) -> None:
     page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
+    page.click("#pb-diagnose summary")
     page.fill("#pb-diagnose textarea[name=file]", text)
     assert says in page.inner_text("#pb-diagnosis")
     if gpu:
         assert cluster(machine_name(text)).name == gpu == page.input_value("#pb-diagnose select[name=gpu]")
         assert "--gpus 64 --gpu FILE --mfu 25" in page.inner_text("#pb-diagnosis")
+
+
+def test_the_form_takes_a_pasted_config_json(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
+    page.click("#pb-diagnose summary")
+    llama = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128256}
+    page.fill("#pb-diagnose textarea[name=file]", json.dumps(llama))
+    assert "has the sizes of llama3_8b" in page.inner_text("#pb-diagnosis")
+    assert "--model llama3_8b --gpus 64" in page.inner_text("#pb-diagnosis")
+    page.fill("#pb-diagnose textarea[name=file]", json.dumps({**llama, "num_hidden_layers": 30}))
+    assert "figures are of the nearest, llama3_8b" in page.inner_text("#pb-diagnosis")
+    assert "--model config.json --gpus 64" in page.inner_text("#pb-diagnosis")
 
 
 def machine_name(text: str) -> str:
@@ -246,22 +259,6 @@ def machine_name(text: str) -> str:
 
 def shown(page: Any, selector: str) -> int:
     return int(page.locator(f"{selector}:visible").count())
-
-
-ASK = """
-async (questions) => {
-  const config = JSON.parse(document.getElementById("__config").textContent);
-  const index = await (await fetch(`${config.base}/search/search_index.json`)).json();
-  const worker = new Worker(config.search);
-  const answer = (message) => new Promise((done) => { worker.onmessage = (e) => done(e.data); worker.postMessage(message); });
-  await answer({type: 0, data: {...index, options: {suggest: true}}});
-  const found = {};
-  for (const question of questions) {
-    found[question] = (await answer({type: 2, data: question})).data.items.map((group) => group.map((item) => item.location.split("#")[0]));
-  }
-  return found;
-}
-"""
 
 
 def test_search_takes_whatever_a_question_begins_with(page: Any, site_root: str) -> None:
@@ -273,11 +270,6 @@ def test_search_takes_whatever_a_question_begins_with(page: Any, site_root: str)
 
 FIRST = 8
 """Pages that are shown without scrolling far."""
-
-
-def places(found: list[list[str]]) -> list[str]:
-    """Pages in the order in which the search shows them."""
-    return [group[0] for group in found]
 
 
 def test_every_page_is_found_by_its_title(page: Any, site_root: str, built_site: Path) -> None:
@@ -304,7 +296,7 @@ def test_common_words_of_the_site_find_something(page: Any, site_root: str, buil
     """As they stand on the pages, in whatever form; half of them once found nothing, because the index held stems."""
     text = " ".join(d["text"] for d in json.loads((built_site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"])
     counted = Counter(re.findall(r"\b[a-z]{4,}\b", html.unescape(re.sub("<[^>]+>", " ", text))))
-    words = [w for w, n in counted.items() if n >= 10]
+    words = [w for w, n in counted.items() if n >= 5]
     assert len(words) > 500
     page.goto(f"{site_root}/index.html")
     found = page.evaluate(ASK, words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from datetime import date
 from html import unescape
 from pathlib import Path
@@ -16,14 +15,15 @@ from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.paths import data_root
 from playbook.planner.models import MODELS
-from playbook.records.read import read, verdicts
+from playbook.records.read import read
 from playbook_app.site import build
 from playbook_app.site.cards import changes
 from playbook_app.site.evidence import trace_page
+from playbook_app.site.home import facts
 from playbook_app.site.lists import one_gpu_page
 from playbook_app.site.llms import llms
 from playbook_app.site.models import plan_of, settings
-from playbook_app.site.shelf import DECIDED, Shelf, anchor, forest_of_cards, verdict_forest
+from playbook_app.site.shelf import DECIDED, Shelf, anchor
 from playbook_app.site.text import NBSP
 
 TODAY = date(2026, 11, 21)
@@ -37,11 +37,11 @@ def page(tree: Path, name: str) -> str:
     return (tree / "docs" / name).read_text().replace(NBSP, " ")
 
 
-def test_home_draws_a_current_interval_of_each_card_from_gpus_and_says_it_in_words(tree: Path) -> None:
+def test_a_card_draws_a_current_interval_from_gpus_and_home_counts_it(tree: Path) -> None:
     made = generate(tree)
     assert "**1 are settled on GPUs**" in made.inserts["coverage"]
-    shown = unescape(made.inserts["forest of verdicts"]).replace(NBSP, " ")
-    assert '<a href="cards/fixture-card.html#x1"' in shown
+    shown = unescape(made.inserts["example of verdicts"]).replace(NBSP, " ")
+    assert 'cards/fixture-card.html#x1"' in shown
     assert "+7.3 % [+6.2, +8.5]" in shown
     assert "at least +3 %" in shown
     assert "confirmed" in shown
@@ -49,9 +49,9 @@ def test_home_draws_a_current_interval_of_each_card_from_gpus_and_says_it_in_wor
     assert places["zero"] < places["margin"] < places["interval"], "the whole interval lies where the claim holds"
 
 
-def test_home_draws_no_verdict_that_is_out_of_date_and_counts_it_as_open(tree: Path) -> None:
+def test_a_verdict_that_is_out_of_date_is_not_drawn_and_counts_as_open(tree: Path) -> None:
     made = build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=date(2199, 1, 1))
-    assert made.inserts["forest of verdicts"] == ""
+    assert made.inserts["example of verdicts"] == ""
     assert "**0 are settled on GPUs**" in made.inserts["coverage"]
 
 
@@ -222,16 +222,13 @@ def test_the_page_of_one_gpu_has_settled_claims_with_their_price_and_says_why_ot
     assert '<table class="pb-forest">' in settled
 
 
-def test_home_draws_one_verdict_of_a_card_and_a_settled_one_before_an_undecided_one(shipped: Shelf) -> None:
-    for name, card in shipped.cards.items():
-        one = replace(shipped, cards={name: card})
-        status = {
-            c.id: {r.status for r in verdicts(shipped.records, c.id) if r.gpus and not r.stale(shipped.today, c)} for c in card.claims
-        }
-        every, drawn = (re.findall(r"<b>([^<]+)</b>", figure) for figure in (verdict_forest(one, [card]), forest_of_cards(one)))
-        assert len(drawn) == min(len(every), 1), name
-        if any(status[c] & set(DECIDED) for c in every):
-            assert status[drawn[0]] & set(DECIDED), name
+def test_home_states_facts_with_their_effects_and_verdicts(shipped: Shelf) -> None:
+    lines = facts(shipped).splitlines()
+    assert len(lines) == 5, "each claim has a current verdict from GPUs"
+    assert sum("refuted" in line for line in lines) >= 2
+    for line in lines:
+        assert re.search(r"\*\*[+−][\d.]+", line), line
+        assert "evidence/01" in line
 
 
 def test_a_card_says_on_what_its_verdicts_rest_and_what_nobody_has_measured(shipped: Shelf) -> None:

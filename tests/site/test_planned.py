@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from playbook.paths import repo_root
+from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters
+from playbook_app.site.planned import doors
 from playbook_app.site.planned.answers import Asked, ask, questions, read
-from playbook_app.site.planned.diagnosed import form
+from playbook_app.site.planned.diagnosed import data, form
+from playbook_app.site.planned.doors import read as read_doors
 from playbook_app.site.planned.published import published_page
 from playbook_app.site.planned.tables import tables_page
 from playbook_app.site.planned.worked import worked
@@ -23,6 +26,7 @@ sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import README, readme
 
 PLANS = repo_root() / "docs" / "plans.jsonl"
+DECISIONS = repo_root() / "docs" / "decisions.jsonl"
 HEAD = (
     "id,source_group,release_or_date,model,params_total_B,params_active_B,task,hardware,gpus,precision,seq_len,tp,cp,pp,vpp,ep,etp,dp,dispatcher,"
     "tokens_per_s_per_gpu,mfu_pct,status\n"
@@ -75,13 +79,36 @@ def test_between_two_numbers_of_gpus_the_speed_lies_between_theirs(model: str, g
     assert ask(Asked(model, "h100", gpus)).speed == pytest.approx(below.speed * (above.speed / below.speed) ** part, rel=0.1)
 
 
-def test_the_form_has_every_gpu_and_published_runs_of_those_that_were_not_asked() -> None:
-    rows = json.loads(form(PLANS).partition('id="pb-settings">')[2].partition("</script>")[0])["rows"]
-    assert {r["hardware"] for r in rows} == set(clusters())
-    gb300 = next(r for r in rows if (r["model"], r["hardware"]) == ("deepseek_v3", "gb300"))
-    assert not gb300["asked"]
-    assert gb300["published"]["rows"]
-    assert 0 < gb300["reached"] < 1
+def test_the_form_has_every_model_and_gpu_and_published_runs_of_those_that_were_not_asked() -> None:
+    found = json.loads(data(PLANS))
+    assert set(found["gpus"]) == set(clusters())
+    assert set(found["models"]) == {m for m in MODELS if not m.endswith("_tiny")}
+    assert form(PLANS).count("<option") == len(found["models"]) + len(clusters()) + 3
+    shared, by, low, high, _, rows = found["models"]["deepseek_v3"]["published"]["gb300"]
+    assert "deepseek_v3 on gb300" in shared
+    assert 0 < low <= high
+    assert by == "tokens"
+    assert {i for i, _ in rows} <= set(found["runs"])
+    assert all(0 < reached < 1 for _, reached in found["gpus"].values())
+
+
+def test_decisions_hold_an_answer_to_every_question() -> None:
+    found = read_doors(DECISIONS)
+    assert [a.asked for a in found] == list(doors.questions())
+    assert all(a.low < a.speed < a.high for a in found if a.settings)
+    for case in ("tp=", "pp=", "ep=", "sharding=fsdp2"):
+        way = {"tp=": "TP alone", "pp=": "PP alone", "ep=": "EP alone"}.get(case, "FSDP")
+        assert all(case in a.settings for a in found if a.asked.way == way and a.settings), case
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("door", doors.DOORS, ids=lambda d: d.page)
+def test_decisions_are_near_what_the_planner_says_today(door: doors.Door) -> None:
+    chosen = [a for a in read_doors(DECISIONS) if a.asked.door == door.door and a.asked.model == "qwen3_30b_a3b" and a.asked.gpus == 64][:3]
+    for kept in chosen:
+        assert doors.ask(kept.asked).speed == pytest.approx(kept.speed, rel=0.05), (
+            "the planner has changed: run `python tools/plan_page.py`"
+        )
 
 
 @pytest.mark.full

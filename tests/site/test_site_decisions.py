@@ -70,9 +70,10 @@ def diagnosis(page: Any, root: str, asked: Mapping[str, Any], answer: Mapping[st
     if asked.get("layout"):
         return None
     page.goto(f"{root}/guide/diagnose.html")
+    page.wait_for_selector("#pb-position")
     page.fill("#pb-diagnose input[name=gpus]", str(asked["gpus"]))
-    for name, value in (("model", named(asked["model"])), ("gpu", asked["hardware"])):
-        page.select_option(f"#pb-diagnose select[name={name}]", value)
+    page.fill("#pb-diagnose input[name=model]", named(asked["model"]))
+    page.select_option("#pb-diagnose select[name=gpu]", asked["hardware"])
     speed, unit = (asked["mfu"], "% MFU") if "mfu" in asked else (asked["tokens_per_s"], "tokens/s per GPU")
     page.select_option("#pb-diagnose select[name=unit]", unit)
     page.fill("#pb-diagnose input[name=speed]", str(speed))

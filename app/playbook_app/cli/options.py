@@ -13,6 +13,8 @@ from playbook.planner.shapes import DEEPEST, LARGEST
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
 
+Wide = Annotated[bool, typer.Option("--wide", help="Every column, however narrow the terminal is.")]
+
 # --- of runs ---------------------------------------------------------------------------------------------------------------------
 
 Profile = Annotated[str | None, typer.Option(help="Machine class, such as cpu or h200x4; the largest that fits, if not given.")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -16,13 +18,27 @@ from playbook.text import count, plain
 
 USAGE = 2
 _GAP = 2
-_FOLDED = 20
-"""The narrowest that a folded column may be."""
+_READABLE = 20
+"""The narrowest that a folded column of text may be."""
+_NAME = re.compile(r" *(?:[^ ]+(?: [^ ]+)?  +)?")
+"""What a line begins with: a name, and two blanks or more before its words."""
 
 
 def say(text: str) -> None:
-    """Print a line."""
-    sys.stdout.write(plain(text) + "\n")
+    """Print a line; on a terminal, prose that is wider is folded between its words. A command stays in one piece, to be copied."""
+    lines = plain(text).split("\n")
+    if sys.stdout.isatty():
+        lines = [part for line in lines for part in folded(line, shutil.get_terminal_size().columns)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def folded(line: str, width: int) -> list[str]:
+    """A line of prose in lines of at most so many columns, the later ones below its words behind a name in front; a word or a command that is longer stays whole."""
+    if len(line) <= width or " --" in line or "playbook " in line:
+        return [line]
+    name = _NAME.match(line)
+    indent = " " * (len(name[0]) if name and len(name[0]) < width // 2 else 0)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True)
 
 
 def complain(text: str) -> None:
@@ -35,17 +51,44 @@ def print_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """A table without lines. Each row is one line; on a terminal the last column is folded where there is room for it."""
-    lines = [tuple(columns)]
-    lines += [tuple(plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for c in columns) for row in rows]
-    widths = [max(map(len, column)) + _GAP for column in zip(*lines, strict=True)][:-1]
-    room = shutil.get_terminal_size().columns - sum(widths)
-    folded = sys.stdout.isatty() and room >= _FOLDED
-    for *cells, last in lines:
-        begin = "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        first, *more = (textwrap.wrap(last, room) if folded else []) or [last]
-        sys.stdout.write("".join(line.rstrip() + "\n" for line in (begin + first, *(" " * len(begin) + part for part in more))))
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare: Sequence[str] = (), wide: bool = False) -> None:
+    """A table without lines, a line for each row.
+
+    On a terminal that is too narrow, cells are folded between their words, and where that does not do, the `spare` columns go, in their order; not where it is to be `wide`.
+    """
+    shown = {c: [c, *(plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for row in rows)] for c in columns}
+    limit = shutil.get_terminal_size().columns
+    left_out = []
+    if narrow := sys.stdout.isatty() and not wide:
+        for c in spare:
+            if sum(map(_least, shown.values())) + _GAP * (len(shown) - 1) + _READABLE > limit:
+                left_out.append(c)
+                del shown[c]
+    widths = [max(map(len, cells)) for cells in shown.values()]
+    if narrow:
+        widths = _fitting(widths, [_least(cells) for cells in shown.values()], limit - _GAP * (len(shown) - 1))
+    for line in zip(*shown.values(), strict=True):
+        parts = [
+            textwrap.wrap(c, w, break_long_words=False, break_on_hyphens=False) or [""] if narrow else [c]
+            for c, w in zip(line, widths, strict=True)
+        ]
+        for pieces in itertools.zip_longest(*parts, fillvalue=""):
+            sys.stdout.write((" " * _GAP).join(p.ljust(w) for p, w in zip(pieces, widths, strict=True)).rstrip() + "\n")
+    if left_out:
+        say(f"left out for want of room: {', '.join(left_out)}; --wide shows all")
+
+
+def _least(cells: Sequence[str]) -> int:
+    """The least width of a column: its longest word, and enough of a text that it can be read."""
+    return max(max((len(word) for cell in cells for word in cell.split()), default=0), min(_READABLE, max(map(len, cells))))
+
+
+def _fitting(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Widths that fit into the room if they can: the widest column that may be narrower gives first."""
+    out = list(widths)
+    while sum(out) > room and (more := [i for i, width in enumerate(out) if width > least[i]]):
+        out[max(more, key=out.__getitem__)] -= 1
+    return out
 
 
 def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: str, *, strict: bool, as_json: bool) -> None:

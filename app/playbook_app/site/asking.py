@@ -9,8 +9,11 @@ from playbook.cards import questions, search
 from playbook.cards.model import Card
 from playbook.cards.questions import PRIOR
 from playbook.cards.terms import FAMILIES, GPUS, tables, terms
+from playbook.paths import data_root
 from playbook.planner.models import MODELS
+from playbook.skills.model import load_skills
 
+_FACTS = frozenset({"gpu", "gpus", "model", "seq_len", "moe", "vision"})
 _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 """Which fields of a card a passage's kind belongs to: its title, its signs, or both; the body has everything."""
 
@@ -28,6 +31,14 @@ def asked(cards: Mapping[str, Card]) -> str:
         [[order[c] for c in sorted(q.cards & order.keys())], sorted(numbers[t] for t in q.said)]
         for q in found.asked
         if q.cards & order.keys()
+    ]
+    skills = [
+        {
+            "name": s.name,
+            "description": s.front.description,
+            "terms": [numbers.setdefault(t, len(numbers)) for t in terms(f"{s.name} {s.name} {s.front.description}")],
+        }
+        for s in load_skills(data_root("skills")).values()
     ]
     return json.dumps(
         {
@@ -51,7 +62,8 @@ def asked(cards: Mapping[str, Card]) -> str:
             "mostly": search.MOSTLY,
             "k1": search.K1,
             "b": search.B,
-            "models": {name: shape.experts > 0 for name, shape in MODELS.items()},
+            "models": {name: {"moe": shape.experts > 0, "vision": shape.vision is not None} for name, shape in MODELS.items()},
+            "skills": skills,
             "families": FAMILIES,
             "gpus": sorted(GPUS),
             **tables([*(p.text for p in found.passages), *(q.text for q in found.asked)]),
@@ -61,13 +73,16 @@ def asked(cards: Mapping[str, Card]) -> str:
     )
 
 
+def _stated(scope: Mapping[str, object]) -> dict[str, object]:
+    """What of a scope a question can state."""
+    return {k: v for k, v in scope.items() if k in _FACTS}
+
+
 def _shown(card: Card) -> dict[str, object]:
-    gpus = str(card.scope.get("gpu", ""))
     return {
         "id": card.id,
         "title": card.title,
         "summary": card.summary,
-        "gpus": [g.lower() for g in gpus.split("|") if g],
-        "moe": card.scope.get("moe") is True,
+        "scopes": [_stated(scope) for scope in (card.scope, *(c.scope for c in card.claims))],
         "sizes": [rule.sizes.model_dump(mode="json") for rule in card.decide if rule.sizes],
     }

@@ -22,18 +22,21 @@ from playbook_app.site.asking import asked
 from playbook_app.site.calculator import calculator_page
 from playbook_app.site.cards import card_page
 from playbook_app.site.evidence import evidence_page, list_page, trace_page
-from playbook_app.site.home import commands_shown, coverage, example_of_verdicts
+from playbook_app.site.home import coverage, example_of_verdicts, facts, record_and_trace
 from playbook_app.site.lists import by_phase, index_page, matrix_page, one_gpu_page, phases, summary
 from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook_app.site.models import families_page, models_page
 from playbook_app.site.parity import parity_page
-from playbook_app.site.planned.diagnosed import form
+from playbook_app.site.planned.diagnosed import data, form
+from playbook_app.site.planned.door_pages import door_pages
+from playbook_app.site.planned.doors import DOORS
 from playbook_app.site.planned.published import published_page
 from playbook_app.site.planned.tables import tables_page
 from playbook_app.site.planned.worked import worked
 from playbook_app.site.recipes import recipes_page
 from playbook_app.site.reference import Command, commands_page, configuration_page, metrics_page
-from playbook_app.site.shelf import Flags, Shelf, forest_of_cards, no_flags
+from playbook_app.site.searching import questions
+from playbook_app.site.shelf import Flags, Shelf, no_flags
 
 _OWNED = ("cards", "evidence", "_generated")
 
@@ -50,8 +53,6 @@ class Reference:
     """This machine's software and the trainer's revisions, by which verdicts go stale."""
     recipes: Sequence[Mapping[str, Any]] = ()
     """Configuration files with their estimates, as `playbook_app.site.recipes` shows them."""
-    shown: Mapping[str, str] = field(default_factory=dict)
-    """Commands for the home page, each with what it prints."""
     flags: Flags = no_flags
 
 
@@ -73,6 +74,10 @@ class Site:
     """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
     asked: str
     """What the question box searches, for `search/cards.json` of the built site."""
+    compared: str
+    """What the forms compare with, for `search/diagnosis.json` of the built site; empty without plans."""
+    questions: dict[str, list[str]]
+    """What people ask that a card answers, by the card's page."""
     files: list[Path]
 
 
@@ -111,6 +116,7 @@ def generate(
     plans = out / "plans.jsonl"
     if plans.is_file():
         pages["_generated/plans.md"] = tables_page(plans)
+    pages |= door_pages(out / "decisions.jsonl", shelf)
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
@@ -121,17 +127,18 @@ def generate(
     titles = {c.id: c.title for c in sorted(known.values(), key=lambda c: c.title)}
     by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
     inserts = {
-        "forest of verdicts": forest_of_cards(shelf),
         "coverage": coverage(whole),
-        "two commands": commands_shown(now.shown),
         "cards by phase": by_phase(shelf),
         "example of verdicts": example_of_verdicts(shelf),
-        "diagnosis form": form(plans) if plans.is_file() else "",
+        "diagnosis form": form(plans),
+        "facts": facts(whole),
+        "record and trace": record_and_trace(whole),
         **worked(),
     }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
+    asks = questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS}
     trainer = [i for i in titles if i not in shelf.cards]
-    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), written)
+    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), data(plans), asks, written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

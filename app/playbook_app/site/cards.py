@@ -34,6 +34,7 @@ from playbook_app.site.text import (
     text,
 )
 
+_HEADING = 60
 _NEGLIGIBLE_MS = 0.01
 PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
 """The phases of work on a run, in their order, in words."""
@@ -85,6 +86,12 @@ def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str)
     return link(badge("stale" if old else record.status, in_words(record, old)), f"{up}evidence/{record.id}.md")
 
 
+def heading(claim: Claim) -> str:
+    """The first words of a statement, for headings and lists of contents."""
+    first = re.split(r"[,:;] ", claim.statement)[0]
+    return first if len(first) <= _HEADING else first[:_HEADING].rpartition(" ")[0] + " ..."
+
+
 def card_page(shelf: Shelf, card: Card) -> str:
     """The page of one card."""
     return render(
@@ -92,6 +99,7 @@ def card_page(shelf: Shelf, card: Card) -> str:
         card=card,
         phase=PHASES[card.phase],
         anchor=anchor,
+        heading=heading,
         decisions=_decisions(shelf, card.decide),
         flag_titles=list(TARGETS.values()),
         flags=_flags(shelf, card.decide),

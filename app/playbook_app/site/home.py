@@ -1,13 +1,13 @@
-"""What stands on the home page: how far the claims are covered, and commands with what they print."""
+"""What stands on the home page: how far the claims are covered, and measured facts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from playbook.cards.model import Claim
-from playbook.records.read import verdicts
-from playbook_app.site.shelf import DECIDED, Shelf, current, verdict_forest
-from playbook_app.site.text import block, link, text
+from playbook.records.read import traces, verdicts
+from playbook.records.standing import in_words
+from playbook_app.site.cards import effect
+from playbook_app.site.shelf import DECIDED, Shelf, anchor, current, verdict_forest
+from playbook_app.site.text import badge, link, text
 
 
 def coverage(shelf: Shelf) -> str:
@@ -34,6 +34,40 @@ def example_of_verdicts(shelf: Shelf) -> str:
     return max(drawn, key=lambda f: f.count("<tr>"), default="")
 
 
-def commands_shown(shown: Mapping[str, str]) -> str:
-    """Each command with what it prints."""
-    return "\n\n".join(block(f"$ {command}\n{printed}", "text") for command, printed in shown.items())
+_FACTS = (
+    ("T5", "Compiling the vision tower makes training five times as fast? Useful tokens per second changed by"),
+    ("W12", "FP8 by blocks is where to start on Hopper? In attention's projections it changed them by"),
+    ("M1.s", "Full sharding does not replace expert parallelism: Megatron-FSDP over EP 1 instead of EP 4 changed them by"),
+    ("V3", "Mock data without images flatter a vision-language run: instead of real images they changed them by"),
+    ("V10", "Recompute less, once it fits: norms and expert activations instead of whole layers changed them by"),
+)
+"""Claims that surprise, each with what was compared; beliefs that were refuted come as questions, first."""
+
+
+def record_and_trace(shelf: Shelf, claim: str = "W9") -> str:
+    """Links to the newest record of a claim and to the trace of its case, with what each says; for the page that follows one verdict."""
+    records = verdicts(shelf.records, claim)[:1]
+    lines = [
+        f"- {link('The record', f'../evidence/{r.id}.md')} has every step of every launch. The trainer has become faster since, so the verdict is shown as `confirmed, stale`."
+        for r in records
+    ]
+    lines += [
+        f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token over all ranks' rows."
+        for r in records
+        for trace in traces(shelf.records, r.get("case"))[:1]
+    ]
+    return "\n".join(lines)
+
+
+def facts(shelf: Shelf) -> str:
+    """The measured facts as sentences, with effect, machine and verdict of their newest current record from GPUs."""
+    lines = []
+    for name, words in _FACTS:
+        claim = next((c for card in shelf.cards.values() for c in card.claims if c.id == name), None)
+        record = next(iter(current(shelf, claim)), None) if claim else None
+        if record:
+            mark = link(badge(record.status, record.status), f"evidence/{record.id}.md")
+            lines.append(
+                f"- {text(words)} **{effect(record)}**. {mark} {text(in_words(record).partition(', ')[2])}, {link(text(name), f'cards/{shelf.home[name]}.md#{anchor(name)}')}"
+            )
+    return "\n".join(lines)

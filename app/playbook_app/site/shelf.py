@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -54,13 +53,6 @@ def margin(expect: Expect) -> float | None:
 def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: str | None = None) -> str:
     """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval; `up` leads to the site's root."""
     return forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, up, machine)])
-
-
-def forest_of_cards(shelf: Shelf) -> str:
-    """As `verdict_forest`, of each card one claim alone, a settled one that most of its rules rest on: what the home page has room for."""
-    drawn = [[b for claim in card.claims for b in _bars(shelf, card, claim, "", None)] for card in shelf.cards.values()]
-    cited = Counter(i for card in shelf.cards.values() for rule in card.decide for i in rule.because)
-    return forest([max(bars, key=lambda b: (b.status in DECIDED, cited[b.claim])) for bars in drawn if bars])
 
 
 def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[Bar]:

@@ -63,3 +63,25 @@ def watched(page: Any, root: str) -> list[str]:
     page.on("response", lambda r: wrong.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
     page.on("request", lambda r: wrong.append(f"foreign: {r.url}") if not r.url.startswith((root, "data:", "blob:")) else None)
     return wrong
+
+
+ASK = """
+async (questions) => {
+  const config = JSON.parse(document.getElementById("__config").textContent);
+  const index = await (await fetch(`${config.base}/search/search_index.json`)).json();
+  const worker = new Worker(config.search);
+  const answer = (message) => new Promise((done) => { worker.onmessage = (e) => done(e.data); worker.postMessage(message); });
+  await answer({type: 0, data: {...index, options: {suggest: true}}});
+  const found = {};
+  for (const question of questions) {
+    found[question] = (await answer({type: 2, data: question})).data.items.map((group) => group.map((item) => item.location.split("#")[0]));
+  }
+  return found;
+}
+"""
+"""Asks the search of a built site, in its own worker: the pages and sections that each question finds, in the order in which they are shown."""
+
+
+def places(found: list[list[str]]) -> list[str]:
+    """Pages in the order in which the search shows them."""
+    return [group[0] for group in found]

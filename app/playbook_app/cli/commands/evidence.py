@@ -17,7 +17,8 @@ from playbook.records.evidence import Comparison, Evidence
 from playbook.records.read import Record, read, read_file, verdicts
 from playbook.records.standing import in_words
 from playbook.records.table import to_frame
-from playbook_app.cli.options import AsJson, commands
+from playbook.yaml_files import did_you_mean
+from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.services.standing import as_shown, claim_of, here, present, records_here, today, verdict_row
 from playbook_bench.run import report, store
@@ -35,7 +36,11 @@ app.add_typer(_evidence_app, name="evidence")
 
 @_evidence_app.command("list")
 def evidence_list(
+    claim: Annotated[
+        str | None, typer.Argument(metavar="CLAIM", help="Only records of this claim, such as W9; of all, if not given.")
+    ] = None,
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """List the records, newest first: those of this folder's runs and those in the repository."""
@@ -43,11 +48,13 @@ def evidence_list(
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     cards = load_all()
     claims = by_claim(cards)
-    found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence)]
+    if claim is not None and claim not in claims:
+        raise PlaybookError(f"no card has a claim '{claim[:40]}'{did_you_mean(claim, claims)}; `playbook cards list --claims` has all")
+    found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence) and claim in (None, r.claim)]
     # The table says whether a verdict is stale, and one reason is enough for that.
     rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in found]
     columns = ("evidence", "claim", "status", "created", "sentence")
-    print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
+    print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",), wide)
 
 
 @_evidence_app.command("show")

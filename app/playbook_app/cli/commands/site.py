@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import io
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +16,6 @@ from playbook.paths import data_root, in_package, repo_root
 from playbook.planner.memory import GIB
 from playbook.text import count
 from playbook_app.cli import app as root
-from playbook_app.cli import exit_codes
 from playbook_app.cli.options import Results, commands
 from playbook_app.cli.output import say
 from playbook_app.services.check import RECIPES
@@ -33,11 +29,6 @@ from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
 from playbook_trainer.export.render import change
 
-_SHOWN = (
-    "playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25",
-    'playbook search "all-to-all takes a third of the step"',
-)
-"""What the home page shows, with its output."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
@@ -75,16 +66,7 @@ def reference() -> Reference:
         present=present(None),
         recipes=recipe_rows(),
         flags=change,
-        shown={command: _printed(command) for command in _SHOWN},
     )
-
-
-def _printed(command: str) -> str:
-    """What a command of ours prints."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exit_codes.run(root.app, shlex.split(command)[1:])
-    return printed.getvalue().rstrip()
 
 
 def walk(node: Any, name: str) -> Iterator[Command]:

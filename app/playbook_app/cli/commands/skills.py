@@ -17,7 +17,7 @@ from playbook.skills.export import export
 from playbook.skills.model import INDEX, choose, index, index_findings, load_skills, read_skills
 from playbook.text import count
 from playbook_app.cli import app as root
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_findings, print_json, print_table, say
 from playbook_app.services.standing import stock_here
 from playbook_trainer.config.neutral import trainer_keys
@@ -28,11 +28,11 @@ app.add_typer(_skills_app, name="skills")
 
 
 @_skills_app.command("list")
-def skills_list(as_json: AsJson = False) -> None:
+def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the skills that come with Playbook, with what each is for."""
     skills = load_skills(data_root("skills")).values()
     rows = [{"name": s.name, "description": s.front.description, "cards": list(s.cards), "path": str(s.path)} for s in skills]
-    print_json(rows) if as_json else print_table(rows, ("name", "cards", "description"))
+    print_json(rows) if as_json else print_table(rows, ("name", "cards", "description"), ("cards",), wide)
 
 
 @_skills_app.command("check")
