@@ -34,7 +34,7 @@ def alone(text):
         "title: Choosing the MoE token dispatcher", "title: A planted fault"
     )
     text = re.sub(r"aliases: \[[^\]]*\]", "aliases: [planted fault]", text)
-    for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5")):
+    for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5"), ("I1", "Y1"), ("I2", "Y2")):
         text = re.sub(rf"\b{old}\b", new, text)
     # What the card says against its own claims, the copy would say against the card's.
     return text.replace("related: {see:", "related: {contradicts: [moe-dispatcher-choice], see:")

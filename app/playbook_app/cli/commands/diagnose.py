@@ -140,6 +140,8 @@ def diagnose_run(
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
     number, kind = machines(gpus, hardware)
+    if run is not None and not run.exists():
+        raise LogError(f"{run}: there is no such file or folder; expected a log, or the folder of a run")
     if run is not None and trace is None and (steps := rl_steps(run, log)):
         step = rl.answer(steps, model, number, kind, [word for text in layout or [] for word in _split(text)], seq)
         print_json(step) if as_json else rl.show(step)
@@ -311,8 +313,6 @@ def _seconds(text: str) -> float:
 
 def _log(path: Path, adapter: str | None) -> _Log:
     """The steady part of a log."""
-    if not path.exists():
-        raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
     try:
         found = read(path, adapter, running=True)
     except NoAdapter as e:
