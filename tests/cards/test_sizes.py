@@ -149,7 +149,10 @@ def test_the_question_box_gives_the_same_answer(tmp_path):
     ]
     words = ["node", tmp_path / "page.js", repo_root() / "docs/javascripts/ask.js", tmp_path / "cards.json", *queries]
     near, far, none = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=600).stdout)
-    assert near == ["CP 8 by the card, within 5 % of the planner's fastest layout", ["playbook plan qwen3_30b_a3b --gpus N --hardware h100 --seq 131072"]]
+    assert near == [
+        "CP 8 by the card, within 5 % of the planner's fastest layout",
+        ["playbook plan qwen3_30b_a3b --gpus N --hardware h100 --seq 131072"],
+    ]
     assert far == ["", ["playbook plan llama3_70b --gpus N --hardware h100 --seq 16384"]]
     assert none[0] == ""
 

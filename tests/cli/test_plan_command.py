@@ -37,13 +37,14 @@ class Shown(NamedTuple):
 
     exit_code: int
     stdout: str
+    stderr: str
 
 
 @pytest.fixture
 def run(capsys) -> Callable[..., Shown]:
     def ran(*words: str, command: str = "plan") -> Shown:
         code = exit_codes.run(app, [command, *words])
-        return Shown(code, capsys.readouterr().out)
+        return Shown(code, *capsys.readouterr())
 
     return ran
 
@@ -294,3 +295,10 @@ def test_an_id_of_a_published_run_resolves(run, capsys) -> None:
     assert exit_codes.run(app, ["plan", "run", "r29"]) == exit_codes.USAGE
     assert "no published run 'r29'; expected an id" in capsys.readouterr().err
     assert "not known" in json.loads(run("run", "r003", "--json").stdout)["why"]
+
+
+def test_an_export_says_what_it_should_reach_and_why_it_may_differ_from_the_table(run) -> None:
+    asked = ["qwen3_8b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,pp=1,cp=1"]
+    own, alike = run(*asked, "--export", "megatron-lm"), run(*asked, "--export", "megatron-bridge")
+    assert "searched with loss=native, as megatron-lm trains" in own.stderr
+    assert re.match(r"predicted: [\d,]+ tokens/s/GPU, 80 % between [\d,]+ and [\d,]+, \d+ GiB$", alike.stderr)

@@ -33,7 +33,7 @@ from playbook.planner.runs.published import one
 from playbook.planner.time.step import network_share
 from playbook.text import count
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
-from playbook_app.cli.output import USAGE, print_json, print_table, say
+from playbook_app.cli.output import USAGE, complain, print_json, print_table, say
 from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.predicted_case import case_of, text_of
@@ -200,6 +200,7 @@ def plan_for(
         _emit(found, emit_case, case_gpus, _words(against or []))
     elif export is not None and found.choices:
         say(plans.launchable(found.choices[0].plan, export, question.cluster.name).text(slurm=slurm).rstrip())
+        complain(_exported(found.choices[0], export, plans.SETTINGS.get(export, ())))
     elif as_json or found.choices:
         whole = training(found.choices[0], question.cluster, total, price) if total and found.choices else None
         _answer(found, of_plan(found) if published else None, whole, published=published, as_json=as_json)
@@ -238,6 +239,17 @@ def _words(given: list[str]) -> list[str]:
         else:
             words[-1] += f",{part}"
     return words
+
+
+def _exported(best: Choice, target: str, implied: Sequence[str]) -> str:
+    """What an exported plan should reach, and why it may be another than the table's first."""
+    speed = best.time.tokens_per_s_per_gpu
+    other = (
+        f"; searched with {', '.join(implied)}, as {target} trains: the table without it may lead with another layout" if implied else ""
+    )
+    return (
+        f"predicted: {speed.value:,.0f} tokens/s/GPU, 80 % between {speed.low:,.0f} and {speed.high:,.0f}, {best.peak / GIB:.0f} GiB{other}"
+    )
 
 
 def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:

@@ -92,6 +92,10 @@ def notes(plan: Plan, target: Target) -> list[str]:
     found = [f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"]
     if plan.shape.experts and plan.even_rows:
         found.append("routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train")
+    if plan.options.dispatcher in ("deepep", "hybridep"):
+        found.append(
+            f"{plan.options.dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it"
+        )
     if not known(plan.model):
         found.append(UNKNOWN)
     if target == "megatron-lm" and plan.loss == "te":
