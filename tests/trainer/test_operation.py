@@ -80,7 +80,7 @@ checkpoint.Checkpointer.save = planted
 
 FULL_AT_THE_START = """
 import resource, signal
-from playbook_trainer.observe import metrics
+from playbook_trainer.observe import watchdog
 real = metrics._keep_until
 def planted(path, step):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -376,13 +376,14 @@ def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
 # By a clock that only experts advance, so that no other work of the machine is seen.
 SLOW_EXPERTS = """
 import os, types
-from playbook_trainer.observe import stragglers
+from playbook_trainer.observe import watchdog
 from playbook_trainer.torch.model import decoder
 real, passed = decoder.Experts._loop, [0.0]
 def planted(self, *args):
     passed[0] += 0.5 if os.environ["RANK"] == "1" else 0.001
     return real(self, *args)
-decoder.Experts._loop, stragglers.time = planted, types.SimpleNamespace(perf_counter=lambda: passed[0])
+decoder.Experts._loop = planted
+watchdog.time = types.SimpleNamespace(perf_counter=lambda: passed[0], monotonic=watchdog.time.monotonic)
 """
 
 

@@ -179,7 +179,7 @@ def test_mutated_pickles_are_refused_or_plain(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import os, sys, time, torch, torch.distributed as dist
+import json, os, sys, time, torch, torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -187,6 +187,8 @@ x = torch.ones(4)
 dist.all_reduce(x)
 if rank == 0:
     dist.all_reduce(x, async_op=True)
+while not json.loads(_dump_fr_trace_json())["entries"][0]["retired"]:  # a thread of its own says so, a moment after
+    time.sleep(0.01)
 for name, made in (("pickles", _dump_fr_trace()), ("texts", _dump_fr_trace_json())):
     os.makedirs(f"{folder}/{name}", exist_ok=True)
     open(f"{folder}/{name}/trace_rank_{rank}", "wb").write(made if isinstance(made, bytes) else made.encode())
