@@ -118,6 +118,7 @@ def _diagnosis(answer: Mapping[str, Any]) -> str:
     lines = [answer["position"], f"wall: {', '.join(w['name'] for w in answer['walls']) or 'unknown'}"]
     for action in answer["actions"]:
         gain = "" if action["expected"] is None else f" {'at most' if action['at_most'] else 'about'} {action['expected']:+.0%}"
+        gain += ", if your run leaves it out:" if gain and action["in_plan"] else ""
         changes = [
             f"{word} {' '.join(action[key])}"
             for word, key in (("set", "flags"), ("unset", "without"), ("env", "environment"))

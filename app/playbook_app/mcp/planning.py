@@ -50,7 +50,7 @@ Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hug
 Gpu = Annotated[str, Field(max_length=_MOST_HARDWARE, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
 Network = Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")]
 Settings = Annotated[
-    list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Words such as tp=2 ep=8 mbs=1 recompute=full.")
+    list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description='One an item: ["tp=2", "recompute=full"].')
 ]
 
 

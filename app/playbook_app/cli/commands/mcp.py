@@ -13,7 +13,7 @@ app = commands()
 
 @app.command()
 def mcp() -> None:
-    """Serve cards, evidence and layout rules to an agent over the Model Context Protocol on stdio; read-only."""
+    """Serve diagnosis, plans, cards, evidence and layout rules to an agent over the Model Context Protocol on stdio; read-only."""
     try:
         from playbook_app.mcp.server import server
     except ModuleNotFoundError as e:
