@@ -24,8 +24,7 @@ from playbook.errors import FileError, Finding, PlaybookError
 from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
-from playbook.records.machine import kind, told_apart
-from playbook.records.staleness import Here, Paths, revised, updates_since
+from playbook.records.machine import Here, Paths, kind, revised, told_apart, updates_since
 from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean

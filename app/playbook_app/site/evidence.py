@@ -10,17 +10,15 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from playbook.cards.model import by_claim
-from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
-from playbook.records.evidence import Evidence
+from playbook.records.evidence import Evidence, to_frame
+from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.read import EVIDENCE, TRACE, Record, traces
-from playbook.records.table import to_frame
 from playbook.records.trace import TraceResult, waterfall
+from playbook_app.site import curves
 from playbook_app.site.cards import coverage, effect
-from playbook_app.site.figures import curves
-from playbook_app.site.figures.strips import part
-from playbook_app.site.figures.svg import samples
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.shelf import Shelf, anchor
+from playbook_app.site.svg import part, samples
 from playbook_app.site.text import (
     badge,
     code,

@@ -10,7 +10,7 @@ from typing import Any
 
 from playbook.cards.model import Card, Claim, Expect
 from playbook.records.read import Record, verdicts
-from playbook_app.site.figures.forest import Bar, forest
+from playbook_app.site.curves import Bar, forest
 
 _SAID = re.compile(r"^(?:train|parallel|megatron|precision)\.")
 """Parts of a key that its own name says again."""

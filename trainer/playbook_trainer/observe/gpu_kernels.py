@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from playbook.intervals import length, subtract, union
-from playbook.kernel_names import COMMUNICATION
+from playbook.kernels import COMMUNICATION, length, subtract, union
 
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 _COPIES, _TO_HOST = ("Memcpy", "Memset"), "Memcpy DtoH"

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
+from playbook.cards.load import begin
 from playbook.cards.model import Card, Claim, by_claim, counted, guidance
-from playbook.cards.own import begin
-from playbook.cards.sizes import note
+from playbook.cards.scope import note
 from playbook.errors import PlaybookError
 from playbook.paths import folders
 from playbook.records.read import Record

@@ -12,9 +12,8 @@ from playbook.cards.load import load_all
 from playbook.paths import data_root
 from playbook.records.case import list_cases
 from playbook.skills import foreign
-from playbook.skills.check import Accepted, Known, check
 from playbook.skills.export import export
-from playbook.skills.model import INDEX, choose, index, index_findings, load_skills, read_skills
+from playbook.skills.model import INDEX, Accepted, Known, check, choose, index, index_findings, load_skills, read_skills
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli.options import AsJson, Wide, commands
