@@ -47,8 +47,9 @@ MACHINE_KEYS = frozenset({"gpus", "gpu", "interconnect", "gpu_memory_gib", "node
 """The keys that a CPU can never meet; a claim with `cpu_scope` is tried there without them."""
 
 _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?"
-_COMPARE = re.compile(rf"\s*(>=|<=|==|>|<)?\s*({_NUMBER})\s*\Z")
-_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*\Z")
+COMPARE = re.compile(rf"\s*(>=|<=|==|>|<)?\s*({_NUMBER})\s*\Z")
+RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*\Z")
+"""The two notations of a predicate on a number: `>=2`, and `2..8` with both ends."""
 
 
 def problems(scope: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -100,10 +101,10 @@ def _fault(kind: Kind, predicate: Any) -> str | None:
     ):
         return f"expected a number, '>=2' or '2..8', found {predicate!r}"
     if isinstance(predicate, str):
-        span = _RANGE.match(predicate)
+        span = RANGE.match(predicate)
         if span and float(span[1]) > float(span[2]):
             return f"'{predicate}' is empty: the first number is larger than the second"
-        if not span and not _COMPARE.match(predicate):
+        if not span and not COMPARE.match(predicate):
             return f"expected a number, '>=2' or '2..8', found '{predicate}'"
     return None
 
@@ -122,10 +123,10 @@ def _holds(kind: Kind, predicate: Any, found: Any) -> bool:
 
 
 def _number_holds(predicate: str, found: float) -> bool:
-    span = _RANGE.match(predicate)
+    span = RANGE.match(predicate)
     if span:
         return float(span[1]) <= found <= float(span[2])
-    match = _COMPARE.match(predicate)
+    match = COMPARE.match(predicate)
     assert match is not None  # `problems` has accepted it
     op, bound = match[1] or "==", float(match[2])
     return {">=": found >= bound, "<=": found <= bound, "==": found == bound, ">": found > bound, "<": found < bound}[op]

@@ -86,10 +86,10 @@ def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
     for variant, telemetry in runs:
         if not isinstance(telemetry, Mapping) or telemetry.get("over") != TIMED_STEPS:
             continue
-        clock = _mapping(telemetry.get("clock_sm_mhz")).get("p50")
+        clock = mapping_of(telemetry.get("clock_sm_mhz")).get("p50")
         if _finite(clock):
             clocks.setdefault(variant, []).append(float(clock))
-        for limit, share in _mapping(telemetry.get("limited_percent")).items():
+        for limit, share in mapping_of(telemetry.get("limited_percent")).items():
             if _finite(share):
                 shares.setdefault(str(limit), {}).setdefault(variant, []).append(float(share))
     found = []
@@ -101,7 +101,8 @@ def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
     return found
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping_of(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one: records of others may hold anything."""
     return value if isinstance(value, Mapping) else {}
 
 

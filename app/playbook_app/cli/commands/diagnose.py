@@ -30,7 +30,7 @@ from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
 from playbook.planner.plan import cut, idle, parse
 from playbook.planner.time.cluster import Cluster
-from playbook.text import count
+from playbook.text import count, key_of, keys_of
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_app.cli.quantities import figure, machines, percent
@@ -374,10 +374,10 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routin
         options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
     said = replace(plan, options=options)
     other = ("gpus", "seq_len", "gbs", "backend", "loss")
-    given = [w for w in words(said) if (key := w.partition("=")[0]) not in other and not idle(said, [key])]
-    names = {w.partition("=")[0] for w in given}
+    given = [w for w in words(said) if (key := key_of(w)) not in other and not idle(said, [key])]
+    names = keys_of(given)
     given += [
-        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if w.partition("=")[0] not in names
+        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in names
     ]  # a configuration leaves none open
     return setting(
         plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
@@ -388,8 +388,8 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routin
 def _again(own: Setting, asked: _Asked) -> Setting:
     """The setting of a run's configuration, with what the command line says instead."""
     q = own.question
-    names = {word.partition("=")[0] for word in asked.known}
-    kept = [word for word in own.known if word.partition("=")[0] not in names]
+    names = keys_of(asked.known)
+    kept = [word for word in own.known if key_of(word) not in names]
     return setting(
         q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
         framework=own.framework, backend=q.backend, routing=q.routing,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards.load import load_all
+from playbook.errors import ExitCode
 from playbook.paths import data_root
 from playbook.records.case import list_cases
 from playbook.skills import foreign
@@ -53,7 +54,7 @@ def skills_check(
     for finding in findings:
         complain(f"{finding}")
     if findings:
-        raise typer.Exit(2)
+        raise typer.Exit(ExitCode.USAGE)
     if not as_json:
         say(f"{count(len(skills), 'skill')}: no findings")
 
