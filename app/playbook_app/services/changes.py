@@ -14,8 +14,8 @@ from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook_trainer.config.tree import from_data, model_names
-from playbook_trainer.export.planned.megatron import environment, flag_lines, override_lines, platform_of
-from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.export.plan_megatron import environment, flag_lines, override_lines, platform_of
+from playbook_trainer.export.plan_ours import configuration
 from playbook_trainer.export.render import Exported, export
 from playbook_trainer.export.torchtitan import words
 
