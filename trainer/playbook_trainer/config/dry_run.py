@@ -213,7 +213,7 @@ def megatron_states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> 
     weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
     if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
         gradients = optimizer
-    fraction = _offloaded_fraction(config)
+    fraction = megatron_checks.offloaded_fraction(config)
     per_weight, per_gradient, per_state = megatron_widths(config)
     if fraction and config.train.dtype == "bf16":
         per_state = MASTER_BYTES + MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
@@ -233,11 +233,6 @@ def _updates_weights(config: TrainerConfig) -> bool:
     Source: Megatron-LM, `megatron/core/optimizer/distrib_optimizer.py` (_build_model_and_main_param_groups).
     """
     return config.train.dtype == "fp32" or config.megatron.precision_aware_optimizer
-
-
-def _offloaded_fraction(config: TrainerConfig) -> float:
-    """The share of the optimizer that lives on the host."""
-    return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
 
 
 def megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:

@@ -79,6 +79,11 @@ def options(config: TrainerConfig) -> Options:
     )
 
 
+def offloaded_fraction(config: TrainerConfig) -> float:
+    """The share of the optimizer state that lives, and is updated, on the host: 0 to 1."""
+    return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
+
+
 def pads_experts(config: TrainerConfig) -> bool:
     """Whether experts get a fixed number of rows, padded where fewer come: graphs that hold them need fixed shapes."""
     whole = config.megatron.cuda_graph_impl == "full_iteration" or "moe" in config.train.cuda_graphs
