@@ -29,14 +29,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from playbook_trainer.config.environment import GROUPED_GEMM
 
-LINK_BYTES = tuple(1 << power for power in range(16, 31, 2))
+_LINK_BYTES = tuple(1 << power for power in range(16, 31, 2))
 """Bytes of the whole tensor: 64 KiB to 1 GiB."""
 _LINK_WINDOW_S, _LINK_WINDOWS = 0.02, 5
 _SLOWEST_BYTES_PER_S = 50e9
 """Every rank has to repeat a collective equally often, so the repeats are chosen by its size alone."""
 
 
-def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = LINK_BYTES) -> Iterator[dict[str, Any]]:
+def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _LINK_BYTES) -> Iterator[dict[str, Any]]:
     """A row for each operation and size between `degree` ranks, one for each GPU: bytes of the whole tensor, and seconds of one call.
 
     An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal parts, and

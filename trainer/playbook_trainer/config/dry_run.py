@@ -25,7 +25,7 @@ from playbook_trainer.config.megatron_fields import recompute_layers
 from playbook_trainer.config.model import shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
-MASTER_BYTES = 4
+_MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
 _RESIDENT_LAYERS = 3
@@ -63,7 +63,7 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
 def stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
     """What a rank of each pipeline stage holds."""
     if config.backend == "megatron":
-        return megatron_stages(config, plan)
+        return _megatron_stages(config, plan)
     sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
     return [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
 
@@ -74,7 +74,7 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     return Plan(
         shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len, even_rows=False,
-        options=megatron_options(config) if config.backend == "megatron" else _options(config),
+        options=_megatron_options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     sent = config.offload.activations
     kept = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
     alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
-    states = {"parameters": MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
+    states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     # Without FSDP the backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
     grows = plan.microbatches == 1 and plan.pp == 1 and not config.wants_fsdp(plan.dp * plan.cp, plan.edp)
@@ -172,7 +172,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     )
 
 
-MOMENT_BYTES = 8
+_MOMENT_BYTES = 8
 """Per parameter in float32: the master weight, and both moments."""
 
 _HOST_BYTES = 16
@@ -181,7 +181,7 @@ _HOST_BYTES = 16
 Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py`."""
 
 
-def megatron_options(config: TrainerConfig) -> Options:
+def _megatron_options(config: TrainerConfig) -> Options:
     """The features that are chosen, with what Megatron-FSDP shards by its strategy in the planner's words."""
     found = megatron_checks.options(config)
     if config.megatron.data_parallel != "megatron_fsdp":
@@ -190,7 +190,7 @@ def megatron_options(config: TrainerConfig) -> Options:
     return replace(found, sharding=shards[config.megatron.sharding_strategy])
 
 
-def megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
+def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
 
     A precision-aware optimizer keeps moments in `moments_dtype`, and of a float32 master weight only what its bfloat16 weight lacks;
@@ -207,17 +207,17 @@ def megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
     return weight, gradient, (2 if remainder else 4) + 2 * moments
 
 
-def megatron_states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str, float]:
+def _megatron_states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str, float]:
     """Bytes of weights, gradients, optimizer state and 8-bit copies on the GPU, and of what an offloaded optimizer keeps on the `host`."""
     unit = replace(plan, grad_bytes=2, master_bytes=2, moment_bytes=1)
     weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
     if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
         gradients = optimizer
     fraction = megatron_checks.offloaded_fraction(config)
-    per_weight, per_gradient, per_state = megatron_widths(config)
+    per_weight, per_gradient, per_state = _megatron_widths(config)
     if fraction and config.train.dtype == "bf16":
-        per_state = MASTER_BYTES + MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
-    stays = MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
+        per_state = _MASTER_BYTES + _MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
+    stays = _MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
     return {
         "parameters": per_weight * weights,
         "gradients": per_gradient * gradients,
@@ -235,7 +235,7 @@ def _updates_weights(config: TrainerConfig) -> bool:
     return config.train.dtype == "fp32" or config.megatron.precision_aware_optimizer
 
 
-def megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
+def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
     """What a rank of each pipeline stage holds."""
     sizes = config.parallel.pipeline_layout or pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
     return [_megatron_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
@@ -248,7 +248,7 @@ def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[
         placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
     alive = memory.alive(plan, stage, [[_megatron_layer(config, plan, i, place, len(chunk)) for place, i in chunk] for chunk in placed])
-    state = megatron_states(config, plan, held)
+    state = _megatron_states(config, plan, held)
     host = state.pop("host")
     return StageBytes(
         stage=stage,
