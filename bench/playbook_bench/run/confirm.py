@@ -15,7 +15,7 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Derived, Evidence, Machine, Measured, Seconds
 from playbook.records.trace import TraceResult
 from playbook_bench import metrics
-from playbook_bench.judge import curve_rules, verdict
+from playbook_bench.judge import effects, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import closing
 from playbook_bench.machine import detect, requirements
@@ -246,7 +246,7 @@ def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[D
     `suffices` says of an effect without a claim whether it is known well enough to stop.
     """
     settled: dict[int, Settled] = {}
-    running.infeasible = frozenset(n for r in records if r.claim for n in curve_rules.named(r.claim.expect.infeasible))
+    running.infeasible = frozenset(n for r in records if r.claim for n in effects.named(r.claim.expect.infeasible))
     counted = all(_metric(r, running.case).deterministic for r in records)
     if not (counted and _counted(running, records)):
         _timed(running, records, settled, suffices)

@@ -14,7 +14,7 @@ from typing import Any
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import chrome, containers, flight, kineto, nsys, pickles, snapshot
+from playbook_bench.trace import containers, flight, kineto, nsys, snapshot
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -112,9 +112,9 @@ def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str
             shutil.copyfileobj(stream, f)
             f.flush()
             return nsys.read(Path(f.name), ranges)
-    if head.startswith(pickles.HEAD):
-        return _dump(pickles.load(stream), stream.name)
-    document = chrome.Document(stream)
+    if head.startswith(containers.HEAD):
+        return _dump(containers.load_pickle(stream), stream.name)
+    document = kineto.Document(stream)
     timeline = kineto.of_document(document, stream)
     return _dump(document.head, stream.name) if "entries" in document.head else timeline
 
