@@ -18,7 +18,7 @@ from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
 from playbook_bench import metrics
 from playbook_bench.judge import effects, guards, receipt, verdict_rules
-from playbook_bench.judge.guards import Block
+from playbook_bench.judge.guards import Block, Pair
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.metrics import METRICS, OUTSIDE, WALL_STEP, Metric
 
@@ -290,7 +290,7 @@ def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant]) -> bool:
 
 
 def pair_conditions(
-    measured: Measured, case: Case, metric: Metric, pairs: Sequence[guards.Pair], allowed: Collection[str] = ()
+    measured: Measured, case: Case, metric: Metric, pairs: Sequence[Pair], allowed: Collection[str] = ()
 ) -> list[Condition]:
     """The conditions that make two runs a pair, each met or not."""
     return [
@@ -416,8 +416,6 @@ _TAKEN_BACK = 0.5
 """Share of what steps save by the log that may be lost by another clock, where its noise hides more."""
 _BY_STEPS = ("step_seconds", "useful_tokens_per_s_per_gpu", "raw_tokens_per_s_per_gpu", "images_per_s")
 """Metrics that are made of the log's seconds."""
-
-Pair = tuple[Run, Run]
 
 
 def conditions(metric: Metric, pairs: Sequence[Pair]) -> list[Condition]:

@@ -87,10 +87,12 @@ def bench_run(
     """
     options, progress = options or Options(), progress or Quiet()
     if isinstance(case_id, Case):
-        return _confirm([Task(None, case_id.id)], {case_id.id: case_id}, options, progress, [], command)
-    case = load_case(case_id)
-    tasks = [t for card in cards.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
-    return _confirm(tasks, {case.id: case, case_id: case}, options, progress, ["bench", "run", case_id], command)
+        tasks, cases, words = [Task(None, case_id.id)], {case_id.id: case_id}, []
+    else:
+        case = load_case(case_id)
+        tasks = [t for card in cards.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
+        cases, words = {case.id: case, case_id: case}, ["bench", "run", case_id]
+    return _confirm(tasks, cases, options, progress, words, command)
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:

@@ -39,7 +39,6 @@ from playbook_bench.machine.detect import PACKAGES
 from playbook_bench.metrics import OUTSIDE, WALL_STEP
 from playbook_bench.trace import kineto, nsys
 
-_SQLITE = b"SQLite format 3\0"
 _COLLECTIVES = {
     "all_gather": "all_?gather",
     "reduce_scatter": "reduce_?scatter",
@@ -60,10 +59,10 @@ def seen(trace: Path) -> dict[str, Any]:
     """
     try:
         with trace.open("rb") as f:
-            head = f.read(len(_SQLITE))
+            head = f.read(len(nsys.SQLITE_MAGIC))
     except OSError as e:
         raise PlaybookError(f"it left no trace {trace.name} ({e.strerror or e}); name the file that it writes in trace.file") from e
-    timeline = nsys.read(trace, ranges=False) if head == _SQLITE else kineto.read(trace)
+    timeline = nsys.read(trace, ranges=False) if head == nsys.SQLITE_MAGIC else kineto.read(trace)
     ran = [*timeline.ops, *timeline.unlaunched]
     sent = Counter(op for o in ran if o.kind == "communication" and (op := _collective(o.name)))
     return {
