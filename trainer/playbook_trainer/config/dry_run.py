@@ -194,7 +194,7 @@ def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
     rows = width * tokens * plan.shape.hidden
     logit = width if config.train.fused_loss is True else _LOGIT_BYTES[config.train.dtype]
     chunk = logit * min(config.train.loss_chunk, tokens) * plan.shape.vocab / plan.tp
-    return MASTER_BYTES * weight + rows + chunk, (2 * MASTER_BYTES + width) * weight + 3 * rows
+    return _MASTER_BYTES * weight + rows + chunk, (2 * _MASTER_BYTES + width) * weight + 3 * rows
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
