@@ -50,8 +50,8 @@ def bimodal(rng: np.random.Generator, noise: float) -> Draw:
 
     def draw(n: int) -> float:
         if rng.random() < 0.5:
-            state[0] = rng.random() < 0.3
-        return gap * state[0] + float(rng.normal(0, 0.2 * noise))
+            state[0] = bool(rng.random() < 0.3)
+        return float(gap * state[0]) + float(rng.normal(0, 0.2 * noise))
 
     return draw
 
@@ -77,7 +77,7 @@ class Truth:
         return cls({KNOBS[i]: float(rng.uniform(0.01, 0.20)) for i in helping})
 
     def log_seconds(self, settings: Settings) -> float:
-        return -sum(math.log1p(self.gains.get(knob, 0.0)) for knob, _ in settings)
+        return -math.fsum(math.log1p(self.gains.get(knob, 0.0)) for knob, _ in settings)
 
 
 @dataclass(frozen=True)

@@ -301,8 +301,8 @@ class Tuning:
         """Standard deviation of a launch on the logarithmic scale, from neighbours of one setting and from repeated candidates."""
         last: dict[Settings, float] = {}
         squares = []
-        for launch, observation in self.launched[1:]:
-            if launch.why in ("start", "best") and observation.outcome == "ok":
+        for launch, observation in self.launched:
+            if launch.why in ("start", "best") and not self._problem_of(observation):
                 value = self._cost(observation)
                 if launch.settings in last:
                     squares.append((value - last[launch.settings]) ** 2 / 2)
@@ -310,7 +310,7 @@ class Tuning:
         for racer in self._racers:
             if len(racer.gains) > 1:
                 squares += [statistics.variance(racer.gains) / _SPREAD] * (len(racer.gains) - 1)
-        return max(_LEAST_NOISE, math.sqrt(statistics.fmean(squares)))
+        return max(_LEAST_NOISE, math.sqrt(statistics.fmean(squares))) if squares else math.nan
 
     # --- rounds ----------------------------------------------------------------------------------------------------------------------
 
@@ -325,8 +325,8 @@ class Tuning:
                 for knob, (_, effect) in decided.items():
                     self._decide(self.adopted[knob], True, "proven" if effect else "the others do not run without it", effect)
                 return
-            worst = min(unproven, key=lambda knob: unproven[knob].value if unproven[knob] else -math.inf)
-            self._drop(worst, "not proven in the set of all that looked better", unproven[worst])
+            worst, effect = min(unproven.items(), key=lambda pair: pair[1].value if pair[1] else -math.inf)
+            self._drop(worst, "not proven in the set of all that looked better", effect)
 
     def _round(self) -> Generator[Launch, Event, dict[str, tuple[bool, proof.Effect | None]] | None]:
         """Which changes of the set are proven in it, with their effects; None where the set does not run."""

@@ -18,6 +18,7 @@ from playbook.text import count
 from playbook_app.cli.options import commands
 from playbook_app.cli.output import USAGE, complain, say
 from playbook_bench.launch.slurm import Cluster
+from playbook_bench.tune.knobs import Knobs
 from playbook_trainer.config import neutral
 from playbook_trainer.config.tree import TrainerConfig
 
@@ -60,6 +61,7 @@ def schema_models() -> dict[str, type[BaseModel]]:
         "cluster": Cluster,
         "evidence": Evidence,
         "hardware": Hardware,
+        "knobs": Knobs,
         "machine": Machine,
         "run": Run,
         "trainer": TrainerConfig,
