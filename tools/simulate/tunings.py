@@ -118,8 +118,8 @@ def least(truth: Truth, noise: float) -> float:
 
     The start and every knob once; for each gain, as many as a test of known noise needs for a twelfth of the chance and the power; the final comparison.
     """
-    z = norm.isf(ALPHA / len(KNOBS)) + norm.isf(1 - POWER)
-    more = sum(max(1.0, (z * noise / math.log1p(gain)) ** 2) - 1 for gain in truth.gains.values())
+    z = float(norm.isf(ALPHA / len(KNOBS)) + norm.isf(1 - POWER))
+    more = math.fsum(max(1.0, (z * noise / math.log1p(gain)) ** 2) - 1 for gain in truth.gains.values())
     return 1 + len(KNOBS) + more + FINAL * bool(truth.gains)
 
 

@@ -75,7 +75,9 @@ def case_named(name: str, machine: Machine, metric: str, wanted: str | None) -> 
     return case.model_copy(update={"metric": metric, "also": []}), profile
 
 
-def planned(case: Case, profile: str, knobs: Knobs, machine: Machine, request: Request, results: Path, command: str) -> tuple[Plan, list[Ranked]]:
+def planned(
+    case: Case, profile: str, knobs: Knobs, machine: Machine, request: Request, results: Path, command: str
+) -> tuple[Plan, list[Ranked]]:
     """The tuning, and the order of its candidates with the reasons.
 
     Raises:

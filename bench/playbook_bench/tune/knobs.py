@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -16,24 +17,27 @@ from playbook.records.case import Rule
 from playbook.yaml_files import Strict, did_you_mean, load, read
 from playbook_bench.tune.procedure import Choice, Settings
 
-Value = str | int | float | bool | None
+Value = str | int | float | bool | None | list[str]
 MOST_KNOBS, MOST_VALUES = 64, 16
-_NAME = r"^[a-z0-9]+([-_.][a-z0-9]+)*$"
+_TARGET = re.compile(r"-{1,2}[A-Za-z0-9][\w.-]*|\$[A-Za-z_]\w*|[A-Za-z_][\w.]*")
+"""Where a value goes: an option, a variable by `$NAME`, or a dotted key."""
 
 
 class Knob(Strict):
-    """One setting: its values, today's first, and where they go: exactly one of `argument`, `environment` and `key`."""
+    """One setting: its values, today's first, and where they go: one of `argument`, `environment` and `key`, or `sets` for what only goes together."""
 
     argument: str | None = Field(default=None, pattern=r"^-{1,2}[A-Za-z0-9][\w.-]*$", max_length=100)
     """An option of the command, such as `--fuse`. `true` is the option alone; `false` and `null` are none."""
-    environment: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
+    environment: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$", max_length=100)
     """A variable. `null` leaves it out."""
     key: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*$", max_length=100)
     """A dotted key: of our trainer's configuration, of `file`, or, for another command, of a word `key=value`."""
     file: str | None = None
     """The YAML or JSON file that the command names and `key` is changed in; a launch gets a changed copy."""
-    values: list[Value] = Field(min_length=2, max_length=MOST_VALUES)
+    values: list[Value] = Field(default_factory=list, max_length=MOST_VALUES)
     """Today's first, then simpler ones before others: of two that do not differ, the earlier one stays."""
+    sets: dict[str, dict[str, Value]] = Field(default_factory=dict, max_length=MOST_VALUES)
+    """In place of values: by name, today's first, what is set together: options by `--name`, variables by `$NAME`, keys by their own."""
     excludes: list[str] = Field(default_factory=list)
     """Knobs that stay at today's value where this one does not."""
     require: list[Rule] = Field(default_factory=list)
@@ -44,34 +48,40 @@ class Knob(Strict):
     """Percent by which it was seen or predicted to help, in the `scope`."""
     scope: str = Field(default="", max_length=200)
     """Where that was, in words."""
-    wall: str | None = Field(default=None, pattern=r"^(communication|host|compute|data|memory)$")
+    wall: str | None = Field(default=None, pattern=r"^(communication|host|compute|data)$")
     """The part of a step that it can shorten; where a trace says that this part is small, the knob comes last."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if sum(place is not None for place in (self.argument, self.environment, self.key)) != 1:
-            raise ValueError("expected exactly one of argument, environment and key")
+        if sum(bool(place) for place in (self.argument, self.environment, self.key, self.sets)) != 1:
+            raise ValueError("expected exactly one of argument, environment, key and sets")
+        if bool(self.sets) == bool(self.values):
+            raise ValueError("expected 'values', or 'sets' in place of them")
         if self.file is not None and self.key is None:
             raise ValueError("'file' needs the 'key' that is changed in it")
-        if len({text_of(value) for value in self.values}) < len(self.values):
-            raise ValueError("two values are the same; expected different ones, today's first")
+        if len(set(self.texts)) < len(self.texts) or len(self.texts) < 2:
+            raise ValueError("expected at least two different values, today's first")
+        if wrong := [target for each in self.sets.values() for target in each if not _TARGET.fullmatch(target)]:
+            raise ValueError(f"'{wrong[0][:60]}' is no place; expected --option, $VARIABLE or a dotted key")
         return self
 
     @property
     def texts(self) -> list[str]:
         """The values in words."""
-        return [text_of(value) for value in self.values]
+        return list(self.sets) or [text_of(value) for value in self.values]
 
-    def value(self, text: str) -> Value:
-        """The value of these words."""
-        return self.values[self.texts.index(text)]
+    def changes(self, text: str) -> dict[str, Value]:
+        """What this value sets, by place: `--option`, `$VARIABLE` or key."""
+        if self.sets:
+            return self.sets[text]
+        target = self.argument or (f"${self.environment}" if self.environment else str(self.key))
+        return {target: self.values[self.texts.index(text)]}
 
     @property
     def place(self) -> str:
         """Where it goes, in words."""
-        return self.argument or (
-            f"variable {self.environment}" if self.environment else f"{self.file}: {self.key}" if self.file else str(self.key)
-        )
+        targets = dict.fromkeys(target for text in self.texts for target in self.changes(text))
+        return ", ".join([f"{self.file}: {target}" if self.file else target for target in targets])
 
 
 class Knobs(Strict):
@@ -88,7 +98,7 @@ class Knobs(Strict):
             for other in knob.excludes:
                 if other not in self.knobs or other == name:
                     raise ValueError(f"'{name}' excludes '{other}', which is no other knob{did_you_mean(other, self.knobs)}")
-            variables = [{knob.environment: text} for text in knob.texts if knob.environment]
+            variables = [{k[1:]: text_of(v)} for text in knob.texts for k, v in knob.changes(text).items() if k.startswith("$")]
             if secret := next(filter(None, map(confidential.of_variables, variables)), None):
                 raise ValueError(f"'{name}': {secret} looks like a secret and would be kept in records")
         return self
@@ -113,28 +123,32 @@ def text_of(value: Value) -> str:
     """A value as a command line and a result say it."""
     if value is None:
         return "unset"
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def chosen(knobs: Knobs, settings: Settings) -> dict[str, tuple[Knob, Value]]:
-    """The knobs that settings change, with their values."""
-    return {name: (knobs.knobs[name], knobs.knobs[name].value(text)) for name, text in settings}
+def changes_of(knobs: Knobs, settings: Settings) -> dict[str, Value]:
+    """What settings change, by place: `--option`, `$VARIABLE` or key; without what goes into files."""
+    chosen = [(knobs.knobs[name], text) for name, text in settings]
+    return {target: value for knob, text in chosen if not knob.file for target, value in knob.changes(text).items()}
 
 
 def words_of(words: Sequence[str], knobs: Knobs, settings: Settings, copies: Path) -> list[str]:
-    """A command with the arguments and keys of settings; changed files are written below `copies`.
+    """A command with the options and keys of settings; changed files are written below `copies`.
 
     Raises:
         ConfigError: a file cannot be read or is not named by the command.
     """
     out, edits = list(words), dict[str, dict[str, Value]]()
-    for knob, value in chosen(knobs, settings).values():
-        if knob.argument:
-            out = _with_option(out, knob.argument, value)
-        elif knob.file:
-            edits.setdefault(knob.file, {})[str(knob.key)] = value
-        elif knob.key:
-            out = _with_key(out, knob.key, value)
+    for target, value in changes_of(knobs, settings).items():
+        if target.startswith("-"):
+            out = _with_option(out, target, value)
+        elif not target.startswith("$"):
+            out = _with_key(out, target, value)
+    for name, text in settings:
+        if file := knobs.knobs[name].file:
+            edits.setdefault(file, {}).update(knobs.knobs[name].changes(text))
     for file, changes in edits.items():
         copy = _edited(file, changes, copies)
         if not any(file in word for word in out):
@@ -145,13 +159,7 @@ def words_of(words: Sequence[str], knobs: Knobs, settings: Settings, copies: Pat
 
 def environment_of(knobs: Knobs, settings: Settings) -> dict[str, str]:
     """The variables of settings."""
-    pairs = ((knob.environment, value) for knob, value in chosen(knobs, settings).values())
-    return {name: text_of(value) for name, value in pairs if name and value is not None}
-
-
-def keys_of(knobs: Knobs, settings: Settings) -> dict[str, Value]:
-    """The configuration keys of settings, for our trainer."""
-    return {str(knob.key): value for knob, value in chosen(knobs, settings).values() if knob.key}
+    return {k[1:]: text_of(v) for k, v in changes_of(knobs, settings).items() if k.startswith("$") and v is not None}
 
 
 def check_today(words: Sequence[str], knobs: Knobs) -> None:
@@ -161,13 +169,12 @@ def check_today(words: Sequence[str], knobs: Knobs) -> None:
         ConfigError: the command says another one.
     """
     for name, knob in knobs.knobs.items():
-        if knob.file or knob.environment:
-            continue
-        now = _option(words, knob.argument) if knob.argument else _key(words, str(knob.key))
-        if now is not None and now != text_of(knob.values[0]) and not (now == "true" and knob.values[0] is True):
-            raise ConfigError(
-                f"knob {name}: the command has {knob.place} {now}, and its first value is {text_of(knob.values[0])}; put today's first"
-            )
+        for target, value in ({} if knob.file else knob.changes(knob.texts[0])).items():
+            now = _option(words, target) if target.startswith("-") else _key(words, target)
+            if now is not None and now != text_of(value) and not (now == "true" and value is True):
+                raise ConfigError(
+                    f"knob {name}: the command has {target} {now}, and its first value is {text_of(value)}; put today's first"
+                )
 
 
 def _with_option(words: Sequence[str], option: str, value: Value) -> list[str]:

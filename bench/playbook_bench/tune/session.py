@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -119,12 +120,13 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
 
 def _opened(folder: Path, header: Mapping[str, Any], plan: Plan, resume: bool) -> tuple[SealedLines, Session]:
     """The journal, with a session that has taken its events; a new one unless it is to go on."""
-    store.replace(folder / ".folder", "")
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
     lines = SealedLines(folder / _JOURNAL)
     rows = lines.read() if resume else []
     session = Session(plan, folder, Tuning(plan.setup))
     if not rows:
-        lines.replace([header])
+        lines.replace([dict(header)])
         return lines, session
     if differ := [k for k in header if rows[0].get(k) != header[k]]:
         raise StoreError(f"the tuning in {folder} was begun with another {', '.join(differ)}; leave out --resume to begin again")
@@ -162,7 +164,8 @@ def event_of(row: Mapping[str, Any]) -> Event:
     Raises:
         ValidationError: it is none.
     """
-    return Hurry() if row.get("observation") == "hurry" else _OBSERVATION.validate_python(row.get("observation"))
+    observation = row.get("observation")
+    return Hurry() if observation == "hurry" else _OBSERVATION.validate_python(observation)
 
 
 _OBSERVATION: TypeAdapter[Observation] = TypeAdapter(Observation)
@@ -208,7 +211,8 @@ def _note(session: Session, lines: SealedLines, due: Launch, event: Event, run: 
 
 def _usual(session: Session) -> float:
     """Seconds that a launch usually takes; 0 before the first."""
-    return statistics.median([row["seconds"] for row in session.events if row.get("seconds")] or [0.0])
+    seconds: list[float] = [row["seconds"] for row in session.events if row.get("seconds")]
+    return statistics.median(seconds or [0.0])
 
 
 def expected(tuning: Tuning) -> int:
@@ -324,11 +328,11 @@ def replay(path: Path) -> list[str]:
     """
     try:
         data = json.loads(read_bytes(path, _MOST_BYTES))
-        sha = data.pop("sha256", None)
+        out = [] if data.pop("sha256", None) == digest(data) else ["sha256: the content is not the one that was sealed"]
         tuning = Tuning(_SETUP.validate_python(data["setup"]))
         for row in data["events"]:
             if tuning.due is None or row["launch"] != _plain(tuning.due):
-                return [f"events: one is of {row['launch']}, due was {tuning.due and _plain(tuning.due)}"]
+                return [*out, f"events: one is of {row['launch']}, due was {tuning.due and _plain(tuning.due)}"]
             tuning.add(event_of(row))
         recorded = data["answer"]
         both = [{(d["knob"], d["value"], kept) for kept, name in ((True, "kept"), (False, "refused")) for d in recorded[name]}]
@@ -336,7 +340,6 @@ def replay(path: Path) -> list[str]:
         effects = {(d["knob"], d["value"]): d["effect_percent"] for name in ("kept", "refused") for d in recorded[name]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise StoreError(f"{path} is no record of a tuning: {str(e).splitlines()[0][:200]}") from e
-    out = [] if sha == digest(data) else ["sha256: the content is not the one that was sealed"]
     if both[0] != both[1]:
         out.append(f"answer: recorded {sorted(both[0])}, derived {sorted(both[1])}")
     for pair, decision in tuning.decisions.items():

@@ -50,13 +50,15 @@ class Subject:
         start = dict(case.baseline)
         environment: dict[str, Any] = {}
         if not case.command:
-            if options := [name for name, (knob, _) in knobs.chosen(self.knobs, settings).items() if knob.argument or knob.file]:
-                raise ConfigError(f"knob {options[0]} is an argument, and case '{case.id}' runs our trainer; name its configuration 'key'")
-            sides = {"baseline": start, "candidate": {**start, **knobs.keys_of(self.knobs, settings)}}
+            changes = knobs.changes_of(self.knobs, settings)
+            if options := [target for target in changes if target.startswith("-")]:
+                raise ConfigError(f"{options[0]} is an option, and case '{case.id}' runs our trainer; name its configuration's key")
+            keys = {target: value for target, value in changes.items() if not target.startswith("$")}
+            sides = {"baseline": start, "candidate": {**start, **keys}}
             before = case.delta.environment.get("baseline", {})
             if variables or before:
                 environment = {"baseline": before, "candidate": {**before, **variables}}
-            command = []
+            command: list[str] = []
         else:
             words = [*case.command, *start.pop("arguments", [])]
             changed = knobs.words_of(words, self.knobs, settings, places)
@@ -66,7 +68,7 @@ class Subject:
             if variables:
                 sides["candidate"]["environment"] = {**start.get("environment", {}), **variables}
         delta = case.delta.model_copy(update={"environment": environment, "reason": case.delta.reason or "the settings that were tuned"})
-        rules = [rule for knob, _ in knobs.chosen(self.knobs, settings).values() for rule in knob.require]
+        rules = [rule for name, _ in settings for rule in self.knobs.knobs[name].require]
         activation = Activation(candidate=Receipt(require=rules), every=case.activation.every)
         content = {
             **case.model_dump(),

@@ -31,7 +31,12 @@ def main():
     for knob in on:
         base /= 1 + GAINS.get(knob, 0.0)
     rows = [
-        {"step": step, "seconds": base * (1 + draw.gauss(0, 0.003)), "loss": 4.0 / (1 + step) * (1.3 if "--cut" in on else 1.0), "tokens": 1024}
+        {
+            "step": step,
+            "seconds": base * (1 + draw.gauss(0, 0.003)),
+            "loss": 4.0 / (1 + step) * (1.3 if "--cut" in on else 1.0),
+            "tokens": 1024,
+        }
         for step in range(1, 11)
     ]
     if "PLANNED_CLOCK" not in os.environ:

@@ -104,11 +104,16 @@ def bench_check(
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
     from playbook_bench.run import replay
+    from playbook_bench.tune import session
 
     rows, claims = [], by_claim(load_all())
     for file in files:
-        same, differences = replay.replay(file)
-        changed = replay.of_another_claim(store.load(file), claims)
+        if session.is_record(file):
+            differences, changed = session.replay(file), ""
+            same = not differences
+        else:
+            same, differences = replay.replay(file)
+            changed = replay.of_another_claim(store.load(file), claims)
         rows.append({"file": str(file), "same": same, "differences": differences, "another_claim": changed})
         if not as_json:
             say(f"{file}: {'same verdict' if same else 'differs'}{f', on another claim: {changed}' if changed else ''}")

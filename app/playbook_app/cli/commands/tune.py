@@ -43,16 +43,23 @@ def tune(
         str | None, typer.Option(help="At most this long. Without --resume, candidates are left out in time for proof and comparison.")
     ] = None,
     false_keep: Annotated[
-        str, typer.Option("--false-keep", metavar="PERCENT", help="The chance, over the whole run, that what is kept holds a change that does not help.")
+        str,
+        typer.Option(
+            "--false-keep", metavar="PERCENT", help="The chance, over the whole run, that what is kept holds a change that does not help."
+        ),
     ] = "5%",
     loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far the mean loss may differ; any, if it may differ at all.")] = "1%",
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from where the same tuning was stopped, and leave off at the end of the budget.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show the order of the candidates and why; launch nothing.")] = False,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="A trace of the start: what it says cannot matter is tried last.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A trace of the start: what it says cannot matter is tried last.")
+    ] = None,
     log: Annotated[str | None, typer.Option(help="Kind of the command's log, as in playbook ab.")] = None,
-    log_file: Annotated[str | None, typer.Option("--log-file", help="File of the steps, if not printed; {run} is a launch's folder.")] = None,
+    log_file: Annotated[
+        str | None, typer.Option("--log-file", help="File of the steps, if not printed; {run} is a launch's folder.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Steps that each launch makes.")] = None,
     warm_up: Annotated[int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed.")] = None,
     timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
@@ -67,9 +74,7 @@ def tune(
     """
     machine, place = detect.detect(), results or default_results()
     command = shlex.join(["playbook", *sys.argv[1:]])
-    request = tuning.Request(
-        goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), _seed(seed, resume), trace
-    )
+    request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), _seed(seed, resume), trace)
     metric, _ = metric_of(goal)
     if _is_case(words):
         case, chosen = tuning.case_named(words[0], machine, metric, profile)
@@ -140,6 +145,7 @@ def _explain(order: Sequence[Ranked], as_json: bool) -> None:
 
 def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
     """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches."""
+
     def line(text: str) -> None:
         out.print(text, markup=False, highlight=False)
 
