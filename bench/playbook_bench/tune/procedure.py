@@ -18,11 +18,11 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from playbook.records.evidence import RunOutcome
 from playbook_bench.tune import proof
 
 Settings = tuple[tuple[str, str], ...]
 """Values other than today's by the name of their knob, sorted."""
-Ending = Literal["ok", "oom", "crash", "nan", "hang", "killed", "refused"]
 Why = Literal["warm_up", "start", "best", "candidate", "proof"]
 
 GROUP = 4
@@ -32,7 +32,9 @@ _BASES = 3
 _DROPPED = (1.0, 1.5, 2.0, 2.5)
 """After so many launches as the place: standard errors that a candidate has to look better by to stay."""
 _ADOPTED = 3.0
-"""Standard errors by which a candidate has to look better to be adopted."""
+"""Standard errors by which a candidate has to look better to be adopted, each of its launches by one."""
+_AT_ONCE = 6.0
+"""The same after one launch, which may be an outlier."""
 _SPREAD = 1.5
 """Variance of a candidate's launch against those around it, in variances of a launch."""
 _LEAST_NOISE = 1e-4
@@ -41,6 +43,8 @@ _PROVABLE = 1.5
 """Standard deviations of a launch: smaller gains would not be proven by the launches of a round."""
 _EQUAL_WORK = 1e-3
 """Share by which tokens of a step may differ."""
+_ONE_BY_ONE = 2
+"""Rounds after which only the worst change leaves: of two that do one thing, the other then shows. Later, all that are not proven leave."""
 _TRIES = 2
 """Launches of settings that have run before, of which one has to end well."""
 
@@ -85,7 +89,7 @@ class Launch:
 class Observation:
     """What a launch gave."""
 
-    outcome: Ending
+    outcome: RunOutcome
     value: float | None = None
     """Of the goal's metric, positive."""
     loss: float | None = None
@@ -119,7 +123,7 @@ class Decision:
     launches: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Racer:
     """A candidate in the race."""
 
@@ -159,6 +163,8 @@ class Tuning:
         """Why it ended without an answer: the start does not run."""
         self._racers = [Racer(knob, value) for knob, value in setup.candidates]
         self.waiting = deque(self._racers)
+        self._too_large: dict[Racer, Settings] = {}
+        """Candidates that were out of memory, and beside what."""
         self.adopted: dict[str, Racer] = {}
         """By knob, in the order in which they were adopted."""
         self._steps = self._all()
@@ -222,6 +228,9 @@ class Tuning:
                 share = place / (len(values) + 1)
                 racer.gains.append((1 - share) * before + share * after - value)
             self._weigh([racer for racer, _ in values])
+            if not self.waiting:  # what was adopted since may have freed memory
+                self.waiting.extend(racer for racer, best in self._too_large.items() if best != self.best)
+                self._too_large = dict.fromkeys(self._too_large, self.best)
         self._leave_untried()
 
     def _base(self) -> Generator[Launch, Event, float | None]:
@@ -246,22 +255,29 @@ class Tuning:
             racer.launches += 1
             if problem := self._problem_of(event):
                 self._refuse(racer, problem)
+                if event.outcome == "oom" and racer not in self._too_large:
+                    self._too_large[racer] = self.best
             else:
+                self._too_large.pop(racer, None)
                 values.append((racer, self._cost(event)))
         return values
 
     def _weigh(self, group: Sequence[Racer]) -> None:
         """Drop those that do not look better, adopt the best of those that clearly do, and let the others run again."""
-        noise = self.noise
+        error = self.noise * math.sqrt(_SPREAD)
         staying = []
         for racer in group:
-            z = racer.gain * math.sqrt(len(racer.gains) / _SPREAD) / noise
+            z = racer.gain * math.sqrt(len(racer.gains)) / error
             if z > _DROPPED[len(racer.gains) - 1]:
                 staying.append((z, racer))
             else:
                 self._refuse(racer, "did not look better")
-        clear = [racer for z, racer in staying if z > _ADOPTED and racer.gain > _PROVABLE * noise]
-        best = max(clear, key=lambda racer: racer.gain, default=None)
+        clear = [
+            racer
+            for z, racer in staying
+            if z > (_AT_ONCE if len(racer.gains) == 1 else _ADOPTED) and min(racer.gains) > error and racer.gain > _PROVABLE * self.noise
+        ]
+        best = self._simplest(clear, error)
         for _, racer in staying:
             if racer is best:
                 self._adopt(racer)
@@ -272,6 +288,15 @@ class Tuning:
                 self.waiting.appendleft(racer)
             else:
                 self._refuse(racer, "a gain, if there is one, is too small to prove at this noise")
+
+    def _simplest(self, clear: Sequence[Racer], error: float) -> Racer | None:
+        """The best, or the first value of its knob that is not clearly worse."""
+        best = max(clear, key=lambda racer: racer.gain, default=None)
+        if best is None:
+            return None
+        values = self.choices[best.knob].values
+        alike = [racer for racer in clear if racer.knob == best.knob and racer.gain > best.gain - _ADOPTED * error]
+        return min(alike, key=lambda racer: values.index(racer.value))
 
     def _adopt(self, racer: Racer) -> None:
         before, self.best = self.best, changed(self.best, self.choices[racer.knob], racer.value)
@@ -321,12 +346,13 @@ class Tuning:
             if decided is None:
                 continue  # the set itself does not run, and has lost its last change
             unproven = {knob: effect for knob, (clear, effect) in decided.items() if not clear}
-            if not unproven:
+            if len(decided) == len(self.best) and not unproven:
                 for knob, (_, effect) in decided.items():
                     self._decide(self.adopted[knob], True, "proven" if effect else "the others do not run without it", effect)
                 return
-            worst, effect = min(unproven.items(), key=lambda pair: pair[1].value if pair[1] else -math.inf)
-            self._drop(worst, "not proven in the set of all that looked better", effect)
+            worst = sorted(unproven, key=lambda knob: _value(unproven[knob]))
+            for knob in worst if self.round > _ONE_BY_ONE else worst[:1]:
+                self._drop(knob, "not proven in the set of all that looked better", unproven[knob])
 
     def _round(self) -> Generator[Launch, Event, dict[str, tuple[bool, proof.Effect | None]] | None]:
         """Which changes of the set are proven in it, with their effects; None where the set does not run."""
@@ -353,8 +379,8 @@ class Tuning:
                     looks[knob].append(_look(values[0], mine))
                     if (clear := proof.proven(looks[knob], bound)) is not None:
                         decided[knob] = clear, proof.effect(looks[knob], bound.first)
-            if len(decided) == len(without):
-                break
+            if len(decided) == len(without) or not all(clear for clear, _ in decided.values()):
+                break  # where one has to leave, a second look at the others would be of a set that is no more
         return decided
 
     # --- launches --------------------------------------------------------------------------------------------------------------------
@@ -394,7 +420,7 @@ class Tuning:
         return -value if self.setup.higher_is_better else value
 
 
-_ENDINGS: Mapping[Ending, str] = {
+_ENDINGS: Mapping[RunOutcome, str] = {
     "oom": "out of memory",
     "crash": "crashed",
     "nan": "printed a NaN loss",
@@ -416,6 +442,10 @@ def _share(value: float | None, others: Sequence[float | None]) -> float:
         return 0.0
     mean = statistics.fmean(known)
     return abs(value - mean) / max(abs(value), abs(mean), 1e-12)
+
+
+def _value(effect: proof.Effect | None) -> float:
+    return -math.inf if effect is None else effect.value
 
 
 def _seed(seed: int, round_: int, look: int) -> int:

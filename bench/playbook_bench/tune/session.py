@@ -11,15 +11,14 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from playbook import __version__
 from playbook.errors import StoreError
-from playbook.files import read_bytes
 from playbook.records.evidence import Run, digest
 from playbook_bench.launch import local
 from playbook_bench.launch.local import Interrupted
@@ -29,14 +28,13 @@ from playbook_bench.run.confirm import Progress
 from playbook_bench.run.journal import Journal, SealedLines
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Request, Series
-from playbook_bench.tune.procedure import Event, Hurry, Launch, Observation, Setup, Tuning
+from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
+from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
 
-RECORD = "tune-record/1"
 _JOURNAL, _FINAL = "events.jsonl", "final"
 _FINAL_LAUNCHES = 10
 """Of the final comparison, at its first look: two that are discarded and four pairs."""
-_MOST_BYTES = 64 << 20
 _ALL_DAY_MINUTES = 1440.0
 
 Ended = Literal["complete", "budget", "interrupted", "failed"]
@@ -56,7 +54,7 @@ class Plan:
     @property
     def key(self) -> str:
         """What tells one tuning from another: a resumed command has to ask for the same."""
-        return digest([self.subject.case.model_dump(mode="json"), self.subject.profile, _plain(self.setup), self.goal], 16)
+        return digest([self.subject.case.model_dump(mode="json"), self.subject.profile, plain(self.setup), self.goal], 16)
 
 
 @dataclass
@@ -87,7 +85,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
     """
     folder = options.results / "tune" / plan.key
     machine = detect.detect()
-    header = {"schema": RECORD, "key": plan.key, "place": detect.place(), "exported": detect.exported(), "seed": plan.setup.seed}
+    header = {"schema": SCHEMA, "key": plan.key, "place": detect.place(), "exported": detect.exported(), "seed": plan.setup.seed}
     lines, session = _opened(folder, header, plan, resume)
     request = Request(
         CASE_ID,
@@ -145,7 +143,7 @@ def _take(session: Session, row: Mapping[str, Any]) -> None:
     due = session.tuning.due
     try:
         event = event_of(row)
-        if due is None or row.get("launch") != _plain(due):
+        if due is None or row.get("launch") != plain(due):
             raise StoreError(
                 f"event {len(session.events) + 1} of {session.folder} is not of the launch that was due; begin again without --resume"
             )
@@ -156,20 +154,6 @@ def _take(session: Session, row: Mapping[str, Any]) -> None:
     session.tuning.add(event)
     session.seconds += float(row.get("seconds") or 0.0)
     session.events.append(dict(row))
-
-
-def event_of(row: Mapping[str, Any]) -> Event:
-    """The event of a line.
-
-    Raises:
-        ValidationError: it is none.
-    """
-    observation = row.get("observation")
-    return Hurry() if observation == "hurry" else _OBSERVATION.validate_python(observation)
-
-
-_OBSERVATION: TypeAdapter[Observation] = TypeAdapter(Observation)
-_SETUP: TypeAdapter[Setup] = TypeAdapter(Setup)
 
 
 def _launched(session: Session, running: Series, lines: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
@@ -198,7 +182,7 @@ def _launched(session: Session, running: Series, lines: SealedLines, deadline: f
 
 
 def _note(session: Session, lines: SealedLines, due: Launch, event: Event, run: Run | None) -> None:
-    row: dict[str, Any] = {"launch": _plain(due), "observation": "hurry" if isinstance(event, Hurry) else _plain(event)}
+    row: dict[str, Any] = {"launch": plain(due), "observation": "hurry" if isinstance(event, Hurry) else plain(event)}
     if run is not None:
         row["seconds"] = run.wall_s
         if due.why == "warm_up" and run.outcome == "ok":
@@ -251,8 +235,8 @@ def answer(session: Session) -> dict[str, Any]:
     return {
         "schema": "tune/1",
         "goal": plan.goal,
-        "kept": [_decision(d) for d in rows if d.kept],
-        "refused": [_decision(d) for d in rows if not d.kept],
+        "kept": [decision_row(d) for d in rows if d.kept],
+        "refused": [decision_row(d) for d in rows if not d.kept],
         "undecided": [] if complete else [{"knob": k, "value": v} for k, v in plan.setup.candidates if (k, v) not in tuning.decisions],
         "final": None if session.final is None else _final(session),
         "false_keep_percent": percent(plan.setup.alpha),
@@ -266,29 +250,11 @@ def answer(session: Session) -> dict[str, Any]:
     }
 
 
-def _decision(decision: Any) -> dict[str, Any]:
-    effect = decision.effect
-    return {
-        "knob": decision.knob,
-        "value": decision.value,
-        "reason": decision.reason,
-        "effect_percent": None
-        if effect is None
-        else {"value": percent(effect.value), "low": percent(effect.low), "high": percent(effect.high)},
-        "looked_percent": percent(decision.looked),
-    }
-
-
 def _final(session: Session) -> dict[str, Any]:
     final = session.final
     assert final is not None
     figures = {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)}
     return {"verdict": final.verdict, "effect_percent": figures, "pairs": final.pairs, "record": session.record}
-
-
-def percent(share: float | None) -> float | None:
-    """A share as a percentage with four decimals."""
-    return None if share is None else round(100 * share, 4)
 
 
 def write_record(session: Session) -> Path:
@@ -298,57 +264,15 @@ def write_record(session: Session) -> Path:
         StoreError: it cannot be written.
     """
     content: dict[str, Any] = {
-        "schema": RECORD,
+        "schema": SCHEMA,
         "playbook": __version__,
         "case": session.plan.subject.case.model_dump(mode="json"),
         "profile": session.plan.subject.profile,
         "knobs": session.plan.subject.knobs.model_dump(mode="json"),
-        "setup": _plain(session.plan.setup),
+        "setup": plain(session.plan.setup),
         "events": session.events,
         "answer": answer(session),
     }
     path = session.folder / "record.json"
     store.replace(path, json.dumps({**content, "sha256": digest(content)}, indent=1) + "\n")
     return path
-
-
-def is_record(path: Path) -> bool:
-    """Whether a file is the record of a tuning."""
-    try:
-        return f'"{RECORD}"'.encode() in read_bytes(path, 4096)
-    except (OSError, ValueError):
-        return False
-
-
-def replay(path: Path) -> list[str]:
-    """What differs between a record and what its events give again; nothing where all is the same.
-
-    Raises:
-        StoreError: the file cannot be read, or is no record of a tuning.
-    """
-    try:
-        data = json.loads(read_bytes(path, _MOST_BYTES))
-        out = [] if data.pop("sha256", None) == digest(data) else ["sha256: the content is not the one that was sealed"]
-        tuning = Tuning(_SETUP.validate_python(data["setup"]))
-        for row in data["events"]:
-            if tuning.due is None or row["launch"] != _plain(tuning.due):
-                return [*out, f"events: one is of {row['launch']}, due was {tuning.due and _plain(tuning.due)}"]
-            tuning.add(event_of(row))
-        recorded = data["answer"]
-        both = [{(d["knob"], d["value"], kept) for kept, name in ((True, "kept"), (False, "refused")) for d in recorded[name]}]
-        both.append({(*pair, d.kept) for pair, d in tuning.decisions.items()})
-        effects = {(d["knob"], d["value"]): d["effect_percent"] for name in ("kept", "refused") for d in recorded[name]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise StoreError(f"{path} is no record of a tuning: {str(e).splitlines()[0][:200]}") from e
-    if both[0] != both[1]:
-        out.append(f"answer: recorded {sorted(both[0])}, derived {sorted(both[1])}")
-    for pair, decision in tuning.decisions.items():
-        if effects.get(pair) != _decision(decision)["effect_percent"]:
-            out.append(f"{'='.join(pair)}: recorded {effects.get(pair)}, derived {_decision(decision)['effect_percent']}")
-    return out
-
-
-def _plain(content: Setup | Launch | Observation) -> dict[str, Any]:
-    """As it is in JSON."""
-    data: dict[str, Any] = json.loads(json.dumps(asdict(content), default=sorted))
-    return data

@@ -147,13 +147,13 @@ def goal(name: str) -> tuple[str, bool]:
     Raises:
         ConfigError: it is none.
     """
-    if name not in GOALS:
-        raise ConfigError(f"--goal is '{name[:40]}'; expected one of {', '.join(GOALS)}")
-    metric = metrics.get(GOALS[name])
+    if name not in _GOALS:
+        raise ConfigError(f"--goal is '{name[:40]}'; expected one of {', '.join(_GOALS)}")
+    metric = metrics.get(_GOALS[name])
     return metric.name, metric.better == "higher"
 
 
-GOALS: Mapping[str, str] = {
+_GOALS: Mapping[str, str] = {
     "step_time": "step_seconds",
     "tokens_per_s": "useful_tokens_per_s_per_gpu",
     "peak_memory": "peak_memory_bytes",

@@ -44,20 +44,35 @@ class Launches:
         seconds = 0.1 * (1 + draw.gauss(0, self.noise)) / self.faster(words, program.environment)
         loss = 1.3 if "--cut=on" in " ".join(words).replace(" on", "=on") else 1.0
         rows = [
-            {"step": i, "timed": i > 4, "seconds": seconds * (1 + draw.gauss(0, 0.002)), "useful_tokens": 512, "raw_tokens": 512, "loss": loss * 4 / i}
+            {
+                "step": i,
+                "timed": i > 4,
+                "seconds": seconds * (1 + draw.gauss(0, 0.002)),
+                "useful_tokens": 512,
+                "raw_tokens": 512,
+                "loss": loss * 4 / i,
+            }
             for i in range(1, 15)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         told = {timed: sum(row["seconds"] for row in rows if row["timed"] is timed) for timed in (False, True)}
         logs = {pattern: int("--fuse on" in " ".join(words)) for pattern in program.patterns}
-        summary = {"outcome": "ok", "seconds": {"start_up": 1, "warm_up": told[False], "timed": told[True], "total": LAUNCH_S}, "world_size": 1}
+        summary = {
+            "outcome": "ok",
+            "seconds": {"start_up": 1, "warm_up": told[False], "timed": told[True], "total": LAUNCH_S},
+            "world_size": 1,
+        }
         (folder / "summary.json").write_text(json.dumps({**summary, "env": {"strict": {"log": "jsonl"}}, "receipt": {"logs": logs}}))
         return Result("ok", 0, "", began, LAUNCH_S)
 
     @staticmethod
     def faster(words, environment):
         text = " ".join(words)
-        return (1.12 if "--fuse on" in text else 1.0) * (1.06 if environment.get("WORKERS") == "8" else 1.0) * (0.9 if "--careful on" in text else 1.0)
+        return (
+            (1.12 if "--fuse on" in text else 1.0)
+            * (1.06 if environment.get("WORKERS") == "8" else 1.0)
+            * (0.9 if "--careful on" in text else 1.0)
+        )
 
 
 @pytest.fixture

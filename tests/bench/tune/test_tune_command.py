@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from playbook.paths import repo_root
 from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
@@ -103,7 +104,7 @@ def test_a_record_that_was_changed_does_not_replay(tune, playbook, launches):
     data = json.loads(record.read_text())
     assert playbook("bench", "replay", str(record)).exit_code == 0
     for row in data["events"]:
-        if ["fuse", "on"] in row["launch"]["settings"]:
+        if ["fuse", "on"] in row["launch"]["settings"] and row["observation"]["value"]:
             row["observation"]["value"] *= 1.12
     record.write_text(json.dumps(data))
     done = playbook("bench", "replay", str(record))

@@ -32,6 +32,7 @@ from playbook_app.cli.output import (
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
+from playbook_bench.tune import record
 
 if TYPE_CHECKING:
     from playbook_bench.run import prove
@@ -104,12 +105,11 @@ def bench_check(
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
     from playbook_bench.run import replay
-    from playbook_bench.tune import session
 
     rows, claims = [], by_claim(load_all())
     for file in files:
-        if session.is_record(file):
-            differences, changed = session.replay(file), ""
+        if record.is_record(file):
+            differences, changed = record.replay(file), ""
             same = not differences
         else:
             same, differences = replay.replay(file)
