@@ -215,7 +215,7 @@ def _compare(session: Session, options: Options, progress: Progress) -> None:
         profile=plan.subject.profile,
         seed=plan.setup.seed,
         journal=journal,
-        settles=lambda found: ab.answer(found, 0.0).verdict != "undecided",
+        settles=lambda measured, derived: ab.answer(derived, 0.0).verdict != "undecided",
     )
     (outcome,) = confirm.bench_run(case, settled, progress, plan.command)
     session.final = ab.answer(outcome.evidence.derived, 0.0)
