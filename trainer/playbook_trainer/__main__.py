@@ -1,6 +1,7 @@
 """`python -m playbook_trainer CONFIG [key.path=value ...]`: one rank of a training run.
 
-Under torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) it joins the others; alone it is a run of one rank.
+Under torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) it joins the others;
+alone it is a run of one rank.
 Exit codes: 0 finished, 2 the configuration, layout or data cannot run, 3 stopped on NaN, 4 out of memory, 5 stopped by a signal after a
 checkpoint, 6 hung, 1 any other error.
 """
@@ -93,7 +94,9 @@ def _run(words: list[str], rank: int, world: int) -> int:
 
 
 def _check_files(config: TrainerConfig, rank: int) -> None:
-    """Refuse data and weights that cannot be read and folders that cannot be written, before anything is built; rank 0 takes the folders."""
+    """Refuse data and weights that cannot be read and folders that cannot be written, before anything is built;
+    rank 0 takes the folders.
+    """
     from playbook_trainer.checkpoint_files import hold
     from playbook_trainer.config.huggingface import check_rows
     from playbook_trainer.data import loader
@@ -181,7 +184,9 @@ def _uncollected() -> Iterator[None]:
 
 
 def _take_output(folder: Path) -> None:
-    """Make the folder of the run's files now, rather than find after the model has been built that they have no place, and keep other runs out of it."""
+    """Make the folder of the run's files now, rather than find after the model has been built that they have no place,
+    and keep other runs out of it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

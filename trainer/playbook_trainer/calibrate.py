@@ -1,7 +1,8 @@
-"""What one GPU reaches on the kernels that a training step is made of, and several in collectives: `python -m playbook_trainer.calibrate OUT.json`.
+"""What one GPU reaches on the kernels that a training step is made of, and several in collectives:
+`python -m playbook_trainer.calibrate OUT.json`.
 
-Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates between
-the rows instead of fitting constants to whole runs.
+Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates
+between the rows instead of fitting constants to whole runs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _SLOWEST_BYTES_PER_S = 50e9
 def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _LINK_BYTES) -> Iterator[dict[str, Any]]:
     """A row for each operation and size between `degree` ranks, one for each GPU: bytes of the whole tensor, and seconds of one call.
 
-    An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal parts, and
-    a send carries it from each rank to the next, all at once.
+    An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal
+    parts, and a send carries it from each rank to the next, all at once.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
@@ -196,7 +197,9 @@ def grouped() -> Iterator[dict[str, Any]]:
 
 
 def _megatron_grouped() -> Iterator[dict[str, Any]]:
-    """The same by Transformer Engine's GroupedLinear, as megatron-core calls it; the environment chooses cuBLAS or CUTLASS before the process starts."""
+    """The same by Transformer Engine's GroupedLinear, as megatron-core calls it;
+    the environment chooses cuBLAS or CUTLASS before the process starts.
+    """
     from transformer_engine.pytorch import GroupedLinear
 
     library = "cutlass" if os.environ.get(GROUPED_GEMM) == "1" else "cublas"

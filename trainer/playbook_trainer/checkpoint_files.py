@@ -208,7 +208,8 @@ def hold(root: Path, last_step: int | None) -> None:
 
 
 def is_finished(config: TrainerConfig) -> bool:
-    """Whether a run of this very configuration has come to its end, by the mark that it has left in the folder of checkpoints, and these are still there.
+    """Whether a run of this very configuration has come to its end, by the mark that it has left in the folder of checkpoints,
+    and these are still there.
 
     All ranks see that folder, so all agree.
     """
@@ -360,7 +361,9 @@ def not_finite(found: Sequence[tuple[str, Tensor]], world: int) -> str | None:
 
 
 def publish(folder: Path, root: Path, header: Header, keep: int) -> None:
-    """Give a folder in which everything is written its name, and remove checkpoints that are neither among the newest `keep` nor the best."""
+    """Give a folder in which everything is written its name, and remove checkpoints that are neither among the newest `keep` nor the
+    best.
+    """
     folder.rename(_named(root, header.step))
     if header.best is not None:
         link = root / f".{_BEST}"

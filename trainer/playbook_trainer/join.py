@@ -24,7 +24,8 @@ _SHOWN = 16
 
 
 def meet(rank: int, world: int) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, once all ranks have come to it. Rank 0 keeps it, unless the launcher does, as torchrun's agent.
+    """The store at MASTER_ADDR and MASTER_PORT, once all ranks have come to it.
+    Rank 0 keeps it, unless the launcher does, as torchrun's agent.
 
     Raises:
         ConfigError: another program has the port.

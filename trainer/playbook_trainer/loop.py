@@ -52,7 +52,9 @@ class StopRequest:
         self._copies: list[tuple[Tensor, Any]] = []
 
     def listen(self) -> None:
-        """Handle SIGNALS from now on; a second signal has its usual effect. Data workers that start later inherit the handler, so they survive the first signal too."""
+        """Handle SIGNALS from now on; a second signal has its usual effect.
+        Data workers that start later inherit the handler, so they survive the first signal too.
+        """
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
                 signal.signal(signum, self._ask)
@@ -80,7 +82,8 @@ class StopRequest:
 
 
 _COLLECT_EVERY = 10
-"""Steps between collections of garbage, on all ranks at once, since one that collects makes all wait. Recomputation leaves cycles of 0.2 MB a step."""
+"""Steps between collections of garbage, on all ranks at once, since one that collects makes all wait.
+Recomputation leaves cycles of 0.2 MB a step."""
 _MAX_SKIPPED = 10
 """Steps in a row without an update, after which the run ends: it would not recover."""
 
@@ -109,8 +112,11 @@ class Trainer:
 
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
-    """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a signal)."""
-    # Device and process group, then what `auto` stands for on it, then the model, then the newest checkpoint, then the data from where that stands.
+    """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a
+    signal).
+    """
+    # Device and process group, then what `auto` stands for on it, then the model, then the newest checkpoint,
+    # then the data from where that stands.
     device = start(config, rank, world)
     target = automatic.here(torch.cuda.get_device_name(device) if device.type == "cuda" else None, world)
     said, config = automatic.told(config, target), automatic.resolved(config, target)
@@ -442,7 +448,9 @@ def _data_counters(trainer: Trainer) -> dict[str, int]:
 
 
 def _observe_step(trainer: Trainer) -> dict[str, Any]:
-    """Run one more step after the timed ones, under observation. Returns the activation receipt, bytes of saved activations and bytes of state."""
+    """Run one more step after the timed ones, under observation. Returns the activation receipt,
+    bytes of saved activations and bytes of state.
+    """
     config, engine, axes = trainer.config, trainer.engine, trainer.axes
     observer = Observer(engine.model, axes.group_names())
     held: dict[str, int] = {}

@@ -224,7 +224,9 @@ def _answers(asked: subprocess.Popen[str]) -> Iterator[tuple[str, float]]:
 
 
 def _links(rank: int, places: Sequence[tuple[str, int]], device: torch.device) -> Iterator[tuple[tuple[str, int], float]]:
-    """Bytes per second in each direction between this GPU and others: every other one of its machine, and its like on the machines before and after."""
+    """Bytes per second in each direction between this GPU and others: every other one of its machine,
+    and its like on the machines before and after.
+    """
     size = _SENT if device.type == "cuda" else _CPU_BYTES
     outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     dist.all_reduce(outgoing[:1])  # the first collective of a group has to be one of all ranks
@@ -246,7 +248,9 @@ def _exchanged(outgoing: Tensor, incoming: Tensor, other: int, device: torch.dev
 
 
 def rounds(places: Sequence[tuple[str, int]]) -> list[list[tuple[int, int]]]:
-    """Which pairs of ranks talk at once, round by round, no rank twice in one: all pairs of a machine, then neighbours among the machines, in a ring."""
+    """Which pairs of ranks talk at once, round by round, no rank twice in one:
+    all pairs of a machine, then neighbours among the machines, in a ring.
+    """
     hosts = list(dict.fromkeys(host for host, _ in places))
     on = {host: [rank for rank, each in enumerate(places) if each[0] == host] for host in hosts}
     within = [_tournament(ranks) for ranks in on.values()]

@@ -1,7 +1,8 @@
 """The performance revision of each path that a run may take through the trainer. Torch-free, so that the harness reads it.
 
-Raise a path's number in the commit that makes it faster or slower, or changes what it counts: verdicts whose runs took it are then stale, others are
-not. A change that only some settings see may edit the cases that have them instead. A new path begins at FIRST: a record from before it is read as having that number.
+Raise a path's number in the commit that makes it faster or slower, or changes what it counts: verdicts whose runs took it are then stale,
+others are not. A change that only some settings see may edit the cases that have them instead. A new path begins at FIRST:
+a record from before it is read as having that number.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ def numbers() -> dict[str, int]:
 
 
 def paths(config: Mapping[str, Any], ranks: int) -> list[str]:
-    """The paths that a run of this resolved configuration takes on so many ranks. The configuration may be an old record's, and hold anything."""
+    """The paths that a run of this resolved configuration takes on so many ranks.
+    The configuration may be an old record's, and hold anything.
+    """
     known = modern(config)
 
     def value(key: str) -> Any:

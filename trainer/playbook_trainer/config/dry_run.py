@@ -2,8 +2,8 @@
 
 State bytes follow from the layout and are exact up to padding. Activations are an estimate (`playbook.planner.activations`): those of fused
 kernels in 16 bits, or with the megatron backend those of Transformer Engine's, which measured peaks of text models bear out to within eight
-percent (`playbook.planner.memory`). Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one process
-for the same purpose.
+percent (`playbook.planner.memory`). Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one
+process for the same purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
 _RESIDENT_LAYERS = 3
-"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way. Source: `playbook_trainer.torch`."""
+"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way. Source:
+`playbook_trainer.torch`."""
 
 _LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
@@ -79,7 +80,9 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
 
 
 def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing | None = None) -> StepTime | None:
-    """What a step of `config` is predicted to take on so many GPUs of a cluster, with this routing of its tokens; None in float32, which no law of the planner is about."""
+    """What a step of `config` is predicted to take on so many GPUs of a cluster, with this routing of its tokens;
+    None in float32, which no law of the planner is about.
+    """
     plan = plan_of(config, world)
     plan = routing.on(plan) if routing else plan
     if config.train.dtype != "bf16":
@@ -107,7 +110,9 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
-    """The kernel of attention on that kind of GPU, as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it."""
+    """The kernel of attention on that kind of GPU, as the planner names it:
+    rows that are one document each go through cuDNN wherever `auto` may take it.
+    """
     flat = flatten(dump(config))
     kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
     one_length = config.data.kind == "mock" and not config.data.pack

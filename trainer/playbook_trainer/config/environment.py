@@ -33,7 +33,8 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
     start in the order of their launch; never 1 with FSDP) and by the environments of Megatron-Bridge's performance recipes (32 on
     Blackwell, and with a fused dispatcher); `NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN` divides EP and fits the domain (DeepEP's HybridEP);
     `NVTE_CPU_OFFLOAD_V1` with fine-grained offload, and `NCCL_GRAPH_REGISTER` with graphs beside memory that grows in segments, by
-    Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
+    Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its
+    `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
     """
     mg = config.megatron
     megatron = config.backend == "megatron"
@@ -63,7 +64,9 @@ def needed(
     graphs: Sequence[str],
     offload: Sequence[str],
 ) -> dict[str, str]:
-    """The variables that a layout and its options ask for. `sharded` is FSDP's, `graphs` are modules or `full_iteration`, `offload` modules."""
+    """The variables that a layout and its options ask for. `sharded` is FSDP's, `graphs` are modules or `full_iteration`,
+    `offload` modules.
+    """
     if platform == "cpu":
         return {}
     found = {}
@@ -91,10 +94,12 @@ def sharded(config: TrainerConfig) -> bool:
 
 
 def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = None, platform: Platform | None = None) -> dict[str, str]:
-    """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open; returns what was set.
+    """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open;
+    returns what was set.
 
     Raises:
-        ConfigError: the environment serialises what Megatron-FSDP means to overlap, or contradicts the configuration about grouped products.
+        ConfigError: the environment serialises what Megatron-FSDP means to overlap,
+            or contradicts the configuration about grouped products.
     """
     env = os.environ if environment is None else environment
     if config.backend == "torch":

@@ -102,7 +102,9 @@ WITHOUT_EFFECT = frozenset(
 
 
 def _untrained(parts: Mapping[str, tuple[Mapping[str, Any], Collection[str]]]) -> list[str]:
-    """What the parts of a file ask for that is not trained with here, a clause for each key; a part comes with the names of its keys that are read."""
+    """What the parts of a file ask for that is not trained with here, a clause for each key;
+    a part comes with the names of its keys that are read.
+    """
     clauses = []
     for prefix, (part, read) in parts.items():
         for key, value in part.items():
@@ -124,7 +126,9 @@ def _untrained(parts: Mapping[str, tuple[Mapping[str, Any], Collection[str]]]) -
 
 
 def end_of(folder: Path, end: Any) -> Any:
-    """The token that ends an answer: `end`, by config.json, at which generation_config.json must stop; where there is none, the first one there."""
+    """The token that ends an answer: `end`, by config.json, at which generation_config.json must stop;
+    where there is none, the first one there.
+    """
     stops = _stops(folder)
     if end is None and not stops:
         raise ConfigError(
@@ -507,7 +511,8 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
     yarn: Mapping[str, str | None] = {}
     if rope.get("rope_type") == "yarn":
         rope, yarn = _stretched(rope), {**_YARN_FIELDS, "attention_factor": None, "truncate": None}
-    # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
+    # transformers keeps this number but neither reads nor saves such layers:
+    # without them here, the tensors tell whether the folder has them.
     widths: Mapping[str, str | None] = {k: v for k, v in _MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
     if not config.first_dense_layers:  # the width of layers that there are none of
         widths = {k: v for k, v in widths.items() if v != "ffn_size"}
@@ -544,7 +549,8 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
     """With what transformers takes or computes where a file does not say.
 
-    Source: transformers, `modeling_rope_utils.py` (_compute_yarn_parameters) and `DeepseekV3Attention`, which scales scores by mscale_all_dim.
+    Source: transformers, `modeling_rope_utils.py` (_compute_yarn_parameters) and `DeepseekV3Attention`,
+    which scales scores by mscale_all_dim.
     """
     given = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 0.0, "truncate": True} | {
         k: v for k, v in rope.items() if v is not None

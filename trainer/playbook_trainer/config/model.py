@@ -78,9 +78,11 @@ class ModelConfig(Strict):
     router_bias: bool = False
     """A bias on the scores with which experts are chosen, moved after each step against their load (balance without an auxiliary loss)."""
     mtp_layers: int = Field(default=0, ge=0, le=DEEPEST)
-    """Depths of multi-token prediction beyond the next token. Source of these fields: DeepSeek-V3, arXiv 2412.19437, sections 2.1 and 2.2."""
+    """Depths of multi-token prediction beyond the next token. Source of these fields:
+    DeepSeek-V3, arXiv 2412.19437, sections 2.1 and 2.2."""
     tie_word_embeddings: bool = False
-    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
+    """One matrix for the embedding and the output layer. With pipeline stages,
+    the first and the last both hold it and add their gradients."""
     rope_theta: float = Field(default=1_000_000.0, gt=1)
     yarn: YarnConfig | None = None
     mrope_section: list[int] | None = None

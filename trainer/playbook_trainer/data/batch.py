@@ -36,7 +36,8 @@ class VisionBatch:
     visual_index_V: Tensor
     """int64 [V], where each merged visual token goes among the N tokens."""
     visual_take_V: Tensor | None = None
-    """Where a rank holds a share of the tokens only: int64 [v], which of the V visual tokens are among them; `visual_index_V` is then [v] too."""
+    """Where a rank holds a share of the tokens only: int64 [v], which of the V visual tokens are among them;
+    `visual_index_V` is then [v] too."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,8 @@ def header_size(file: Path | ImageFile, max_pixels: int = _MAX_FILE_PIXELS) -> t
 def target_size(height: int, width: int, factor: int, max_pixels: int, min_pixels: int = 0) -> tuple[int, int]:
     """Height and width as multiples of `factor` with at most `max_pixels` pixels; the aspect ratio is kept as far as that allows.
 
-    An image that would have less than `min_pixels` is scaled up to them, and by the rounding to a little more, which may be beyond `max_pixels`.
+    An image that would have less than `min_pixels` is scaled up to them, and by the rounding to a little more,
+    which may be beyond `max_pixels`.
     The rounding is that of Hugging Face's Qwen2-VL processor (smart_resize).
     """
     rows, cols = round(height / factor), round(width / factor)
@@ -276,5 +277,6 @@ class ImageDecoder:
 
 
 def _name(image: ImageRef) -> tuple[str, int, int]:
-    # Not the image itself, which may hold its whole encoded file: a photograph takes ten times the room of its pixels, and would not be counted.
+    # Not the image itself, which may hold its whole encoded file: a photograph takes ten times the room of its pixels,
+    # and would not be counted.
     return str(image.file), image.height, image.width

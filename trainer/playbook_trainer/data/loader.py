@@ -1,8 +1,8 @@
 """Micro-batches for one data-parallel rank, made in worker processes, in an order that no layout changes.
 
-Step s of a run reads global_batch_size rows from row start_row + s * global_batch_size on. They go to micro-batches in turn: micro-batch j of
-rank r takes the micro_batch_size rows from (j * dp_size + r) * micro_batch_size on. So the rows of a step do not depend on ranks, workers or
-micro-batches, and a run that starts at a row goes on as one that has reached it.
+Step s of a run reads global_batch_size rows from row start_row + s * global_batch_size on. They go to micro-batches in turn: micro-batch j
+of rank r takes the micro_batch_size rows from (j * dp_size + r) * micro_batch_size on. So the rows of a step do not depend on ranks,
+workers or micro-batches, and a run that starts at a row goes on as one that has reached it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def build_loader(
 
     Raises:
         DataError: missing or unreadable data.
-        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size, stream or amount of data.
+        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size,
+            stream or amount of data.
     """
     lanes: dict[int, LaneState] = {}
     if state is not None:
@@ -85,7 +86,9 @@ def build_loader(
 
 
 def worker_death(e: BaseException) -> RunError | None:
-    """What to say where torch found a data worker dead, which it does in a signal's handler, so anywhere in the program; None for other errors."""
+    """What to say where torch found a data worker dead, which it does in a signal's handler, so anywhere in the program;
+    None for other errors.
+    """
     if "DataLoader worker" not in str(e):
         return None
     return RunError(
@@ -166,9 +169,9 @@ def data_sha(config: TrainerConfig, steps: int = 4) -> str:
 class Loader:
     """Optimizer steps without end: each is the list of this rank's micro-batches.
 
-    Iterating always starts at `start_row`, so an evaluation that iterates anew sees the same batches again. `state()` tells where the latest
-    iteration stands; given to `build_loader` (after `merge_states`, where several ranks load), it resumes there on any number of ranks and
-    workers.
+    Iterating always starts at `start_row`, so an evaluation that iterates anew sees the same batches again. `state()` tells where the
+    latest iteration stands; given to `build_loader` (after `merge_states`, where several ranks load), it resumes there on any number of
+    ranks and workers.
     """
 
     def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
@@ -270,8 +273,8 @@ class _Packet:
     def pin_memory(self) -> _Packet:
         """Called by the DataLoader's pinning thread. Only what is of every patch, which is large and which the host never reads again.
 
-        Of everything else a rank first takes its share, and in a running job that took 1 to 3 us for each number in pinned memory on machines
-        where we have measured it, a tenth of a step; why is not known (an idle process reads it at full speed).
+        Of everything else a rank first takes its share, and in a running job that took 1 to 3 us for each number in pinned memory on
+        machines where we have measured it, a tenth of a step; why is not known (an idle process reads it at full speed).
         """
         vision = self.batch.vision if self.batch is not None else None
         if self.batch is None or vision is None:

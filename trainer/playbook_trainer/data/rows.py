@@ -27,7 +27,8 @@ T = TypeVar("T")
 _MOCK_LENGTHS = 1000
 """Real samples whose lengths mock rows draw from."""
 _CHECKED, _CHECKED_TOKENS = 256, 1_000_000
-"""Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read: long ones take seconds."""
+"""Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read:
+long ones take seconds."""
 
 
 class Rows(Protocol):
@@ -67,7 +68,9 @@ def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneStat
 
 
 def count_steps(config: TrainerConfig, epochs: float) -> int:
-    """Steps whose rows hold every sample of the training data `epochs` times. Reads all samples but no image; rows are packed as in the run."""
+    """Steps whose rows hold every sample of the training data `epochs` times. Reads all samples but no image;
+    rows are packed as in the run.
+    """
     return max(1, -(-epoch_plan(config).count(epochs) // config.train.global_batch_size))
 
 
@@ -96,7 +99,9 @@ def _stamp(path: str | None) -> tuple[object, ...]:
 
 
 def _samples(data: DataConfig, model: ModelConfig, lanes: int) -> tuple[Flat[Any] | Sharded[Any], Callable[[Any], Sequence[Document]]]:
-    """The samples that `data` names, and what makes documents of one. Of few texts, each piece is a sample, so that every lane has its own."""
+    """The samples that `data` names, and what makes documents of one. Of few texts, each piece is a sample,
+    so that every lane has its own.
+    """
     if data.kind == "chat":
         return open_chat(data), _chat_documents(model, data)
     if data.kind == "vqa":
@@ -297,7 +302,8 @@ def _vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], l
 
 
 def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversation], list[Document]]:
-    """A conversation by its template as one document; the loss is on what the assistant says. One that does not fit a row is left out, never cut.
+    """A conversation by its template as one document; the loss is on what the assistant says.
+    One that does not fit a row is left out, never cut.
 
     Raises:
         ConfigError: no tokenizer with a chat template, or the model, or the sizes in the configuration, cannot take images.

@@ -25,7 +25,8 @@ _PORT = 29500
 class Launchable:
     """All that starts one plan with one release of a trainer.
 
-    Files are by name and are written beside the script. `command` is the whole launcher's line as words, which names those files; `torchrun` begins it.
+    Files are by name and are written beside the script. `command` is the whole launcher's line as words, which names those files;
+    `torchrun` begins it.
     `notes` become comments above it: what is assumed. `beside` is the command that sets `log`, a file or a folder, beside the prediction.
     """
 
@@ -121,8 +122,8 @@ def require(
 ) -> None:
     """Refuse what the target has no words for.
 
-    `expressed` has by option the values that it can say; every other option must be at its default, and the bytes of each state as in `widths`. `lacks` are further reasons, each with what was asked,
-    what the target has, and what to do.
+    `expressed` has by option the values that it can say; every other option must be at its default, and the bytes of each state as in
+    `widths`. `lacks` are further reasons, each with what was asked, what the target has, and what to do.
 
     Raises:
         ConfigError: with all of them.

@@ -1,8 +1,9 @@
-"""A configuration as fields of megatron-core and of the training loop around it; Megatron-LM's flags and Megatron-Bridge's overrides share them.
+"""A configuration as fields of megatron-core and of the training loop around it;
+Megatron-LM's flags and Megatron-Bridge's overrides share them.
 
-Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`, `megatron/core/distributed/distributed_data_parallel_config.py`,
-`megatron/core/optimizer/optimizer_config.py`, `megatron/training/config/`, `megatron/training/arguments.py`; Megatron-Bridge,
-`src/megatron/bridge/training/config.py`.
+Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`,
+`megatron/core/distributed/distributed_data_parallel_config.py`, `megatron/core/optimizer/optimizer_config.py`, `megatron/training/config/`,
+`megatron/training/arguments.py`; Megatron-Bridge, `src/megatron/bridge/training/config.py`.
 """
 
 from __future__ import annotations
@@ -352,7 +353,9 @@ def _parallel(sheet: Sheet) -> None:
 
 
 def layout(config: TrainerConfig) -> str:
-    """The chunks of a pipeline as megatron-core writes them: `Et|tt|tL` with E for the embedding, t for a layer, m for MTP, L for the loss."""
+    """The chunks of a pipeline as megatron-core writes them: `Et|tt|tL` with E for the embedding, t for a layer, m for MTP,
+    L for the loss.
+    """
     chunks = ["t" * n for n in config.parallel.pipeline_layout or []]
     return "E" + "|".join(chunks) + "m" * config.model.mtp_layers + "L"
 

@@ -1,7 +1,8 @@
-"""A plan of data and context parallelism as something to start with Hugging Face Accelerate: FSDP2, a model of transformers, a plain loop on random tokens.
+"""A plan of data and context parallelism as something to start with Hugging Face Accelerate:
+FSDP2, a model of transformers, a plain loop on random tokens.
 
-Source: accelerate 1.15.0, `accelerate/parallelism_config.py`, `accelerate/utils/dataclasses.py` (FSDP), `accelerate/commands/launch.py`; transformers 5,
-`models/<model_type>/configuration_<model_type>.py`.
+Source: accelerate 1.15.0, `accelerate/parallelism_config.py`, `accelerate/utils/dataclasses.py` (FSDP), `accelerate/commands/launch.py`;
+transformers 5, `models/<model_type>/configuration_<model_type>.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan as a script of Megatron-Bridge: its configuration in full, and the call that trains.
 
-Source: Megatron-Bridge 0.6.2, `megatron/bridge/training/config.py`, `megatron/bridge/models/gpt_provider.py`, `megatron/bridge/models/mla_provider.py`,
-`megatron/bridge/models/hybrid/hybrid_provider.py`, `megatron/bridge/training/pretrain.py`.
+Source: Megatron-Bridge 0.6.2, `megatron/bridge/training/config.py`, `megatron/bridge/models/gpt_provider.py`,
+`megatron/bridge/models/mla_provider.py`, `megatron/bridge/models/hybrid/hybrid_provider.py`, `megatron/bridge/training/pretrain.py`.
 """
 
 from __future__ import annotations

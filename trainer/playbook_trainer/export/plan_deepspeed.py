@@ -1,7 +1,8 @@
-"""A plan of data parallelism as something to start with DeepSpeed: its JSON, a model of transformers (with peft's adapters), a plain loop on random tokens.
+"""A plan of data parallelism as something to start with DeepSpeed: its JSON, a model of transformers (with peft's adapters),
+a plain loop on random tokens.
 
-Source: DeepSpeed 0.19.6, `deepspeed/runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py` and `runtime/zero/offload_config.py`; peft 0.18,
-`tuners/lora/config.py`.
+Source: DeepSpeed 0.19.6, `deepspeed/runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py` and
+`runtime/zero/offload_config.py`; peft 0.18, `tuners/lora/config.py`.
 """
 
 from __future__ import annotations

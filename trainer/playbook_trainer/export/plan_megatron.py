@@ -345,7 +345,9 @@ def model_fields(plan: Plan) -> dict[str, Any]:
 
 
 def pattern(plan: Plan, sizes: list[int]) -> str:
-    """The layers of a hybrid model as megatron-core writes them, cut into the chunks of the pipeline; depths of prediction behind a slash."""
+    """The layers of a hybrid model as megatron-core writes them, cut into the chunks of the pipeline;
+    depths of prediction behind a slash.
+    """
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     chunks = [plan.shape.blocks[a:b] for a, b in pairwise(cuts)]
     depth = "/*E" if plan.shape.experts else "/*-"

@@ -1,7 +1,8 @@
 """A plan as something to start with torchtitan 0.3.0: a Python file with the configuration, and the launcher's line.
 
-Source: torchtitan 0.3.0, `torchtitan/config/configs.py`, `torchtitan/trainer.py`, `torchtitan/distributed/{parallel_dims,pipeline_parallel,fsdp}.py`,
-`torchtitan/models/common/{decoder,moe_sharding}.py`, `torchtitan/models/deepseek_v3/mtp.py`.
+Source: torchtitan 0.3.0, `torchtitan/config/configs.py`, `torchtitan/trainer.py`,
+`torchtitan/distributed/{parallel_dims,pipeline_parallel,fsdp}.py`, `torchtitan/models/common/{decoder,moe_sharding}.py`,
+`torchtitan/models/deepseek_v3/mtp.py`.
 """
 
 from __future__ import annotations

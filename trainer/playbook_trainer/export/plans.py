@@ -27,8 +27,8 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "megatron-lm": ("loss=native",), **{name: f.implied for name, f in FRAMEWORKS.items() if name == "verl" or f.exports_as == "deepspeed"},
 }  # fmt: skip
-"""By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses
-Transformer Engine's loss."""
+"""By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source:
+`megatron/training/arguments.py` of megatron-core 0.19.2, which refuses Transformer Engine's loss."""
 _BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
 
@@ -55,7 +55,9 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
 
 
 def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
-    """The command that reads the run's log; a run of this trainer says everything else itself, and the torch targets name theirs in their notes."""
+    """The command that reads the run's log; a run of this trainer says everything else itself,
+    and the torch targets name theirs in their notes.
+    """
     if target in ("torchtitan", "accelerate", "deepspeed"):
         return ""
     if target == "playbook":

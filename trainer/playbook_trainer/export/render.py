@@ -159,8 +159,8 @@ _BASES: Mapping[Target, str] = {
 def change(keys: Mapping[str, Any]) -> dict[str, list[str]]:
     """The settings of each trainer that say the keys; a trainer that has no words for one of them is left out.
 
-    The backend is no setting elsewhere. Keys whose value is no value of the configuration, such as `higher`, say nothing. One that is a switch and has a reason in place of
-    its value counts as on.
+    The backend is no setting elsewhere. Keys whose value is no value of the configuration, such as `higher`, say nothing. One that is a
+    switch and has a reason in place of its value counts as on.
     """
     found: dict[str, list[str]] = {target: _said(keys, target, data_root("configs") / base) for target, base in _BASES.items()}
     return {target: lines for target, lines in found.items() if lines}

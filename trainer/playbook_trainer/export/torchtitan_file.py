@@ -107,7 +107,8 @@ def epsilon(shape: Shape) -> float:
 def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     """Python lines that add the model to the table of its family as `plan`; they leave `family` as its package.
 
-    Widths and counts are the shape's. The rotary base and the router's scale are those of `fields` where it has them; they are no matter of speed.
+    Widths and counts are the shape's. The rotary base and the router's scale are those of `fields` where it has them;
+    they are no matter of speed.
     """
     f = _family(shape)
     norms = "RMSNorm, " if f.norm.startswith("RMSNorm") else ""
@@ -189,7 +190,9 @@ def _layers(shape: Shape, fields: Fields, f: _Family, seq_len: int) -> dict[str,
 
 
 def _latent(shape: Shape, fields: Fields) -> dict[str, Any]:
-    """Latent attention and its experts. The router is DeepSeek-V3's unless the fields say another; DeepSeek-V2's is softmax without a norm."""
+    """Latent attention and its experts. The router is DeepSeek-V3's unless the fields say another;
+    DeepSeek-V2's is softmax without a norm.
+    """
     mla = shape.mla
     assert mla is not None, "asked of latent attention alone"
     second = fields.get("model_type") == "deepseek_v2"
@@ -293,7 +296,9 @@ from torchtitan.components.tokenizer import BaseTokenizer"""
 
 
 def stages(sizes: Sequence[int]) -> Code:
-    """Names of the modules of each chunk of a pipeline, from its decoder layers: the embedding goes with the first, norm and output layer with the last."""
+    """Names of the modules of each chunk of a pipeline, from its decoder layers:
+    the embedding goes with the first, norm and output layer with the last.
+    """
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     names = [f'*(f"layers.{{i}}" for i in range({end - size}, {end}))' for size, end in zip(sizes, ends, strict=True)]
     names[0] = f'"tok_embeddings", {names[0]}'
@@ -304,7 +309,8 @@ def stages(sizes: Sequence[int]) -> Code:
 def document(title: str, model: Sequence[str], sections: Mapping[str, Mapping[str, Any] | Code], *, random: bool = False) -> str:
     """The file: its title, the model's lines (see `torchtitan_model.source`), and the function that returns the configuration.
 
-    Sections are fields of `Trainer.Config`: those of `CLASSES` by their fields, others as source. `random` adds tokens that need no data set and no tokenizer.
+    Sections are fields of `Trainer.Config`: those of `CLASSES` by their fields, others as source.
+    `random` adds tokens that need no data set and no tokenizer.
     """
     fields = {name: value if isinstance(value, Code) else call(CLASSES[name], value) for name, value in sections.items()}
     body = call("Trainer.Config", {name: _written(value) for name, value in fields.items()})

@@ -233,7 +233,8 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def refuse_unwritable(folder: Path, key: str = "checkpoint.export") -> None:
-    """Refuse a folder, named by a key, that cannot be made and written, and leave nothing behind: after training it would be too late to find out.
+    """Refuse a folder, named by a key, that cannot be made and written, and leave nothing behind:
+    after training it would be too late to find out.
 
     Raises:
         ConfigError: it cannot.
@@ -304,7 +305,9 @@ def _state(config: ModelConfig, source: Source) -> dict[str, Tensor]:
 
 
 def export_dtypes(config: TrainerConfig, table: Sequence[Rule], held: torch.dtype) -> dict[str, torch.dtype]:
-    """The precision of each of our tensors in an export, by `checkpoint.export_dtype`; `held` is the one that they are in. Biases of routers stay float32."""
+    """The precision of each of our tensors in an export, by `checkpoint.export_dtype`; `held` is the one that they are in.
+    Biases of routers stay float32.
+    """
     wanted, theirs = config.checkpoint.export_dtype, {}
     if wanted == "source":
         with ExitStack() as stack:

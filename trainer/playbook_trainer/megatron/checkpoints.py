@@ -1,12 +1,13 @@
 """Checkpoints of the megatron backend: tensors as megatron-core writes them, in folders that are named once they are complete.
 
     <dir>/step_00000020/checkpoint.json     step, data position, model and layout; plain JSON
-                        *.distcp ...        `torch_dist`: megatron's distributed checkpoint; `fsdp_dtensor`: torch's, of Megatron-FSDP's shards
+                        *.distcp ...        `torch_dist`: megatron's distributed checkpoint;
+                                            `fsdp_dtensor`: torch's, of Megatron-FSDP's shards
     <dir>/.writing-00000040/                being written
 
 Training waits until everything is written. A run resumes on another number of data-parallel ranks, but with the same tensor, pipeline and
-expert parallelism: that is what the optimizer's own format allows. megatron-core and torch read tensors by an index that is a pickle; see `pickles`
-for how it is read here. What Transformer Engine keeps beside 8-bit weights it opens by itself, without such care.
+expert parallelism: that is what the optimizer's own format allows. megatron-core and torch read tensors by an index that is a pickle; see
+`pickles` for how it is read here. What Transformer Engine keeps beside 8-bit weights it opens by itself, without such care.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class MegatronSaver:
         return header
 
     def save(self, step: int, data: dict[str, Any], best: Best | None = None) -> str | None:
-        """Write a checkpoint of this moment; nothing is written where a weight or a moment of any rank is not finite, whose name is returned.
+        """Write a checkpoint of this moment; nothing is written where a weight or a moment of any rank is not finite,
+        whose name is returned.
 
         Raises:
             DataError: it could not be written.

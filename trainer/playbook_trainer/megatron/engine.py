@@ -109,14 +109,18 @@ class MegatronEngine:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def squared_norm(self) -> Tensor:
-        """The squared gradient norm of the whole model on rank 0, and zero on all others: megatron-core has summed it over the ranks already."""
+        """The squared gradient norm of the whole model on rank 0, and zero on all others:
+        megatron-core has summed it over the ranks already.
+        """
         self.optim.prepare_grads()
         self._norm = float(self.optim.get_grad_norm() or 0.0)
         squared = self._norm**2 if self.axes.world.rank == 0 else 0.0
         return torch.full((), squared, device=self.device, dtype=torch.float64)
 
     def update(self, rate: float, norm: Tensor) -> None:
-        """Clip by the norm of the last `squared_norm`, then update at the learning rate `rate`. Gradients are set to zero when the next step begins."""
+        """Clip by the norm of the last `squared_norm`, then update at the learning rate `rate`.
+        Gradients are set to zero when the next step begins.
+        """
         wrap.set_rate(self.optim, rate, self.config.optimizer.weight_decay)
         wrap.clip(self.optim, self.config.optimizer.clip_norm, self._norm)
         self.optim.step_with_ready_grads()
@@ -235,7 +239,8 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
 
 
 def prepare(config: TrainerConfig, device: torch.device) -> None:
-    """Set the process up before the first tensor: unset Transformer Engine's attention variables, and leave the default stream if graphs are captured.
+    """Set the process up before the first tensor: unset Transformer Engine's attention variables,
+    and leave the default stream if graphs are captured.
 
     Source: Megatron-LM, `megatron/training/initialize.py` (stream), and megatron-core, `LanguageModule._set_attention_backend` (variables).
     """
@@ -321,7 +326,8 @@ def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) 
 
 
 def _widen_routers(chunks: list[nn.Module]) -> None:
-    """Routers' biases and counts of tokens in float32: in 16 bits, biases would be rounded as they are read, and counts stand still beyond some size.
+    """Routers' biases and counts of tokens in float32: in 16 bits, biases would be rounded as they are read,
+    and counts stand still beyond some size.
 
     megatron-core widens the biases itself, but with the first pass, when their values have been read.
     """

@@ -1,4 +1,6 @@
-"""Ranges of megatron-core's passes and layers, by hooks on its modules: embedding, decoder, attention, mlp, router, dispatch, experts, combine, loss, backward."""
+"""Ranges of megatron-core's passes and layers, by hooks on its modules: embedding, decoder, attention, mlp, router, dispatch, experts,
+combine, loss, backward.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def _tally_products(stack: ExitStack) -> None:
 
 
 def _announce_lookup(stack: ExitStack, model: Any) -> None:
-    """The first lookup of a forward pass; those of prediction layers come later, inside of these: one gradient is added for all, behind the first."""
+    """The first lookup of a forward pass; those of prediction layers come later, inside of these:
+    one gradient is added for all, behind the first.
+    """
     waiting, opened = list[range_](), list[range_]()
 
     def begin(*_: Any) -> None:
@@ -98,7 +102,8 @@ def _announce_lookup(stack: ExitStack, model: Any) -> None:
 
 
 def _announce_loss(stack: ExitStack, model: Any) -> None:
-    """The head's product and the loss of its logits, each a range of the forward pass; one in the backward pass, since nothing may be marked between.
+    """The head's product and the loss of its logits, each a range of the forward pass;
+    one in the backward pass, since nothing may be marked between.
 
     The loss's backward pass writes its gradient over what it has kept of the logits, which autograd refuses of a tensor that was marked.
     """

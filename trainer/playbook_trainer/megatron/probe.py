@@ -1,6 +1,7 @@
 """A dry run with a GPU: the real model of one rank of any world, with its wrapper and its optimizer's state, and what that takes.
 
-torch's fake process group stands for all other ranks, so nothing is sent. Source: Megatron-LM's `--fake-process-group`, which does the same.
+torch's fake process group stands for all other ranks, so nothing is sent. Source:
+Megatron-LM's `--fake-process-group`, which does the same.
 """
 
 from __future__ import annotations

@@ -259,7 +259,8 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
     if mg.fp8_param:
         asked["fp8_param_gather"] = (True, "megatron.fp8_param")
     if mg.data_parallel == "megatron_fsdp":
-        # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads; and gradients lie where the optimizer looks for them by the second.
+        # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads;
+        # and gradients lie where the optimizer looks for them by the second.
         plain |= {
             "megatron_fsdp_main_grads_dtype": DTYPES[mg.grad_reduce_dtype],
             "megatron_fsdp_use_decoupled_grad": mg.precision_aware_optimizer,
@@ -298,8 +299,8 @@ def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
             "exp_avg_sq_dtype": (moments, key),
         }
     if mg.precision_aware_optimizer and mg.fp8_param:
-        # 8-bit weights lack more than 16 bits of a master weight, which is whole then; megatron-core keeps it but for delayed scaling, and asks
-        # for the recipe to know. Without it, the optimizer would get None in the place of each 8-bit weight.
+        # 8-bit weights lack more than 16 bits of a master weight, which is whole then; megatron-core keeps it but for delayed scaling, and
+        # asks for the recipe to know. Without it, the optimizer would get None in the place of each 8-bit weight.
         asked |= {"fp8_recipe": (config.precision.fp8, "megatron.fp8_param"), "store_param_remainders": (False, "megatron.fp8_param")}
     if config.offload.optimizer or mg.optimizer_offload_fraction:
         asked |= {

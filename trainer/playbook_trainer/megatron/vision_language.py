@@ -1,10 +1,11 @@
-"""Qwen3-VL on megatron-core's GPTModel: the vision tower before the decoder, positions in three dimensions, and DeepStack inside its first layers.
+"""Qwen3-VL on megatron-core's GPTModel: the vision tower before the decoder, positions in three dimensions,
+and DeepStack inside its first layers.
 
-The tower (`models.vision`) is the same module as in the torch backend, under the same names (`vision.*`). It lives on the first pipeline stage;
-every tensor- and context-parallel rank encodes all images of its micro-batch and keeps the visual tokens among its own rows.
+The tower (`models.vision`) is the same module as in the torch backend, under the same names (`vision.*`). It lives on the first pipeline
+stage; every tensor- and context-parallel rank encodes all images of its micro-batch and keeps the visual tokens among its own rows.
 
-Suffixes: N tokens of the context-parallel rank, n rows of the decoder's input (N, or N / tp with sequence parallelism), V visual tokens among
-them, k DeepStack layers, D hidden size, d head size.
+Suffixes: N tokens of the context-parallel rank, n rows of the decoder's input (N, or N / tp with sequence parallelism), V visual tokens
+among them, k DeepStack layers, D hidden size, d head size.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class VisionLanguageModel(GPTModel):
     ) -> Tensor:
         """As GPTModel's, of tokens (1, N).
 
-        `positions_3N` takes the place of `position_ids`; every stage needs it. The first stage needs `vision`, None where the micro-batch has
-        no image; its indices count this rank's rows (after the cuts of context and sequence parallelism).
+        `positions_3N` takes the place of `position_ids`; every stage needs it. The first stage needs `vision`, None where the micro-batch
+        has no image; its indices count this rank's rows (after the cuts of context and sequence parallelism).
         """
         if self.pre_process:
             rows = self.embedding(input_ids=input_ids, position_ids=position_ids)
@@ -142,7 +143,9 @@ class RotatedSelfAttention(SelfAttention):
 
 
 def _add_features(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Forward hook of a decoder layer: DeepStack's features of this layer, added at the visual tokens; the last one takes them off the way."""
+    """Forward hook of a decoder layer: DeepStack's features of this layer, added at the visual tokens;
+    the last one takes them off the way.
+    """
     features_kVD, index_V = given.get("context"), given.get("context_mask")
     if features_kVD is None:
         return output

@@ -247,7 +247,8 @@ def _expert(shapes: dict[str, Shape], prefix: str, which: str, expert: int, plac
 
 
 def initialise(chunks: Sequence[nn.Module], config: TrainerConfig) -> None:
-    """Give the chunks of this rank, not wrapped yet, their first values: those of `init.weights`, or those that the seed gives every layout.
+    """Give the chunks of this rank, not wrapped yet, their first values: those of `init.weights`,
+    or those that the seed gives every layout.
 
     Raises:
         ConfigError: the folder does not hold this model.
@@ -280,7 +281,8 @@ def draw(chunks: Sequence[nn.Module], config: ModelConfig, seed: int, dtype: tor
 
 @torch.no_grad()
 def load(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path) -> weights.Files:
-    """Fill the chunks of this rank from a Hugging Face folder, of which only its parts are read; returns the files, which have counted them.
+    """Fill the chunks of this rank from a Hugging Face folder, of which only its parts are read;
+    returns the files, which have counted them.
 
     Raises:
         ConfigError: the folder does not hold this model.
@@ -309,9 +311,11 @@ def save(
     max_shard_bytes: int = weights.MAX_SHARD_BYTES,
     run: TrainerConfig | None = None,
 ) -> None:
-    """Write the model as transformers stores it, in the precision of its parameters; every rank calls this, with its chunks as they are wrapped.
+    """Write the model as transformers stores it, in the precision of its parameters;
+    every rank calls this, with its chunks as they are wrapped.
 
-    Rank 0 holds one tensor of ours and one file at a time. The configuration of a `run` says what to keep of its source, and in which precision.
+    Rank 0 holds one tensor of ours and one file at a time. The configuration of a `run` says what to keep of its source,
+    and in which precision.
 
     Raises:
         ConfigError: the folder already holds weights, or transformers has no such model.

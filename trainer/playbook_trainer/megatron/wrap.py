@@ -29,8 +29,9 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
         units = None
         if config.model.vision is not None and config.megatron.sharding_strategy == "optim_grads_params":
             units = [TransformerLayer, VisionBlock]
-        # It takes its mean in place, with each micro-batch. Where a parameter's data-parallel group is one rank (an expert's, with EP as wide as data
-        # parallelism), what earlier micro-batches have left there shrinks each time. So it sums, and the loss is divided before.
+        # It takes its mean in place, with each micro-batch. Where a parameter's data-parallel group is one rank (an expert's, with EP as
+        # wide as data parallelism), what earlier micro-batches have left there shrinks each time.
+        # So it sums, and the loss is divided before.
         # Source: megatron-core 0.19.2, `param_and_grad_buffer.py` (gradient_reduce_preprocessing), and Megatron-LM's issue 6660.
         transformer_config.calculate_per_token_loss = True  # that it sums; for schedules, it would mean more
         wrapped = [FullyShardedDataParallel(transformer_config, settings, chunk, fsdp_unit_modules=units) for chunk in chunks]
@@ -57,8 +58,9 @@ SHORT = (
 def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[str]:
     """What a megatron-core gets wrong of Megatron-FSDP's gradients on so many ranks, in one line each.
 
-    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. 0.19 counts experts too little
-    in the norm that clips, where nothing is sharded. Found on 0.16.1 and 0.19.2 by gradient norms beside those of the distributed optimizer.
+    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. 0.19 counts experts too
+    little in the norm that clips, where nothing is sharded. Found on 0.16.1 and 0.19.2 by gradient norms beside those of the distributed
+    optimizer.
     """
     mg, par, release = config.megatron, config.parallel, tuple(int(n) for n in version.split(".")[:2])
     if mg.data_parallel != "megatron_fsdp":
@@ -131,7 +133,9 @@ def set_rate(optim: Any, rate: float, decay: float) -> None:
 
 
 def make_state(optim: Any) -> None:
-    """Give torch's own optimizer the state that its first step would, so that a checkpoint has somewhere to go; others make it themselves."""
+    """Give torch's own optimizer the state that its first step would, so that a checkpoint has somewhere to go;
+    others make it themselves.
+    """
     for part in parts(optim):
         if (
             isinstance(part.optimizer, torch.optim.Adam)
@@ -144,8 +148,8 @@ def make_state(optim: Any) -> None:
 def hold_state(part: Any) -> None:
     """Give a part, whichever optimizer it has, the state that its first step would, without a step.
 
-    megatron-core has a function for that, which up to 0.19.2 asks the precision-aware optimizer of Transformer Engine 2 without the argument it wants
-    (`initialize_state` of `transformer_engine/pytorch/optimizers/fused_adam.py`; its `step` says what to give).
+    megatron-core has a function for that, which up to 0.19.2 asks the precision-aware optimizer of Transformer Engine 2 without the
+    argument it wants (`initialize_state` of `transformer_engine/pytorch/optimizers/fused_adam.py`; its `step` says what to give).
     """
     inner = part.optimizer
     if "store_param_remainders" not in inspect.signature(getattr(inner, "initialize_state", hold_state)).parameters:
@@ -176,7 +180,9 @@ def _groups(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def own_steps(optim: Any) -> None:
-    """Give each parameter of torch's own optimizer its count of steps, which megatron-core loads into the groups, or into one tensor for all."""
+    """Give each parameter of torch's own optimizer its count of steps, which megatron-core loads into the groups,
+    or into one tensor for all.
+    """
     for part in parts(optim):
         if not isinstance(part.optimizer, torch.optim.Adam):
             continue
@@ -227,7 +233,9 @@ def _memory(tensor: Any) -> int:
 
 
 def _held(tensor: Any) -> list[Any]:
-    """The plain tensors that hold a parameter here: its local shard, or the 8-bit copies of a quantized one, which has no memory of its own."""
+    """The plain tensors that hold a parameter here: its local shard, or the 8-bit copies of a quantized one,
+    which has no memory of its own.
+    """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not hasattr(local, "get_data_tensors"):
         return [local]

@@ -37,7 +37,8 @@ from playbook_trainer.observe.totals import FORMULA, Ledger, StepTotals, peak
 from playbook_trainer.observe.trackers import Tracker, figures
 
 SHOWN_DATA = 0.05
-"""The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
+"""The share of a step that the host spends on data from which the step's line says so;
+single steps vary more than whole runs, of which pages and verdicts speak."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class StepStats:
 def lengths(began: float, ends: Sequence[float]) -> list[float]:
     """Seconds of each step, from the moment the slowest rank ended the previous step to the moment the slowest rank ended this one.
 
-    So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each step
-    would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
+    So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each
+    step would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
     """
     return [end - start for start, end in itertools.pairwise([began, *ends])]
 
@@ -127,7 +128,9 @@ class Recorder:
         self._restart()
 
     def add(self, stats: StepStats, *, flush: bool = True) -> None:
-        """Record a step that the host has issued; the device may still be running it. Every `log_every` steps, wait and write, unless not to `flush`."""
+        """Record a step that the host has issued; the device may still be running it.
+        Every `log_every` steps, wait and write, unless not to `flush`.
+        """
         counters = compile_counters()
         compiled = {k: counters[k] - self._compiled[k] for k in counters}
         self._compiled = counters
@@ -151,7 +154,9 @@ class Recorder:
         self.loads[step] = load
 
     def note_save(self, seconds: float, *, in_background: bool, behind_another: bool) -> None:
-        """Record a checkpoint that training has waited `seconds` for; it may be written in the background, and may have waited for the one before."""
+        """Record a checkpoint that training has waited `seconds` for; it may be written in the background,
+        and may have waited for the one before.
+        """
         self.saves.update(checkpoints=1, checkpoints_in_background=int(in_background), checkpoints_behind_another=int(behind_another))
         if self._timed:
             self.waits.append(seconds)
@@ -474,9 +479,11 @@ def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def spread(load_LE: Tensor) -> dict[str, float]:
-    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load, experts without a token.
+    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load,
+    experts without a token.
 
-    `ep2`, `ep4` and so on are the fullest rank's load over the mean on so many ranks, the mean of all layers: at each layer all wait for the fullest.
+    `ep2`, `ep4` and so on are the fullest rank's load over the mean on so many ranks, the mean of all layers:
+    at each layer all wait for the fullest.
     """
     share_LE = load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)
     experts, used = load_LE.shape[1], (load_LE.sum(1) > 0).sum().clamp(min=1)

@@ -242,7 +242,9 @@ def _stay(module: nn.Module) -> bool:
 
 
 def _storages(modules: Iterable[nn.Module]) -> set[int]:
-    """Where the parameters of these modules lie at this moment; shards of FSDP and 8-bit weights are of other types and hold no memory of their own."""
+    """Where the parameters of these modules lie at this moment; shards of FSDP and 8-bit weights are of other types and hold no memory of
+    their own.
+    """
     params = (p for m in modules for p in m._parameters.values())
     return {p.untyped_storage().data_ptr() for p in params if type(p) is nn.Parameter}
 
@@ -318,7 +320,9 @@ def gpu_events(profiler: torch.profiler.profile) -> Iterator[GpuEvent]:
 
 
 def count_kernels(events: Sequence[GpuEvent]) -> Kernels:
-    """Kernels by name (without template arguments and long tails), graph launches, copies to the host, and shares of time: computing, hidden collectives."""
+    """Kernels by name (without template arguments and long tails), graph launches, copies to the host, and shares of time:
+    computing, hidden collectives.
+    """
     kernels = [e for e in events if e.on_gpu and not e.name.startswith(_COPIES)]
     names = Counter(e.name.split("<")[0][:_NAME_LENGTH] for e in kernels)
     counters: dict[str, float] = {
@@ -329,7 +333,9 @@ def count_kernels(events: Sequence[GpuEvent]) -> Kernels:
 
 
 def _computing_percent(on_gpu: Sequence[GpuEvent]) -> dict[str, float]:
-    """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate. What is missing waits for other ranks or the host."""
+    """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate.
+    What is missing waits for other ranks or the host.
+    """
     if not on_gpu:
         return {}
     work = union([(e.begin, e.end) for e in on_gpu if not _communicates(e)])
@@ -338,7 +344,9 @@ def _computing_percent(on_gpu: Sequence[GpuEvent]) -> dict[str, float]:
 
 
 def _hidden_percent(kernels: Sequence[GpuEvent]) -> dict[str, float]:
-    """Of the time of each kind of collective, the percentage during which another kernel computes: `hidden_percent_all_gather` and so on."""
+    """Of the time of each kind of collective, the percentage during which another kernel computes:
+    `hidden_percent_all_gather` and so on.
+    """
     work = union([(e.begin, e.end) for e in kernels if not _communicates(e)])
     out = {}
     for part, name in _COLLECTIVES.items():

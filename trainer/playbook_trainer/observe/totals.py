@@ -53,7 +53,9 @@ class StepTotals(NamedTuple, Generic[_Scalar]):
         return bool(torch.stack([self.squared_grad_norm, self.loss]).isfinite().all())
 
     def pack(self, device: torch.device) -> Tensor:
-        """All fields as one float64 vector on `device`, in their order. The numbers go there in one copy that the host does not wait for."""
+        """All fields as one float64 vector on `device`, in their order. The numbers go there in one copy that the host does not wait
+        for.
+        """
         packed = to_device(torch.tensor([0.0 if isinstance(v, Tensor) else v for v in self], dtype=torch.float64), device)
         for i, value in enumerate(self):
             if isinstance(value, Tensor):

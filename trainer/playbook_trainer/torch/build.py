@@ -31,7 +31,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
-    """This rank's stage of the model, sharded and initialised; with `optimizer.master_weights: remainder`, only the optimizer can do the latter."""
+    """This rank's stage of the model, sharded and initialised; with `optimizer.master_weights: remainder`,
+    only the optimizer can do the latter.
+    """
     train = config.train
     check_device(config, device)
     leave_multiprocessors(config.parallel.comm_sms)
@@ -152,7 +154,9 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
 
 
 def operators(config: TrainerConfig) -> Ops:
-    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says; an `auto` that is left in it is plain."""
+    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says;
+    an `auto` that is left in it is plain.
+    """
     train = config.train
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder is True else Ops()
     if train.fused_activation is True:
@@ -197,7 +201,9 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
-    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy, with HSDP)."""
+    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy,
+    with HSDP).
+    """
     dtype = DTYPES[config.train.dtype]
     policy: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[config.parallel.reduce_dtype], cast_forward_inputs=False)

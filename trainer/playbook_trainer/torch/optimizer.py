@@ -60,8 +60,8 @@ PIECE = 1 << 26
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with moments of another precision; its state has the same form.
 
-    With `fused`, each parameter's update is one Triton kernel. With `split`, parameters are the upper halves of float32 weights, and the state
-    holds the lower ones (`remainder`; see `halves`). Both multiply the gradient with `scale`; gradients stay as they are.
+    With `fused`, each parameter's update is one Triton kernel. With `split`, parameters are the upper halves of float32 weights, and the
+    state holds the lower ones (`remainder`; see `halves`). Both multiply the gradient with `scale`; gradients stay as they are.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, moments: torch.dtype, fused: bool = False, split: bool = False, **how: Any) -> None:
@@ -229,7 +229,9 @@ def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> No
 
 
 class Frozen:
-    """Frozen parameters in bfloat16, and in host memory the float32 values of those that it does not hold exactly: they come out as they went in."""
+    """Frozen parameters in bfloat16, and in host memory the float32 values of those that it does not hold exactly:
+    they come out as they went in.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p.dtype == torch.bfloat16}
@@ -255,7 +257,9 @@ class Frozen:
 
 
 def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> dict[str, Callable[[], Tensor]]:
-    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights; empty where masters are float32."""
+    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights;
+    empty where masters are float32.
+    """
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return {}
     return {part.name: partial(optimizer.whole, part.local) for part in parts}
@@ -304,7 +308,9 @@ def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:
-    """The norm of each, in the order given; those of 16 bits are added up in float32, and by themselves: a mixed list would take a slow path."""
+    """The norm of each, in the order given; those of 16 bits are added up in float32, and by themselves:
+    a mixed list would take a slow path.
+    """
     narrow = [g for g in grads if g.dtype == torch.bfloat16]
     wide = [g for g in grads if g.dtype != torch.bfloat16]
     found = [
@@ -356,7 +362,9 @@ def _host_threads(on: bool) -> Iterator[None]:
 
 
 def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of a step (from 0): linear warm-up, then constant, or decay to `min_lr_ratio`: cosine, linear, or linear over the last `decay_ratio` (wsd)."""
+    """The rate of a step (from 0): linear warm-up, then constant, or decay to `min_lr_ratio`:
+    cosine, linear, or linear over the last `decay_ratio` (wsd).
+    """
     if step_index < config.warmup_steps:
         return config.lr * (step_index + 1) / config.warmup_steps
     if config.schedule == "constant":

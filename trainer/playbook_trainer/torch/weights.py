@@ -61,7 +61,8 @@ def save(
 ) -> None:
     """Write the model as transformers stores it; every rank calls this. Rank 0 holds one tensor of ours and one file at a time.
 
-    `masters` give this rank's values of parameters that are not held whole; the `config` of a run says what to keep of its source, and in which precision.
+    `masters` give this rank's values of parameters that are not held whole;
+    the `config` of a run says what to keep of its source, and in which precision.
 
     Raises:
         ConfigError: the folder already holds weights.

@@ -105,7 +105,8 @@ class ChatTemplate:
     ) -> tuple[int, int]:
         """Where answer `i` stands in a text that renders it otherwise than where it is the last, as Qwen3's does with thoughts.
 
-        Its content is found by putting a mark in its place; what the template puts around it as the last answer is taught as far as it is there.
+        Its content is found by putting a mark in its place; what the template puts around it as the last answer is taught as far as it is
+        there.
         """
         text, before = texts
         content = messages[i].get("content")

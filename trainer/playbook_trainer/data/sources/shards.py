@@ -1,8 +1,8 @@
 """Samples in shards that are read in place: row groups of Parquet files (text, or images with questions and answers), and tar files as the
 webdataset library writes them (images with questions and answers).
 
-In a tar file, files with the same name up to the first dot of the base name are one sample: images (jpg, jpeg, png, webp; also 0.jpg, 1.jpg,
-...), and either json with question and answer, or txt, which is taken as the answer (a caption).
+In a tar file, files with the same name up to the first dot of the base name are one sample: images (jpg, jpeg, png, webp; also 0.jpg,
+1.jpg, ...), and either json with question and answer, or txt, which is taken as the answer (a caption).
 Kinds of images that are not read (gif, bmp, tiff, ...) count as bad images, and not as none.
 
 Nothing is unpacked, so a member's name leads nowhere; links, devices and sparse files are refused.
@@ -55,7 +55,9 @@ def text_groups(files: Sequence[Path], key: str, name: str) -> Sharded[str]:
 
 
 def vqa_groups(files: Sequence[Path], name: str) -> Sharded[Sample]:
-    """Samples with the columns image (or images), question and answer; an image is bytes, or a struct with bytes, as Hugging Face writes it."""
+    """Samples with the columns image (or images), question and answer; an image is bytes, or a struct with bytes,
+    as Hugging Face writes it.
+    """
     return _groups(files, ["image", "images", "video", "videos", "question", "answer"], name, _of_record)
 
 

@@ -96,7 +96,8 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """The files of a folder with one of the suffixes, by name; none may be a link out of the folder.
 
     Raises:
-        DataError: none there, one that is no regular file of the folder, or one that is packed or named in capitals and would be passed over.
+        DataError: none there, one that is no regular file of the folder, or one that is packed or named in capitals and would be passed
+            over.
     """
     root = folder.resolve()
     found = sorted(root.iterdir())

@@ -167,7 +167,8 @@ def _fit(
     """The rule for a sample that is too long, in this order, each step only as far as needed.
 
     1. With `images: variable`, all images are scaled down by one ratio, to no less than LEAST_VISUAL_TOKENS each.
-    2. With `on_long_sample: cut`, images are left out, the last first (as are those beyond max_images_per_sample), and the answer is cut at its end.
+    2. With `on_long_sample: cut`, images are left out, the last first (as are those beyond max_images_per_sample),
+    and the answer is cut at its end.
 
     The question stays whole, and so does eos. What does not fit then is TooLong.
     """

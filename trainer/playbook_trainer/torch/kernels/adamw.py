@@ -54,8 +54,8 @@ def _adamw(p, g, m, v, low, scale, count, beta1, rest1, beta2, rest2, eps, keep,
 def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, group: dict[str, Any], step: int, low: Tensor | None = None) -> None:
     """As `playbook_trainer.torch.optimizer.update`, in place, with the gradient times `scale` (one float32 value on the device).
 
-    Shapes: p, g, m, v, low contiguous, of one shape; the first four each of any floating type. With `low` (int16), p is bfloat16: the upper half of
-    the weights, see `playbook_trainer.torch.optimizer`. `step` counts from 1.
+    Shapes: p, g, m, v, low contiguous, of one shape; the first four each of any floating type. With `low` (int16), p is bfloat16: the upper
+    half of the weights, see `playbook_trainer.torch.optimizer`. `step` counts from 1.
     """
     beta1, beta2 = group["betas"]
     tensors = (p, g, m, v, p) if low is None else (p.view(torch.int16), g, m, v, low)
@@ -65,7 +65,8 @@ def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, group: dic
     _adamw[grid](
         *tensors, scale, p.numel(), beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 1 - group["lr"] * group["weight_decay"],
         group["lr"] / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), SPLIT=low is not None, BLOCK=BLOCK, num_warps=8,
-        # A multiplication and an addition in one round differently, and which ones are put together differs between whole weights and halves.
+        # A multiplication and an addition in one round differently, and which ones are put together differs between whole weights and
+        # halves.
         enable_fp_fusion=False,
     )  # fmt: skip
 

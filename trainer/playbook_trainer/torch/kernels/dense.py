@@ -4,8 +4,8 @@ Suffixes: N tokens, D hidden size, H heads, d head size, R rows, F width of the 
 Norms read their input once and keep nothing but their input; the gradient of a scale is summed per program, then over programs. SwiGLU is
 silu(gate) * up, and its gradient, each in one pass over the rows; `h` holds the gate's columns first, then those of up.
 Cross-entropy makes softmax, loss and gradient of a chunk of logits in place: two reads and one write of 16-bit logits, where the plain path
-makes six passes in 32 bits. One program per token; with tensor parallelism a token's maximum and sum are joined over the ranks between the two
-readings.
+makes six passes in 32 bits. One program per token; with tensor parallelism a token's maximum and sum are joined over the ranks between the
+two readings.
 """
 
 from __future__ import annotations

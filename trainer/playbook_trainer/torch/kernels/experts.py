@@ -4,11 +4,11 @@ Suffixes: N tokens, E experts, K experts per token, D hidden size, R = N K rows 
 
 Choice: softmax, choice of the best and division by their sum in one pass over the router's scores, and the scores' gradient in another.
 Source of the gradients: with weight w over all experts and the gradients g of the chosen probabilities (0 elsewhere), a softmax gives
-w (g - sum(w g)). Probabilities divided by the sum of the chosen are the softmax over the chosen alone, so there w is 0 elsewhere, and no score
-need be kept.
+w (g - sum(w g)). Probabilities divided by the sum of the chosen are the softmax over the chosen alone, so there w is 0 elsewhere, and no
+score need be kept.
 
-Order: one program per token, the fused counterpart of the gathers and sums in `parallel.dispatch`. `place` [R] holds, for choice k of token n,
-the row at which it stands (the inverse of the sort).
+Order: one program per token, the fused counterpart of the gathers and sums in `parallel.dispatch`. `place` [R] holds, for choice k of token
+n, the row at which it stands (the inverse of the sort).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _choose(scores, expert, prob, tokens, experts, K: tl.constexpr, NORMALIZE: t
     col = tl.arange(0, COLS)[None, :]
     known = (row < tokens) & (col < experts)
     x = tl.load(scores + row * experts + col, mask=known, other=-float("inf"))
-    # Integers in the order of the scores: both zeros alike, NaN above all, and a value below minus infinity for what is taken. Columns beyond the
-    # last expert are minus infinity, and come after every expert that is.
+    # Integers in the order of the scores: both zeros alike, NaN above all, and a value below minus infinity for what is taken. Columns
+    # beyond the last expert are minus infinity, and come after every expert that is.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(x != x, 0x7FFFFFFF, key)

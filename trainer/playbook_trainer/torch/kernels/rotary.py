@@ -1,4 +1,5 @@
-"""The vision tower's rotary embedding: queries, keys and values out of one projection, two of them rotated, each as wide as attention wants it.
+"""The vision tower's rotary embedding: queries, keys and values out of one projection, two of them rotated,
+each as wide as attention wants it.
 
 Suffixes: P patches, H heads, d head size, r = d / 2 rotary pairs, W width of a head in the result (d, or more, filled with zeros).
 """

@@ -16,7 +16,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 _CUDNN_WIDTHS = (64, 128)
 """Head sizes that cuDNN gets. At 72, the size of Qwen3-VL-30B-A3B's tower, packed documents got wrong gradients of the queries (75 % from
-flash's, output and other gradients agreeing), and its general backward kernel took six times as long as flash: H200, cuDNN 9.19, Transformer Engine 2.16."""
+flash's, output and other gradients agreeing), and its general backward kernel took six times as long as flash:
+H200, cuDNN 9.19, Transformer Engine 2.16."""
 
 
 def attend(
@@ -58,8 +59,8 @@ def attend(
 def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same: bool) -> str:
     """Which implementation runs: plain, flash, cudnn (documents of one length) or cudnn_packed.
 
-    auto takes cuDNN on a Hopper or later where queries and keys are the same documents and all have one length: forward and backward together
-    reached 534 TFLOP/s there, flash 287 (H200, S=8192, 32 query and 4 key-value heads of 128).
+    auto takes cuDNN on a Hopper or later where queries and keys are the same documents and all have one length: forward and backward
+    together reached 534 TFLOP/s there, flash 287 (H200, S=8192, 32 query and 4 key-value heads of 128).
     PyTorch's own cuDNN call for packed documents is not used: up to 2.12 its backward pass writes out of bounds (pytorch/pytorch pull
     request 186142). Packed documents go to Transformer Engine's, where cudnn is asked for.
     """

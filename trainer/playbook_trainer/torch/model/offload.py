@@ -5,9 +5,10 @@
     x = trip.through(last, x, seq, stays=True)     # the last layer is differentiated at once, so what it saves stays
     trip.end(x)
 
-Whole storages travel, each once however many views of it are saved, on a stream of their own. The tensors of at most two layers are on their
-way out at a time; in the backward pass, those of one layer are on their way back while the layer behind it is differentiated. Parameters stay,
-and so do tensors that are kept anyway. A tensor must not be written to after it has been saved; nothing in a layer does that.
+Whole storages travel, each once however many views of it are saved, on a stream of their own. The tensors of at most two layers are on
+their way out at a time; in the backward pass, those of one layer are on their way back while the layer behind it is differentiated.
+Parameters stay, and so do tensors that are kept anyway. A tensor must not be written to after it has been saved;
+nothing in a layer does that.
 
 The mechanism is that of `torch.autograd.graph.save_on_cpu`, which copies on the stream that computes, and every view by itself.
 """

@@ -5,10 +5,10 @@
 
 Suffixes: N tokens of this rank, K experts per token, D hidden size, R rows that this rank's experts compute, E experts.
 
-`Dedup` sends each token once to every rank that holds one of its experts, and gets one row back from each. A token and a rank that it goes to
-are a pair. The pair's row carries the token's probabilities for the rank's experts; the rank gives each of these experts a copy, weighs and
-adds up their outputs, and sends home one sum, so that both ways carry one row per pair. With top-8 over 4 ranks a token has 6 experts on
-other ranks, but goes to 2.7 of them on average (3 x (1 - (3/4)^8)). Suffixes there: P ranks, S pairs sent, T pairs received.
+`Dedup` sends each token once to every rank that holds one of its experts, and gets one row back from each. A token and a rank that it goes
+to are a pair. The pair's row carries the token's probabilities for the rank's experts; the rank gives each of these experts a copy, weighs
+and adds up their outputs, and sends home one sum, so that both ways carry one row per pair. With top-8 over 4 ranks a token has 6 experts
+on other ranks, but goes to 2.7 of them on average (3 x (1 - (3/4)^8)). Suffixes there: P ranks, S pairs sent, T pairs received.
 
 Rows are never dropped. Adding a dispatcher: one class with `dispatch` and `combine`, and a line in `DISPATCHERS`.
 """
@@ -48,8 +48,8 @@ _Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 def make(
     name: str, num_experts: int, ep: Axis, *, fused: bool = False, early: bool = False, wrap_sort: Callable[[_Sort], _Sort] | None = None
 ) -> Dispatcher:
-    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with `early`
-    experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
+    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with
+    `early` experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
     """
     dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
     dispatcher.fused, dispatcher.early = fused, early
