@@ -58,8 +58,8 @@ def _place() -> tuple[int, int]:
         port = os.environ.get("MASTER_PORT", "")
         if world > 1 and not (os.environ.get("MASTER_ADDR") and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
             raise ConfigError(
-                f"WORLD_SIZE is {world}, MASTER_ADDR {os.environ.get('MASTER_ADDR')!r} and MASTER_PORT {port!r}; expected the host of rank 0 and a "
-                "free port on it, the same for all ranks, as torchrun sets them"
+                f"WORLD_SIZE is {world}, MASTER_ADDR {os.environ.get('MASTER_ADDR')!r} and MASTER_PORT {port!r}; expected the host of rank "
+                "0 and a free port on it, the same for all ranks, as torchrun sets them"
             )
         return rank, world
     found = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in given.items())

@@ -202,8 +202,8 @@ def hold(root: Path, last_step: int | None) -> None:
         return  # no checkpoint can be saved in it either
     if who:
         raise ConfigError(
-            f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose another folder "
-            f"(if its machine has died, remove {root / files.LOCK})"
+            f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose "
+            f"another folder (if its machine has died, remove {root / files.LOCK})"
         )
 
 

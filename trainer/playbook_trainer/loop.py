@@ -203,7 +203,8 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         found = torch.cuda.device_count()
         if device.index >= found:
             raise ConfigError(
-                f"local rank {device.index} needs a GPU of its own, and this machine has {found}; start fewer ranks on it, or set train.device: cpu"
+                f"local rank {device.index} needs a GPU of its own, and this machine has {found}; start fewer ranks on it, or set "
+                "train.device: cpu"
             )
         torch.cuda.set_device(device)
     if config.train.deterministic:

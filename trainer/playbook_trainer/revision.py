@@ -88,7 +88,8 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             _always,
             (
                 "config/automatic.py", "config/environment.py", "torch/optimizer.py", "torch/build.py", "torch/engine.py",
-                "torch/kernels/adamw.py", "torch/kernels/dense.py", "torch/model/attention.py", "torch/model/decoder.py", "torch/model/ops.py",
+                "torch/kernels/adamw.py", "torch/kernels/dense.py", "torch/model/attention.py", "torch/model/decoder.py",
+                "torch/model/ops.py",
                 "torch/parallel/pipeline.py", "torch/parallel/sharding.py", "torch/parallel/tensor.py",
             ),
         ),

@@ -106,7 +106,8 @@ def _context_problems(config: TrainerConfig) -> list[str]:
         )
     if kv_heads and kv_heads % par.cp and par.cp % kv_heads:
         problems.append(
-            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: ring"
+            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: "
+            "ring"
         )
     return problems
 
@@ -310,7 +311,8 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
         return ["train.freeze names every part, so nothing is left to train: take one out"]
     if "language_model" in frozen and config.data.kind not in ("vqa", "chat"):
         return [
-            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: vqa"
+            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: "
+            "vqa"
         ]
     if "vision" in frozen and "vision" in config.train.recompute_modules:
         return ["train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out"]

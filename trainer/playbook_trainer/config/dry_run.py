@@ -73,7 +73,8 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     """The configuration as layout arithmetic knows it."""
     par, train = config.parallel, config.train
     return Plan(
-        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
+        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp,
+        vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len, even_rows=False,
         options=_megatron_options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
@@ -91,7 +92,8 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
     if config.backend == "megatron":
         aware = own.precision_aware_optimizer
         plan = replace(
-            plan, grad_bytes={"fp32": 4, "bf16": 2}[own.grad_reduce_dtype], moment_bytes=moments if aware else 4, master_bytes=2 if aware else 4,
+            plan, grad_bytes={"fp32": 4, "bf16": 2}[own.grad_reduce_dtype], moment_bytes=moments if aware else 4,
+            master_bytes=2 if aware else 4,
             options=replace(plan.options, optimizer_offload=round(100 * own.optimizer_offload_fraction)),
         )  # fmt: skip
         return step_time(plan, on)

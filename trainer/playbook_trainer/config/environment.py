@@ -41,7 +41,8 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
     whole = ("full_iteration",) if mg.cuda_graph_impl == "full_iteration" else ()
     found = needed(
         platform, tp=config.parallel.tp, cp=config.parallel.cp, ep=config.parallel.ep, dispatcher=config.moe.dispatcher, megatron=megatron,
-        overlap=megatron and mg.overlap_expert_parallel, sharded=sharded(config), graphs=(*whole, *config.train.cuda_graphs) if megatron else (),
+        overlap=megatron and mg.overlap_expert_parallel, sharded=sharded(config),
+        graphs=(*whole, *config.train.cuda_graphs) if megatron else (),
         offload=mg.offload_modules if megatron else (),
     )  # fmt: skip
     if platform != "cpu" and megatron and mg.grouped_gemm == "cutlass":
@@ -108,7 +109,8 @@ def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = 
         raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
     elif _contradicts(env.get(GROUPED_GEMM), config):
         raise ConfigError(
-            f"{GROUPED_GEMM} is {env[GROUPED_GEMM]!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable, which follows from that field"
+            f"{GROUPED_GEMM} is {env[GROUPED_GEMM]!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable, "
+            "which follows from that field"
         )
     else:
         wanted = variables(config, platform or this_platform(env))

@@ -96,7 +96,8 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     problems = layout.check(
         gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
-        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model), words=WORDS,
+        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
+        words=WORDS,
     )  # fmt: skip
     return problems + vocabulary_problems(config) + _pipeline_problems(config)
 
@@ -146,8 +147,8 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         )
     if mg.data_parallel == "megatron_fsdp" and par.pp > 1:
         problems.append(
-            f"megatron.data_parallel megatron_fsdp with parallel.pp {par.pp}: megatron-core lays the mesh of Megatron-FSDP over all ranks and has "
-            "no stages in it; set parallel.pp: 1, or take distributed_optimizer"
+            f"megatron.data_parallel megatron_fsdp with parallel.pp {par.pp}: megatron-core lays the mesh of Megatron-FSDP over all ranks "
+            "and has no stages in it; set parallel.pp: 1, or take distributed_optimizer"
         )
     if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
         problems.append(
@@ -166,9 +167,9 @@ def _router_problems(config: TrainerConfig) -> list[str]:
     kept, each = model.router_group_top_k, _SCORED_EXPERTS
     if kept < model.router_groups and model.top_k // kept != each:
         problems.append(
-            f"model.top_k {model.top_k} over model.router_group_top_k {kept}: DeepSeek-V3 scores a group by its {each} best experts, and megatron-core "
-            f"by its top_k // router_group_top_k = {model.top_k // kept} best; set model.top_k to {each * kept} or model.router_group_top_k to "
-            f"{max(1, model.top_k // each)}"
+            f"model.top_k {model.top_k} over model.router_group_top_k {kept}: DeepSeek-V3 scores a group by its {each} best experts, and "
+            f"megatron-core by its top_k // router_group_top_k = {model.top_k // kept} best; set model.top_k to {each * kept} or "
+            f"model.router_group_top_k to {max(1, model.top_k // each)}"
         )
     if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
         does = (
@@ -177,8 +178,8 @@ def _router_problems(config: TrainerConfig) -> list[str]:
             else "leaves the probability of a single expert"
         )
         problems.append(
-            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always {does}; "
-            f"set it to {_text(model.top_k > 1)}"
+            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always "
+            f"{does}; set it to {_text(model.top_k > 1)}"
         )
     return problems
 
@@ -207,8 +208,8 @@ def _row_problems(config: TrainerConfig) -> list[str]:
     unlike = variable_lengths(config) or unlike_lengths(config)
     if unlike and config.model.num_experts and config.moe.dispatcher == "allgather":
         problems.append(
-            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and images "
-            "that cp fills up: set moe.dispatcher: alltoall"
+            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and "
+            "images that cp fills up: set moe.dispatcher: alltoall"
         )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
@@ -224,8 +225,8 @@ def _vision_problems(config: TrainerConfig) -> list[str]:
     held = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
     if held < deepstack:
         problems.append(
-            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that has "
-            f"{held}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that "
+            f"has {held}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
         )
     if config.train.cuda_graphs or mg.cuda_graph_impl != "none":
         problems.append(
@@ -252,7 +253,8 @@ def _padding_problems(config: TrainerConfig) -> list[str]:
     if not (config.megatron.overlap_expert_parallel and padded and balanced):
         return []
     return [
-        "megatron.overlap_expert_parallel hands routers no mask, so padding would count in the balance of experts: set it to false, or data.pad: false"
+        "megatron.overlap_expert_parallel hands routers no mask, so padding would count in the balance of experts: set it to false, or "
+        "data.pad: false"
     ]
 
 
@@ -362,13 +364,13 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
     alone = train.recompute == "full" and mg.recompute_method == "uniform" and mg.recompute_layers not in (None, 1)
     if alone and config.model.mtp_layers:
         problems.append(
-            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths of "
-            "multi-token prediction again one by one; leave megatron.recompute_layers out"
+            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths "
+            "of multi-token prediction again one by one; leave megatron.recompute_layers out"
         )
     if train.recompute == "full" and config.model.mtp_layers and (config.data.pack or not config.data.pad):
         problems.append(
-            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents are packed; "
-            "set train.recompute: selective, or data.pack: false and data.pad: true"
+            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents "
+            "are packed; set train.recompute: selective, or data.pack: false and data.pad: true"
         )
     if "vision" in train.recompute_modules and config.model.vision is None:
         problems.append("train.recompute_modules 'vision': the model has no vision tower")
@@ -388,8 +390,8 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}")
     if mg.cuda_graph_impl == "local" and config.model.num_experts:
         problems.append(
-            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
-            "it: set it to transformer_engine"
+            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes "
+            "follow it: set it to transformer_engine"
         )
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
     if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":

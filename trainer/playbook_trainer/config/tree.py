@@ -422,7 +422,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"override '{word}' has no '='; write key.path=value, for example train.steps=50")
         if not text:
             raise ConfigError(
-                f"override '{word}' has no value (a shell variable that is not set?); write {key}=null for none, {key}='\"\"' for an empty text"
+                f"override '{word}' has no value (a shell variable that is not set?); write {key}=null for none, {key}='\"\"' for an empty "
+                "text"
             )
         out[key] = _override(key, text)
     return out

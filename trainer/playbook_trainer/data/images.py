@@ -221,7 +221,8 @@ def _bad(kind: str, file: Path | ImageFile, why: str) -> BadImage:
     kinds = ", ".join(FORMATS)
     return BadImage(
         kind,
-        f"{file} cannot be used as an image ({kind}: {why}); expected {kinds}. Replace it, take its sample out, or set data.on_bad_image=skip",
+        f"{file} cannot be used as an image ({kind}: {why}); expected {kinds}. Replace it, take its sample out, or set "
+        "data.on_bad_image=skip",
     )
 
 

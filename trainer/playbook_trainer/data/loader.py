@@ -79,8 +79,8 @@ def build_loader(
     rows = make_rows(config, split, lanes)
     if state is not None and state.get("extent", rows.extent) != rows.extent:
         raise ConfigError(
-            f"the checkpoint's data stream is over {state['extent']} samples or shards, this run's over {rows.extent}: in another order, samples would "
-            "be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
+            f"the checkpoint's data stream is over {state['extent']} samples or shards, this run's over {rows.extent}: in another order, "
+            "samples would be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
         )
     return Loader(config, rows, dp_rank, dp_size, start_row)
 
@@ -130,7 +130,8 @@ def with_steps(config: TrainerConfig) -> TrainerConfig:
     steps = count_steps(config, train.epochs)
     if steps <= train.warmup_steps:
         raise ConfigError(
-            f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps {train.warmup_steps} "
+            f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps "
+            f"{train.warmup_steps} "
             "leaves none to time; lower train.warmup_steps or train.global_batch_size, or raise train.epochs"
         )
     resolved = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})

@@ -104,7 +104,8 @@ class FileTokenizer:
             asked.append("a post_processor with special tokens")
         if asked:
             raise ConfigError(
-                f"{self.path} asks for {' and '.join(asked)}, and texts get none but the end here (transformers 4 and 5 differ in it): say false in a copy"
+                f"{self.path} asks for {' and '.join(asked)}, and texts get none but the end here (transformers 4 and 5 differ in it): say "
+                "false in a copy"
             )
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
@@ -174,7 +175,8 @@ def refuse_bytes(config: TrainerConfig) -> None:
     if data.tokenizer != "byte":
         if own.is_file() and not _same(own, Path(data.tokenizer)):
             raise ConfigError(
-                f"data.tokenizer {data.tokenizer} is another than the one that the weights in {weights} know text by: set data.tokenizer: {own}"
+                f"data.tokenizer {data.tokenizer} is another than the one that the weights in {weights} know text by: set data.tokenizer: "
+                f"{own}"
             )
         return
     if own.is_file():

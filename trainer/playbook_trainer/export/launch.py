@@ -130,7 +130,8 @@ def require(
     """
     if plan.options.backend != "torch":
         raise ConfigError(
-            f"the plan is for backend {plan.options.backend}, whose sharding and kernels {release} does not have; it has FSDP2: plan with --backend torch"
+            f"the plan is for backend {plan.options.backend}, whose sharding and kernels {release} does not have; it has FSDP2: plan with "
+            "--backend torch"
         )
     reasons = [
         f"{f.name} is {_shown(value)}; it has {_several(has)}: set one of them with --fix, or choose another target"
@@ -183,8 +184,10 @@ def row_of(plan: Plan, hardware: str) -> str:
     o = plan.options
     trainer = "deepspeed" if o.sharding in DEEPSPEED else o.backend if o.compiled else "accelerate"
     values = {
-        "hardware": hardware, "gbs": plan.global_batch, "fsdp": plan.options.sharding, "recompute": "+".join(plan.options.recompute) or "none",
-        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "", "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": trainer,
+        "hardware": hardware, "gbs": plan.global_batch, "fsdp": plan.options.sharding,
+        "recompute": "+".join(plan.options.recompute) or "none",
+        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "",
+        "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": trainer,
         "offload": f"optimizer {o.optimizer_offload}%" if o.optimizer_offload else "", "task": "lora" if o.lora else "",
         "lora": o.lora or "", "lora_targets": "+".join(o.lora_targets),
     }  # fmt: skip

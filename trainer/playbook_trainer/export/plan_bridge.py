@@ -17,7 +17,8 @@ _FILE = "plan_bridge.py"
 _SECTIONS = {
     "train": "TrainingConfig", "validation": "ValidationConfig", "optimizer": "OptimizerConfig", "scheduler": "SchedulerConfig",
     "ddp": "DistributedDataParallelConfig", "dist": "DistributedInitConfig", "rng": "RNGConfig", "logger": "LoggerConfig",
-    "checkpoint": "CheckpointConfig", "rerun_state_machine": "RerunStateMachineConfig", "dataset": "GPTDatasetConfig", "tokenizer": "TokenizerConfig",
+    "checkpoint": "CheckpointConfig", "rerun_state_machine": "RerunStateMachineConfig", "dataset": "GPTDatasetConfig",
+    "tokenizer": "TokenizerConfig",
 }  # fmt: skip
 """Sections of its `ConfigContainer`, and their classes."""
 _PROVIDERS = {

@@ -68,7 +68,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     o = plan.options
     config = plan_accelerate.huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
     expressed = {
-        "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100), "lora": range(_LARGEST_RANK),
+        "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100),
+        "lora": range(_LARGEST_RANK),
         "lora_targets": (o.lora_targets,),
     }  # fmt: skip
     launch.require(plan, RELEASE, expressed, _lacks(plan, config), {"master_bytes": 4})
@@ -79,7 +80,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     )  # fmt: skip
     row = launch.row_of(plan, hardware)
     files = {
-        "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n", "train.py": script,
+        "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n",
+        "train.py": script,
         **({launch.RUNS: row} if row else {}),
     }  # fmt: skip
     return Launchable(

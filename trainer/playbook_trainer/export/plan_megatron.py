@@ -84,7 +84,8 @@ def environment(plan: Plan, hardware: str) -> dict[str, str]:
     """Variables that the plan needs; memory that grows in segments leaves fewer gaps, so that what fits on paper fits."""
     o = plan.options
     found = needed(
-        platform_of(hardware), tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap, sharded=o.sharding in ("fsdp", "fsdp2"),
+        platform_of(hardware), tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap,
+        sharded=o.sharding in ("fsdp", "fsdp2"),
         megatron=True, graphs=o.graphs, offload=o.offload_modules,
     )  # fmt: skip
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | found

@@ -27,7 +27,8 @@ _DATA_PARALLEL = {"none": "ddp", "optimizer": "distributed_optimizer", "fsdp": "
 _ATTENTION = {"cudnn": "cudnn", "flash2": "flash", "unfused": "plain"}
 _SHAPE = {
     "layers": "num_layers", "hidden": "hidden_size", "vocab": "vocab_size", "heads": "num_heads", "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim", "qk_norm": "qk_norm", "ffn": "ffn_size", "experts": "num_experts", "top_k": "top_k", "expert_ffn": "expert_ffn_size",
+    "head_dim": "head_dim", "qk_norm": "qk_norm", "ffn": "ffn_size", "experts": "num_experts", "top_k": "top_k",
+    "expert_ffn": "expert_ffn_size",
     "shared_ffn": "shared_expert_ffn_size", "mtp": "mtp_layers", "tied": "tie_word_embeddings",
 }  # fmt: skip
 """Counts of a shape as the configuration calls them."""

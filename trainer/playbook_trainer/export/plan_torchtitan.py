@@ -48,7 +48,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     row, nodes = launch.row_of(plan, hardware), launch.nodes(plan, hardware)
     command = [
         "torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(each),
-        "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE, "--config", FUNCTION,
+        "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE,
+        "--config", FUNCTION,
     ]  # fmt: skip
     return Launchable(
         "torchtitan", RELEASE, _ENVIRONMENT, tuple(command),

@@ -201,7 +201,8 @@ def _latent(shape: Shape, fields: Fields) -> dict[str, Any]:
     scores = [fields.get("scoring_func"), fields.get("router_score"), "softmax" if second else "sigmoid"]
     return {
         "n_dense_layers": shape.dense_layers, "q_lora_rank": mla.q_rank, "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "mscale": 1.0, "dense_hidden_dim": shape.ffn, "moe_hidden_dim": shape.expert_ffn,
+        "qk_rope_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "mscale": 1.0, "dense_hidden_dim": shape.ffn,
+        "moe_hidden_dim": shape.expert_ffn,
         "num_experts": shape.experts, "num_shared_experts": shape.shared_ffn // max(shape.expert_ffn, 1), "router_top_k": shape.top_k,
         "router_score_func": next(s for s in scores if s in ("softmax", "sigmoid")),
         **(limited if groups > 1 and shape.experts % groups == 0 and 0 < of_groups <= groups else {}),
@@ -221,8 +222,10 @@ FUNCTION = "plan"
 """What `--config` names."""
 
 CLASSES: Mapping[str, str] = {
-    "checkpoint": "CheckpointManager.Config", "comm": "CommConfig", "compile": "CompileConfig", "dataloader": "HuggingFaceTextDataLoader.Config",
-    "debug": "DebugConfig", "lr_scheduler": "LRSchedulersContainer.Config", "metrics": "MetricsProcessor.Config", "optimizer": "default_adamw",
+    "checkpoint": "CheckpointManager.Config", "comm": "CommConfig", "compile": "CompileConfig",
+    "dataloader": "HuggingFaceTextDataLoader.Config",
+    "debug": "DebugConfig", "lr_scheduler": "LRSchedulersContainer.Config", "metrics": "MetricsProcessor.Config",
+    "optimizer": "default_adamw",
     "parallelism": "ParallelismConfig", "profiler": "Profiler.Config", "training": "TrainingConfig", "validator": "Validator.Config",
 }  # fmt: skip
 """By section, what builds it from its fields."""
@@ -234,11 +237,13 @@ DISPATCHERS = {"": "standard", "alltoall": "standard", "deepep": "deepep", "hybr
 
 _IMPORTS: Mapping[str, str] = {
     "CheckpointManager": "torchtitan.components.checkpoint", "CommConfig": "torchtitan.config", "CompileConfig": "torchtitan.config",
-    "CrossEntropyLoss": "torchtitan.components.loss", "DebugConfig": "torchtitan.config", "Float8LinearConverter": "torchtitan.components.quantization",
+    "CrossEntropyLoss": "torchtitan.components.loss", "DebugConfig": "torchtitan.config",
+    "Float8LinearConverter": "torchtitan.components.quantization",
     "FullAC": "torchtitan.distributed.activation_checkpoint", "HuggingFaceTextDataLoader": "torchtitan.hf_datasets.text_datasets",
     "LRSchedulersContainer": "torchtitan.components.optimizer", "MTPLoss": "torchtitan.models.deepseek_v3.mtp",
     "MXFP8LinearConverter": "torchtitan.components.quantization", "MetricsProcessor": "torchtitan.components.metrics",
-    "ParallelismConfig": "torchtitan.config", "Profiler": "torchtitan.tools.profiler", "SelectiveAC": "torchtitan.distributed.activation_checkpoint",
+    "ParallelismConfig": "torchtitan.config", "Profiler": "torchtitan.tools.profiler",
+    "SelectiveAC": "torchtitan.distributed.activation_checkpoint",
     "Trainer": "torchtitan.trainer", "TrainingConfig": "torchtitan.config", "Validator": "torchtitan.components.validate",
     "default_adamw": "torchtitan.components.optimizer", "replace": "dataclasses",
 }  # fmt: skip

@@ -340,7 +340,8 @@ def _check(expected: Mapping[str, Sequence[Shape]], found: Mapping[str, Shape], 
     ]
     if found_wrong:
         raise ConfigError(
-            f"{what} does not fit the model's configuration: tensors {', '.join(found_wrong)}; compare model.* with the checkpoint's config.json"
+            f"{what} does not fit the model's configuration: tensors {', '.join(found_wrong)}; compare model.* with the checkpoint's "
+            "config.json"
         )
 
 

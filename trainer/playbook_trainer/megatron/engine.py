@@ -222,7 +222,8 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
             import transformer_engine.pytorch  # noqa: F401
         except Exception as e:  # whatever a binary package says when it does not fit
             problems.append(
-                f"Transformer Engine cannot be loaded ({_first_line(e)}); install one that fits torch {torch.__version__}, or set megatron.kernels: local"
+                f"Transformer Engine cannot be loaded ({_first_line(e)}); install one that fits torch {torch.__version__}, or set "
+                "megatron.kernels: local"
             )
     dispatcher = config.moe.dispatcher
     if dispatcher in ("deepep", "hybridep") and config.model.num_experts:

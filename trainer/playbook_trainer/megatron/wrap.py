@@ -81,8 +81,8 @@ def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[s
     if dense == 1 or (config.model.num_experts and experts == 1):
         alone = "parameters" if dense == 1 else f"experts at parallel.ep {par.ep}"
         problems.append(
-            f"megatron_fsdp where {alone} share data with no other rank: {wrong}; set megatron.data_parallel: distributed_optimizer, spread over more "
-            "ranks, or install 0.19 or later"
+            f"megatron_fsdp where {alone} share data with no other rank: {wrong}; set megatron.data_parallel: distributed_optimizer, "
+            "spread over more ranks, or install 0.19 or later"
         )
     return problems
 

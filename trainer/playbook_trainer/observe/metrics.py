@@ -256,8 +256,8 @@ class Recorder:
         share = row["data_seconds"] / max(row["seconds"], 1e-9)
         data = f"  data {share:.0%}" if share >= SHOWN_DATA else ""
         return (
-            f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} tok/s/rank"
-            f"  raw {row['raw_tokens'] * rate:,.0f}{images}{data}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
+            f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} "
+            f"tok/s/rank  raw {row['raw_tokens'] * rate:,.0f}{images}{data}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
         )
 
     def utilisation(self, flops: float, seconds: float) -> float | None:
@@ -294,8 +294,8 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise DataError(
-            f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the newest "
-            "checkpoint, if checkpoint.dir is set"
+            f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the "
+            "newest checkpoint, if checkpoint.dir is set"
         ) from e
 
 
@@ -320,7 +320,8 @@ def _step_of(line: str, place: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise DataError(
-            f"{place}: no line of a run's metrics ({line[:60].strip()!r}); take it out, or choose another output: the run goes on from its checkpoint"
+            f"{place}: no line of a run's metrics ({line[:60].strip()!r}); take it out, or choose another output: the run goes on from its "
+            "checkpoint"
         ) from e
 
 

@@ -187,8 +187,8 @@ class Checkpointer:
             )
         if dropped := [name for name in index.tensors if name.startswith("balance.") and name not in state and not self._more]:
             raise ConfigError(
-                f"{folder} has biases of routers, such as '{dropped[0]}', and moe.bias_update_rate 0 would drop them: set it to the rate that they "
-                "were trained with (1e-12 leaves them as they are)"
+                f"{folder} has biases of routers, such as '{dropped[0]}', and moe.bias_update_rate 0 would drop them: set it to the rate "
+                "that they were trained with (1e-12 leaves them as they are)"
             )
         # A parameter that was frozen until now has no moments yet.
         _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)

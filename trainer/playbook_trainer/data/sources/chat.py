@@ -114,7 +114,8 @@ class ChatTemplate:
         ahead, found, behind = marked.partition(_MARK)
         if not (found and isinstance(content, str) and text.startswith(ahead) and text.endswith(behind)):
             raise DataError(
-                f"{place}: the chat template renders answer {i} otherwise once more turns follow, or leaves it out; make a sample of each answer"
+                f"{place}: the chat template renders answer {i} otherwise once more turns follow, or leaves it out; make a sample of each "
+                "answer"
             )
         start, end = len(ahead), len(text) - len(behind)
         alone = self._text([*messages[:i], {**messages[i], "content": _MARK}], place, tools)

@@ -140,8 +140,9 @@ def _check_size(file: Path, metadata: Any, columns: list[str]) -> None:
         total = sum(size for _, size in sizes)
         if total > MAX_GROUP_BYTES:
             raise DataError(
-                f"{file}: row group {g} holds {total / 2**20:.1f} MiB in {', '.join(dict.fromkeys(c for c, _ in sizes))}, and a worker holds one "
-                f"whole; expected at most {MAX_GROUP_BYTES / 2**20:g} MiB: write the file anew with smaller row groups, of some hundred rows"
+                f"{file}: row group {g} holds {total / 2**20:.1f} MiB in {', '.join(dict.fromkeys(c for c, _ in sizes))}, and a worker "
+                f"holds one whole; expected at most {MAX_GROUP_BYTES / 2**20:g} MiB: write the file anew with smaller row groups, of some "
+                "hundred rows"
             )
 
 
@@ -281,7 +282,8 @@ def _json(member: Member) -> dict[str, object]:
 def _utf8(member: Member) -> str:
     if member.size > _MAX_TEXT_BYTES:
         raise DataError(
-            f"{member} holds {member.size >> 20} MiB; expected a text of at most {_MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample out"
+            f"{member} holds {member.size >> 20} MiB; expected a text of at most {_MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample "
+            "out"
         )
     try:
         text = member.read().decode("utf-8")

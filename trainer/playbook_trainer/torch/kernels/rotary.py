@@ -47,7 +47,8 @@ def _launch(x: Tensor, out: Tensor, cos_Pr: Tensor, sin_Pr: Tensor, sign: float,
     fill = width - 2 * half
     _turn[(patches,)](
         x, out, cos_Pr, sin_Pr, x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads, half, fill, sign,
-        TURNS=turns, HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(half), FILL=triton.next_power_of_2(fill) if fill else 0,
+        TURNS=turns, HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(half),
+        FILL=triton.next_power_of_2(fill) if fill else 0,
     )  # fmt: skip
 
 
