@@ -251,14 +251,14 @@ def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
         "moe.experts": "grouped" if grouped else "loop",
         "train.attention": attention(flat, target) if has_gpu else "plain",
     }
-    found = {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
+    resolved = {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
     can = has_gpu and target.triton and flat["backend"] == "torch" and _values(flat) >= _KERNEL_VALUES
     for key, switch in SWITCHES.items():
-        if found[key] == "auto":
-            at = {**found, RANKS: target.ranks}
+        if resolved[key] == "auto":
+            at = {**resolved, RANKS: target.ranks}
             takes = can and switch.chosen(at) and not any(switch.refusals(key, at))
-            found[key] = switch.fast if takes else switch.plain
-    return found
+            resolved[key] = switch.fast if takes else switch.plain
+    return resolved
 
 
 def resolved(config: TrainerConfig, target: Target) -> TrainerConfig:
@@ -275,10 +275,10 @@ def switched(config: TrainerConfig, target: Target) -> TrainerConfig:
 
 def _with(config: TrainerConfig, keys: Iterable[str], target: Target) -> TrainerConfig:
     flat = flatten(dump(config))
-    found = resolve(flat, target)
+    resolved = resolve(flat, target)
     for key in keys:
-        if found[key] not in (_EITHER, flat[key]):
-            config = _replaced(config, key.split("."), found[key])
+        if resolved[key] not in (_EITHER, flat[key]):
+            config = _replaced(config, key.split("."), resolved[key])
     return config
 
 
@@ -290,9 +290,9 @@ def _replaced(part: _Part, path: Sequence[str], value: Any) -> _Part:
 def decided(config: TrainerConfig) -> list[str]:
     """Keys at `auto` that this configuration's backend and model read, and whose choice is this trainer's."""
     flat = flatten(dump(config))
-    own = [*SWITCHES, "train.attention", *(["moe.experts"] if config.model.num_experts else [])]
-    keys = own if config.backend == "torch" else [key for key in SWITCHES if key not in torch_only()]
-    return [key for key in keys if flat[key] == "auto"]
+    keys = [*SWITCHES, "train.attention", *(["moe.experts"] if config.model.num_experts else [])]
+    read = keys if config.backend == "torch" else [key for key in SWITCHES if key not in torch_only()]
+    return [key for key in read if flat[key] == "auto"]
 
 
 def told(config: TrainerConfig, target: Target) -> str:

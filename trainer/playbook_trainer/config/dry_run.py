@@ -88,13 +88,13 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
     plan = routing.on(plan) if routing else plan
     if config.train.dtype != "bf16":
         return None
-    own, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    mg, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     if config.backend == "megatron":
-        aware = own.precision_aware_optimizer
+        aware = mg.precision_aware_optimizer
         plan = replace(
-            plan, grad_bytes={"fp32": 4, "bf16": 2}[own.grad_reduce_dtype], moment_bytes=moments if aware else 4,
+            plan, grad_bytes={"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype], moment_bytes=moments if aware else 4,
             master_bytes=2 if aware else 4,
-            options=replace(plan.options, optimizer_offload=round(100 * own.optimizer_offload_fraction)),
+            options=replace(plan.options, optimizer_offload=round(100 * mg.optimizer_offload_fraction)),
         )  # fmt: skip
         return step_time(plan, on)
     routed = plan.ep * plan.etp > 1 and bool(config.model.num_experts)
@@ -129,11 +129,11 @@ def _options(config: TrainerConfig) -> Options:
 
 def _gradient(config: TrainerConfig, plan: Plan) -> int:
     """Bytes of a gradient: float32, or bfloat16 as reduced where the optimizer holds a 16-bit remainder and a step reduces once."""
-    once = plan.microbatches == 1 and plan.pp == 1
-    return 2 if config.optimizer.master_weights == "remainder" and once else 4
+    reduces_once = plan.microbatches == 1 and plan.pp == 1
+    return 2 if config.optimizer.master_weights == "remainder" and reduces_once else 4
 
 
-def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:
+def _gathered(config: TrainerConfig, plan: Plan, weights: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:
     """Bytes of the copies of weights that FSDP hands out, in the precision of training.
 
     Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
@@ -141,23 +141,25 @@ def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: i
     """
     if not config.wants_fsdp(plan.dp * plan.cp, plan.edp):
         return 0.0
-    again = config.parallel.reshard_after_forward
-    dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again
-    passing = 0.0 if dense_stay else held.largest - held.experts / layers
-    passing += 0.0 if experts_stay else held.experts / layers
-    return WIDTH[config.train.dtype] * (held.dense * dense_stay + held.experts * experts_stay + 2 * passing)
+    reshards = config.parallel.reshard_after_forward
+    dense_stay, experts_stay = shards == 1 or not reshards, expert_shards == 1 or not reshards
+    passing = 0.0 if dense_stay else weights.largest - weights.experts / layers
+    passing += 0.0 if experts_stay else weights.experts / layers
+    return WIDTH[config.train.dtype] * (weights.dense * dense_stay + weights.experts * experts_stay + 2 * passing)
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    held = memory.weights(plan, stage, chunks, whole_tower=True)
+    weights = memory.weights(plan, stage, chunks, whole_tower=True)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
     shards = plan.dp * plan.cp // copies
-    counts = held.dense / shards + held.experts * expert_copies / plan.edp
+    counts = weights.dense / shards + weights.experts * expert_copies / plan.edp
     width = WIDTH[config.train.dtype]
-    sent = config.offload.activations
-    kept = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
-    alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
+    offloaded = config.offload.activations
+    saved_bytes = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
+    alive = memory.alive(
+        plan, stage, [[Kept(0.0, size) if offloaded else Kept(size) for size in chunk] for chunk in saved_bytes], _RESIDENT_LAYERS
+    )
     states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     # Without FSDP the backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
@@ -168,9 +170,9 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         stage=stage,
         layers=sum(map(len, chunks)),
         in_flight=alive.in_flight,
-        held=held.dense + held.experts,
+        held=weights.dense + weights.experts,
         **on_gpu,
-        gathered=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
+        gathered=_gathered(config, plan, weights, shards, plan.edp // expert_copies, sum(map(len, chunks))),
         activations=alive.on_gpu,
         vision=vision(config, plan) if stage == 0 else 0.0,
         loss=_LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
@@ -190,11 +192,11 @@ Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
 
 def _megatron_options(config: TrainerConfig) -> Options:
     """The features that are chosen, with what Megatron-FSDP shards by its strategy in the planner's words."""
-    found = megatron_checks.options(config)
+    options = megatron_checks.options(config)
     if config.megatron.data_parallel != "megatron_fsdp":
-        return found
+        return options
     shards = {"no_shard": "none", "optim": "optimizer", "optim_grads": "optimizer", "optim_grads_params": "fsdp"}
-    return replace(found, sharding=shards[config.megatron.sharding_strategy])
+    return replace(options, sharding=shards[config.megatron.sharding_strategy])
 
 
 def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
@@ -204,33 +206,35 @@ def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
     Megatron-FSDP keeps it whole, and so do 8-bit weights.
     Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
     """
-    own = config.megatron
+    mg = config.megatron
     if config.train.dtype == "fp32":
         return 4, 4, 8
-    gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
-    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
-    weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
-    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp" and weight
+    gradient = {"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype]
+    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if mg.precision_aware_optimizer else 4
+    weight = 0 if mg.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
+    remainder = mg.precision_aware_optimizer and mg.data_parallel != "megatron_fsdp" and weight
     return weight, gradient, (2 if remainder else 4) + 2 * moments
 
 
-def _megatron_states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str, float]:
+def _megatron_states(config: TrainerConfig, plan: Plan, weights: memory.Weights) -> dict[str, float]:
     """Bytes of weights, gradients, optimizer state and 8-bit copies on the GPU, and of what an offloaded optimizer keeps on the `host`."""
     unit = replace(plan, grad_bytes=2, master_bytes=2, moment_bytes=1)
-    weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
+    weight_values, gradient_values, optimizer_values = (
+        n / per for n, per in zip(memory.state_bytes(unit, weights), (2, 2, 4), strict=True)
+    )
     if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
-        gradients = optimizer
+        gradient_values = optimizer_values
     fraction = megatron_checks.offloaded_fraction(config)
     per_weight, per_gradient, per_state = _megatron_widths(config)
     if fraction and config.train.dtype == "bf16":
         per_state = _MASTER_BYTES + _MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
     stays = _MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
     return {
-        "parameters": per_weight * weights,
-        "gradients": per_gradient * gradients,
-        "optimizer": (per_state * (1 - fraction) + stays) * optimizer,
-        "fp8_weights": memory.fp8_weights(plan, held),
-        "host": _HOST_BYTES * optimizer * fraction,
+        "parameters": per_weight * weight_values,
+        "gradients": per_gradient * gradient_values,
+        "optimizer": (per_state * (1 - fraction) + stays) * optimizer_values,
+        "fp8_weights": memory.fp8_weights(plan, weights),
+        "host": _HOST_BYTES * optimizer_values * fraction,
     }
 
 
@@ -249,21 +253,21 @@ def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
 
 
 def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
+    weights, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     placed = [list(enumerate(chunk)) for chunk in chunks]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
         placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
     alive = memory.alive(plan, stage, [[_megatron_layer(config, plan, i, place, len(chunk)) for place, i in chunk] for chunk in placed])
-    state = _megatron_states(config, plan, held)
+    state = _megatron_states(config, plan, weights)
     host = state.pop("host")
     return StageBytes(
         stage=stage,
         layers=sum(map(len, chunks)),
         in_flight=alive.in_flight,
-        held=held.dense + held.experts,
+        held=weights.dense + weights.experts,
         **state,
-        gathered=memory.gathered(plan, held, WIDTH[config.train.dtype]),
+        gathered=memory.gathered(plan, weights, WIDTH[config.train.dtype]),
         activations=width * alive.on_gpu,
         vision=alive.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
         loss=activations.loss(plan) if last else 0.0,
@@ -302,5 +306,5 @@ def vision(config: TrainerConfig, plan: Plan) -> float:
     rows = plan.mbs * plan.seq_len  # whole ones: a context-parallel rank holds a part of them, and encodes the images of all
     entry = rows * tower.spatial_merge_size**2 * tower.hidden_size * WIDTH[config.train.dtype]
     block = entry * (10 + 2 * tower.ffn_size / tower.hidden_size)
-    again = "vision" in config.train.recompute_modules
-    return entry * tower.depth + block if again else block * tower.depth
+    recomputes = "vision" in config.train.recompute_modules
+    return entry * tower.depth + block if recomputes else block * tower.depth

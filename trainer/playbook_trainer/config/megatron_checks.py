@@ -112,16 +112,16 @@ def _pipeline_problems(config: TrainerConfig) -> list[str]:
     par, problems = config.parallel, []
     chunks = par.pp * par.vpp
     if par.pipeline_layout is not None:
-        given, layers = par.pipeline_layout, config.model.num_layers
+        sizes, layers = par.pipeline_layout, config.model.num_layers
         if par.pp == 1:
             problems.append("parallel.pipeline_layout needs pp > 1; leave it out or raise parallel.pp")
-        elif len(given) != chunks or sum(given) != layers or min(given) < 0:
+        elif len(sizes) != chunks or sum(sizes) != layers or min(sizes) < 0:
             problems.append(
-                f"parallel.pipeline_layout {given} has {len(given)} chunks and {sum(given)} layers; "
+                f"parallel.pipeline_layout {sizes} has {len(sizes)} chunks and {sum(sizes)} layers; "
                 f"expected {chunks} (pp {par.pp} x vpp {par.vpp}) and {layers}"
             )
-        elif any(n == 0 for n in given[1:-1]):
-            problems.append(f"parallel.pipeline_layout {given}: only the first and the last chunk may be without layers")
+        elif any(n == 0 for n in sizes[1:-1]):
+            problems.append(f"parallel.pipeline_layout {sizes}: only the first and the last chunk may be without layers")
     return problems
 
 
@@ -164,12 +164,12 @@ def _router_problems(config: TrainerConfig) -> list[str]:
     Source: megatron-core, `moe_utils.py` (group_limited_topk, topk_routing_with_score_function); transformers, `DeepseekV3TopkRouter`.
     """
     model, problems = config.model, []
-    kept, each = model.router_group_top_k, _SCORED_EXPERTS
-    if kept < model.router_groups and model.top_k // kept != each:
+    top_groups, scored = model.router_group_top_k, _SCORED_EXPERTS
+    if top_groups < model.router_groups and model.top_k // top_groups != scored:
         problems.append(
-            f"model.top_k {model.top_k} over model.router_group_top_k {kept}: DeepSeek-V3 scores a group by its {each} best experts, and "
-            f"megatron-core by its top_k // router_group_top_k = {model.top_k // kept} best; set model.top_k to {each * kept} or "
-            f"model.router_group_top_k to {max(1, model.top_k // each)}"
+            f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best experts, and "
+            f"megatron-core by its top_k // router_group_top_k = {model.top_k // top_groups} best; set model.top_k to {scored * top_groups} or "
+            f"model.router_group_top_k to {max(1, model.top_k // scored)}"
         )
     if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
         does = (
@@ -222,11 +222,11 @@ def _vision_problems(config: TrainerConfig) -> list[str]:
     if model.vision is None:
         return []
     deepstack = len(model.vision.deepstack_layers)
-    held = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
-    if held < deepstack:
+    first_chunk_layers = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
+    if first_chunk_layers < deepstack:
         problems.append(
             f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that "
-            f"has {held}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
+            f"has {first_chunk_layers}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
         )
     if config.train.cuda_graphs or mg.cuda_graph_impl != "none":
         problems.append(
@@ -258,9 +258,9 @@ def _padding_problems(config: TrainerConfig) -> list[str]:
     ]
 
 
-def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
+def dense_problems(config: TrainerConfig, backend_settings: Mapping[str, bool]) -> list[str]:
     """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
-    idle = {**own, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
+    idle = {**backend_settings, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
     idle["moe.aux_loss_coeff"] = config.moe.aux_loss_coeff > 0
     return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
 
@@ -457,7 +457,7 @@ def package_problems(config: TrainerConfig) -> list[str]:
 def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
     """Settings that only Transformer Engine serves."""
     mg, train = config.megatron, config.train
-    asked = {
+    needs = {
         "megatron.kernels transformer_engine": mg.kernels == "transformer_engine",
         f"parallel.cp {config.parallel.cp}": config.parallel.cp > 1,
         f"precision.fp8 {config.precision.fp8}": config.precision.fp8 != "none",
@@ -471,7 +471,7 @@ def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
         "moe.dispatcher " + config.moe.dispatcher: config.moe.dispatcher in ("deepep", "hybridep") and config.model.num_experts > 0,
         "train.recompute_modules moe_act": "moe_act" in train.recompute_modules,
     }
-    return [name for name, on in asked.items() if on]
+    return [name for name, on in needs.items() if on]
 
 
 def installed(module: str) -> bool:

@@ -122,8 +122,8 @@ class ModelConfig(Strict):
             name: getattr(self, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         }
         if self.attention == "gqa":
-            given = [name for name, size in {**sizes, "yarn": self.yarn}.items() if size]
-            return f"{', '.join(given)} belong to attention: mla, and attention is gqa" if given else None
+            foreign = [name for name, size in {**sizes, "yarn": self.yarn}.items() if size]
+            return f"{', '.join(foreign)} belong to attention: mla, and attention is gqa" if foreign else None
         if missing := [name for name, size in sizes.items() if not size and name != "q_lora_rank"]:
             return f"attention mla needs {', '.join(missing)} > 0"
         if self.head_dim != self.qk_nope_head_dim + self.qk_rope_head_dim:
@@ -133,18 +133,20 @@ class ModelConfig(Strict):
         return None
 
     def _moe_problem(self) -> str | None:
-        groups, kept = self.router_groups, self.router_group_top_k
+        groups, top_groups = self.router_groups, self.router_group_top_k
         if not self.num_experts:
-            given = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
-            return next((f"{name} needs a model with experts, and num_experts is 0" for name in given if getattr(self, name)), None)
+            expert_settings = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
+            return next(
+                (f"{name} needs a model with experts, and num_experts is 0" for name in expert_settings if getattr(self, name)), None
+            )
         if self.first_dense_layers >= self.num_layers:
             return f"first_dense_layers {self.first_dense_layers} leaves none of {self.num_layers} layers with experts"
         if self.first_dense_layers and self.ffn_size <= 0:
             return "first_dense_layers needs ffn_size > 0"
-        if bool(groups) != bool(kept):
-            return f"router_groups {groups} and router_group_top_k {kept} go together: set both, or neither"
-        if groups and (self.num_experts % groups or kept > groups or self.top_k > kept * (self.num_experts // groups)):
-            return f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {kept} are kept, leave no top_k {self.top_k}"
+        if bool(groups) != bool(top_groups):
+            return f"router_groups {groups} and router_group_top_k {top_groups} go together: set both, or neither"
+        if groups and (self.num_experts % groups or top_groups > groups or self.top_k > top_groups * (self.num_experts // groups)):
+            return f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {top_groups} are kept, leave no top_k {self.top_k}"
         if self.router_bias and self.router_score != "sigmoid":
             return "router_bias needs router_score: sigmoid"
         return None

@@ -496,18 +496,18 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
     if not isinstance(fields, dict) or "preset" not in fields:
         return value
     preset = fields["preset"]
-    rest = {k: v for k, v in fields.items() if k != "preset"}
-    known = isinstance(preset, str) and _is_model(preset)
-    if isinstance(preset, str) and not known and (folder := _published(preset)) is not None:
-        return {"name": folder.name, **fields_of(folder / "config.json"), **rest}
+    overrides = {k: v for k, v in fields.items() if k != "preset"}
+    is_preset = isinstance(preset, str) and _is_model(preset)
+    if isinstance(preset, str) and not is_preset and (folder := _published(preset)) is not None:
+        return {"name": folder.name, **fields_of(folder / "config.json"), **overrides}
     line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
-    if not known:
+    if not is_preset:
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), model_names())}")])
     base, _ = _read(_sizes() / f"{preset}.yaml")
     for part in ("vision", "yarn"):
-        if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
-            rest[part] = {**base[part], **rest[part]}
-    return {"name": preset, **base, **rest}
+        if isinstance(overrides.get(part), dict) and isinstance(base.get(part), dict):
+            overrides[part] = {**base[part], **overrides[part]}
+    return {"name": preset, **base, **overrides}
 
 
 FILE = "trainer.neutral.json"
@@ -517,8 +517,8 @@ FILE = "trainer.neutral.json"
 @cache
 def neutral() -> Mapping[str, Any]:
     """By dotted key, the value that a hash of a configuration leaves out."""
-    found: dict[str, Any] = json.loads((data_root("schemas") / FILE).read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads((data_root("schemas") / FILE).read_text(encoding="utf-8"))
+    return values
 
 
 def declared(section: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

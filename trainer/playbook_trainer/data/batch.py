@@ -118,8 +118,8 @@ def share_of(vision: VisionBatch, place_N: Tensor) -> VisionBatch:
     """
     index = place_N[vision.visual_index_V]
     keep = (index >= 0).nonzero().squeeze(1)
-    taken = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
-    return replace(vision, visual_index_V=index[keep], visual_take_V=taken)
+    take = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
+    return replace(vision, visual_index_V=index[keep], visual_take_V=take)
 
 
 def to_device(tensor: Tensor, device: Any) -> Tensor:

@@ -168,10 +168,10 @@ def _orientation(picture: Image.Image) -> int:
     if picture.format == "PNG" and "exif" not in picture.info:
         return 1  # Pillow would decode the picture to see whether a note follows
     try:
-        found = picture.getexif().get(_ORIENTATION)
+        orientation = picture.getexif().get(_ORIENTATION)
     except Exception:  # a broken note on a sound picture
         return 1
-    return found if isinstance(found, int) and found in _TURNS else 1
+    return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -252,10 +252,10 @@ class ImageDecoder:
         Raises:
             BadImage: the image is bad and the policy is to fail.
         """
-        held = self._cache.get(_name(image)) if self._cache else None
-        if held is not None:
+        cached = self._cache.get(_name(image)) if self._cache else None
+        if cached is not None:
             self._counts["images_cached"] += 1
-            return held, True
+            return cached, True
         bad = image.bad
         if not bad:
             try:

@@ -129,8 +129,8 @@ def _packing(data: DataConfig) -> Packing:
 
 def _data_of(config: TrainerConfig, split: Split) -> DataConfig:
     """Where the samples of a split are, and the bounds of image sizes."""
-    own = split == "eval" and config.eval.path is not None
-    path = config.eval.path if own else config.data.path
+    separate = split == "eval" and config.eval.path is not None
+    path = config.eval.path if separate else config.data.path
     return config.data.model_copy(update={"path": path, "min_image_pixels": _least_pixels(config)})
 
 
@@ -200,11 +200,11 @@ class LaneRows(Generic[T]):
 
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
-        wanted, number = divmod(k, self._lanes_in_all)
+        lane_row, number = divmod(k, self._lanes_in_all)
         lane = self._lanes.get(number)
-        if lane is None or lane.rows > wanted:
-            lane = self._lanes[number] = self._begin(number, wanted)
-        while lane.rows < wanted:
+        if lane is None or lane.rows > lane_row:
+            lane = self._lanes[number] = self._begin(number, lane_row)
+        while lane.rows < lane_row:
             lane.row()
         self._reader.lost.clear()  # other workers, which make those rows, tell what is left out of them
         return lane.row()
@@ -217,7 +217,7 @@ class LaneRows(Generic[T]):
         """Where the lane of row `k` stands."""
         return self._lanes[k % self._lanes_in_all].state()
 
-    def _begin(self, number: int, wanted: int) -> Lane[T, Document]:
+    def _begin(self, number: int, lane_row: int) -> Lane[T, Document]:
         state = self._states.get(number)
         return Lane(
             self._stream,
@@ -226,7 +226,7 @@ class LaneRows(Generic[T]):
             number=number,
             lanes=self._lanes_in_all,
             seed=self._seed,
-            state=state if state is not None and state[0] <= wanted else None,
+            state=state if state is not None and state[0] <= lane_row else None,
         )
 
 
@@ -241,11 +241,11 @@ class MockRows:
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
         rng = np.random.default_rng([*self._seed, k])
-        total, left = self._data.seq_len, self._data.seq_len
+        total, room = self._data.seq_len, self._data.seq_len
         cuts = []
-        while self._data.pack and (n := int(rng.choice(self._lengths))) < left:
-            left -= n
-            cuts.append(total - left)
+        while self._data.pack and (n := int(rng.choice(self._lengths))) < room:
+            room -= n
+            cuts.append(total - room)
         # The special tokens of images have no place in a batch without images.
         special = (self._model.image_token_id, self._model.vision_start_token_id, self._model.vision_end_token_id)
         above = min([i for i in special if i is not None], default=self._model.vocab_size)
@@ -319,8 +319,8 @@ def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversat
     def documents(conversation: Conversation) -> list[Document]:
         place, files = conversation.place, conversation.images
         text, spans = template.render(conversation.messages, place, conversation.tools)
-        found, starts = tokenizer.encode_with_places(text)
-        ids, at = np.asarray(found, dtype=np.int64), np.asarray(starts)
+        encoded, starts = tokenizer.encode_with_places(text)
+        ids, at = np.asarray(encoded, dtype=np.int64), np.asarray(starts)
         taught = np.any([(a <= at) & (at < b) for a, b in spans], axis=0)
         marks = ids == model.image_token_id if model.image_token_id is not None else np.zeros(len(ids), dtype=bool)
         if int(marks.sum()) != len(files) or (files and model.vision is None):

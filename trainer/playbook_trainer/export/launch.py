@@ -85,9 +85,9 @@ def refuse(target: str, reasons: Iterable[str]) -> None:
     Raises:
         ConfigError: there is anything.
     """
-    found = "; ".join(reasons)
-    if found:
-        raise ConfigError(f"{target} cannot express this plan: {found}. Choose another target, or another plan with --fix")
+    text = "; ".join(reasons)
+    if text:
+        raise ConfigError(f"{target} cannot express this plan: {text}. Choose another target, or another plan with --fix")
 
 
 def _nodes(command: tuple[str, ...]) -> tuple[int, int]:

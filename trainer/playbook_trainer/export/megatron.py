@@ -65,7 +65,7 @@ def optimizer(sheet: Sheet) -> None:
     aware = any(asks.values()) and _has_sharded_optimizer(config)
     sheet.put("megatron.precision_aware_optimizer optimizer.master_weights", "optimizer", "use_precision_aware_optimizer", aware)
     if not _has_sharded_optimizer(config):
-        sheet.lack(" ".join(key for key, asked in asks.items() if asked), ALONE)
+        sheet.lack(" ".join(key for key, is_set in asks.items() if is_set), ALONE)
     if aware:
         names = DTYPES if sheet.target == "megatron-bridge" else {}
         moments, gradients = names.get(opt.moments_dtype, opt.moments_dtype), names.get(mg.grad_reduce_dtype, mg.grad_reduce_dtype)
@@ -340,9 +340,9 @@ def _parallel(sheet: Sheet) -> None:
         sheet.put("parallel.vpp", "model", "virtual_pipeline_model_parallel_size", par.vpp if par.vpp > 1 else None)
     else:
         sheet.put("parallel.pipeline_layout parallel.vpp", "model", "pipeline_model_parallel_layout", layout(config))
-    own, other = ("megatron.cp_comm_type", "parallel.cp_comm") if megatron else ("parallel.cp_comm", "megatron.cp_comm_type")
-    sheet.put(own, "model", "cp_comm_type", mg.cp_comm_type if megatron else CP_COMM[par.cp_comm])
-    sheet.skip(other, _OTHER)
+    read_key, unread_key = ("megatron.cp_comm_type", "parallel.cp_comm") if megatron else ("parallel.cp_comm", "megatron.cp_comm_type")
+    sheet.put(read_key, "model", "cp_comm_type", mg.cp_comm_type if megatron else CP_COMM[par.cp_comm])
+    sheet.skip(unread_key, _OTHER)
     sheet.put("megatron.cp_sizes", "model", "hierarchical_context_parallel_sizes", mg.cp_sizes or None)
     if par.vpp > 1:
         sheet.put("parallel.vpp", "model", "overlap_p2p_comm", True)

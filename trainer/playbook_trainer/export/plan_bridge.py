@@ -84,7 +84,7 @@ def _script(plan: Plan) -> str:
 def _besides(plan: Plan) -> list[tuple[str, str, str]]:
     """What Megatron-LM derives from its flags, and the data."""
     half = "torch.bfloat16"
-    found = [
+    fields = [
         ("model", "params_dtype", half), ("model", "pipeline_dtype", half),
         ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
         ("optimizer", "min_lr", "0.0"), ("scheduler", "start_weight_decay", "0.01"), ("scheduler", "end_weight_decay", "0.01"),
@@ -94,20 +94,20 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
     if not (plan.shape.experts and plan.shape.output_bias):
-        found.append(("model", "bias_dropout_fusion", "True"))
+        fields.append(("model", "bias_dropout_fusion", "True"))
     if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are
-        found.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
+        fields.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
     if plan.options.sharding in ("optimizer", "fsdp"):
-        found.append(("optimizer", "use_distributed_optimizer", "True"))
+        fields.append(("optimizer", "use_distributed_optimizer", "True"))
     if plan.options.sharding == "fsdp":
-        found.append(("ddp", "use_megatron_fsdp", "True"))
+        fields.append(("ddp", "use_megatron_fsdp", "True"))
     if plan.shape.linear:
-        found.append(("model", "transformer_layer_spec", _VARIANT))
+        fields.append(("model", "transformer_layer_spec", _VARIANT))
     elif plan.shape.experts and plan.shape.mamba is None:
-        found.append(("model", "transformer_layer_spec", f"partial({_BLOCK}, use_transformer_engine=True)"))
+        fields.append(("model", "transformer_layer_spec", f"partial({_BLOCK}, use_transformer_engine=True)"))
     if plan.shape.mamba is None:
-        found.append(("model", "bias_activation_fusion", str(plan.shape.gated)))
-    return found
+        fields.append(("model", "bias_activation_fusion", str(plan.shape.gated)))
+    return fields
 
 
 def _expression(field: str, value: Any) -> str:

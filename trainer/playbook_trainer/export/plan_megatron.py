@@ -46,7 +46,7 @@ def inexpressible(plan: Plan) -> list[str]:
     """What of a plan neither target can do."""
     o = plan.options
     bare = o.sharding not in ("optimizer", "fsdp")
-    found = {
+    limits = {
         f"backend {o.backend}": o.backend != "megatron",
         f"rank order {o.rank_order}": o.rank_order not in _ORDERS,
         "dispatcher flex without a backend; name deepep, hybridep or ncclep": o.dispatcher == "flex",
@@ -58,7 +58,7 @@ def inexpressible(plan: Plan) -> list[str]:
         "8-bit weights without shards": o.fp8_params and bare,
         "8-bit weights beside an optimizer on the host": o.fp8_params and o.optimizer_offload > 0 and o.fp8 != "delayed",
     }
-    return [*lacking(plan.shape), *(words for words, holds in found.items() if holds)]
+    return [*lacking(plan.shape), *(words for words, holds in limits.items() if holds)]
 
 
 def settings(plan: Plan, target: Target) -> list[Setting]:
@@ -83,12 +83,12 @@ def settings(plan: Plan, target: Target) -> list[Setting]:
 def environment(plan: Plan, hardware: str) -> dict[str, str]:
     """Variables that the plan needs; memory that grows in segments leaves fewer gaps, so that what fits on paper fits."""
     o = plan.options
-    found = needed(
+    variables = needed(
         platform_of(hardware), tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap,
         sharded=o.sharding in ("fsdp", "fsdp2"),
         megatron=True, graphs=o.graphs, offload=o.offload_modules,
     )  # fmt: skip
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | found
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables
 
 
 def platform_of(hardware: str) -> Platform:
@@ -98,23 +98,23 @@ def platform_of(hardware: str) -> Platform:
 
 def notes(plan: Plan, target: Target) -> list[str]:
     """What is assumed, and where the run differs from what was predicted."""
-    found = [f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"]
+    remarks = [f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"]
     if plan.shape.experts and plan.even_rows:
-        found.append("routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train")
+        remarks.append("routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train")
     if plan.options.dispatcher in ("deepep", "hybridep"):
-        found.append(
+        remarks.append(
             f"{plan.options.dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it"
         )
     if not known(plan.model):
-        found.append(UNKNOWN)
+        remarks.append(UNKNOWN)
     if target == "megatron-lm" and plan.loss == "te":
         more = max(s.peak for s in stages(replace(plan, loss="native"))) - max(s.peak for s in stages(plan))
-        found += (
+        remarks += (
             []
             if more < _SAID_GIB * GIB
             else [f"Megatron-LM refuses Transformer Engine's loss, which was planned; its own takes {more / GIB:.1f} GiB more at the peak"]
         )
-    return found
+    return remarks
 
 
 def chunk_sizes(plan: Plan) -> list[int]:
@@ -130,44 +130,44 @@ def _vocabulary(plan: Plan) -> dict[str, Any]:
 
 def _layout(plan: Plan) -> dict[str, Any]:
     o, sizes = plan.options, chunk_sizes(plan)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": plan.tp, "pipeline_model_parallel_size": plan.pp, "context_parallel_size": plan.cp,
         "seq_length": plan.seq_len, "max_position_embeddings": max(plan.seq_len, plan.shape.positions),
         "sequence_parallel": plan.sequence_parallel,
     }  # fmt: skip
     if plan.shape.experts:
-        found |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+        fields |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
     if plan.shape.blocks:
-        found["hybrid_layer_pattern"] = pattern(plan, sizes)
+        fields["hybrid_layer_pattern"] = pattern(plan, sizes)
     elif len(set(sizes)) > 1:
-        found["pipeline_model_parallel_layout"] = pipeline.string(sizes, plan.shape.mtp)
+        fields["pipeline_model_parallel_layout"] = pipeline.string(sizes, plan.shape.mtp)
     elif plan.vpp > 1:
-        found["virtual_pipeline_model_parallel_size"] = plan.vpp
+        fields["virtual_pipeline_model_parallel_size"] = plan.vpp
     if plan.vpp > 1:
-        found["overlap_p2p_comm"] = o.overlap_p2p
+        fields["overlap_p2p_comm"] = o.overlap_p2p
     if plan.cp > 1:
-        found["cp_comm_type"] = o.cp_comm or "p2p"
-        found |= {"hierarchical_context_parallel_sizes": list(o.cp_sizes)} if o.cp_sizes else {}
-    return found
+        fields["cp_comm_type"] = o.cp_comm or "p2p"
+        fields |= {"hierarchical_context_parallel_sizes": list(o.cp_sizes)} if o.cp_sizes else {}
+    return fields
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
     o = plan.options
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if "full" in o.recompute:
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif o.recompute:
-        found |= {"recompute_granularity": "selective", "recompute_modules": list(o.recompute)}
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(o.recompute)}
     if o.offload:
-        found |= {"cpu_offloading": True, "cpu_offloading_num_layers": (plan.shape.layers - 1) * o.offload_percent // 100}
+        fields |= {"cpu_offloading": True, "cpu_offloading_num_layers": (plan.shape.layers - 1) * o.offload_percent // 100}
     if o.offload_modules:
-        found |= {"fine_grained_activation_offloading": True, "offload_modules": list(o.offload_modules)}
-    return found
+        fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(o.offload_modules)}
+    return fields
 
 
 def _switches(plan: Plan, target: Target) -> dict[str, Any]:
     o, shape, lm = plan.options, plan.shape, target == "megatron-lm"
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "bf16": True, "attention_backend": _ATTENTION[o.attention],
         "cross_entropy_loss_fusion": plan.loss != "torch", "cross_entropy_fusion_impl": "te" if plan.loss == "te" and not lm else "native",
         # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
@@ -177,23 +177,23 @@ def _switches(plan: Plan, target: Target) -> dict[str, Any]:
     }  # fmt: skip
     if shape.experts:
         backend = o.dispatcher if o.dispatcher in FLEX else None
-        found |= {"moe_token_dispatcher_type": "flex" if backend else o.dispatcher or "alltoall"}
-        found |= {"moe_flex_dispatcher_backend": backend} if backend else {}
-        found |= {"moe_router_force_load_balancing": True} if plan.even_rows else {}
-        found |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True} if o.capacity else {}
+        fields |= {"moe_token_dispatcher_type": "flex" if backend else o.dispatcher or "alltoall"}
+        fields |= {"moe_flex_dispatcher_backend": backend} if backend else {}
+        fields |= {"moe_router_force_load_balancing": True} if plan.even_rows else {}
+        fields |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True} if o.capacity else {}
     chosen = {
         "overlap_moe_expert_parallel_comm": o.ep_overlap, "delay_wgrad_compute": o.delay_wgrad,
         "moe_shared_expert_overlap": o.shared_overlap and shape.shared_ffn > 0, "fp8_param": o.fp8_params,
         "init_model_with_meta_device": o.sharding == "fsdp",
     }  # fmt: skip
-    found |= {name: True for name, on in chosen.items() if on}
+    fields |= {name: True for name, on in chosen.items() if on}
     if o.graphs:
         whole = "full_iteration" in o.graphs
-        found["cuda_graph_impl"] = "full_iteration" if whole else "transformer_engine"
-        found |= {} if whole else {"cuda_graph_modules": list(o.graphs)}
+        fields["cuda_graph_impl"] = "full_iteration" if whole else "transformer_engine"
+        fields |= {} if whole else {"cuda_graph_modules": list(o.graphs)}
     if o.fp8:
-        found |= {"fp8": FP8_FORMAT[o.fp8], "fp8_recipe": o.fp8}
-    return found
+        fields |= {"fp8": FP8_FORMAT[o.fp8], "fp8_recipe": o.fp8}
+    return fields
 
 
 def _data_parallel(plan: Plan) -> dict[str, Any]:

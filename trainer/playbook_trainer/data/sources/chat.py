@@ -111,8 +111,8 @@ class ChatTemplate:
         text, before = texts
         content = messages[i].get("content")
         marked = self._text([*messages[:i], {**messages[i], "content": _MARK}, *messages[i + 1 :]], place, tools)
-        ahead, found, behind = marked.partition(_MARK)
-        if not (found and isinstance(content, str) and text.startswith(ahead) and text.endswith(behind)):
+        ahead, mark, behind = marked.partition(_MARK)
+        if not (mark and isinstance(content, str) and text.startswith(ahead) and text.endswith(behind)):
             raise DataError(
                 f"{place}: the chat template renders answer {i} otherwise once more turns follow, or leaves it out; make a sample of each "
                 "answer"
@@ -138,12 +138,12 @@ def _refuse(message: str) -> NoReturn:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return {}
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not readable as JSON ({e}); fetch it again") from e
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -179,19 +179,19 @@ def conversations(path: Path) -> Items[Conversation]:
 
 def _entries(file: Path) -> list[Record]:
     try:
-        found = json.loads(read_utf8(file))
+        entries = json.loads(read_utf8(file))
     except (ValueError, RecursionError) as e:
         raise DataError(f"{file}: not JSON ({e}); expected a list of conversations") from e
-    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(f"{file}: expected a list of objects, each with messages or conversations")
-    return [(f"{file}: entry {i}", entry) for i, entry in enumerate(found)]
+    return [(f"{file}: entry {i}", entry) for i, entry in enumerate(entries)]
 
 
 def _conversation(record: Record, root: Path) -> Conversation:
     place, fields = record
     refuse_video(place, fields)
-    given = fields.get("images", fields.get("image"))
-    names: list[Any] = list(given) if isinstance(given, list) else [] if given is None else [given]
+    images = fields.get("images", fields.get("image"))
+    names: list[Any] = list(images) if isinstance(images, list) else [] if images is None else [images]
     messages, shown = [], 0
     for role, content, more in _turns(place, fields):
         items = _items(place, "" if content is None and more.get("tool_calls") else content, marked=bool(names))
