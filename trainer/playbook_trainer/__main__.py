@@ -51,8 +51,8 @@ def _code(e: PlaybookError) -> int:
 
 def _place() -> tuple[int, int]:
     """This rank and the number of ranks, by the launcher's variables."""
-    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    words = [given["RANK"] or ("0" if given["WORLD_SIZE"] in (None, "1") else ""), given["WORLD_SIZE"] or "1"]
+    variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    words = [variables["RANK"] or ("0" if variables["WORLD_SIZE"] in (None, "1") else ""), variables["WORLD_SIZE"] or "1"]
     if all(w.isascii() and w.isdigit() and len(w) < 10 for w in words) and int(words[0]) < int(words[1]):
         rank, world = int(words[0]), int(words[1])
         port = os.environ.get("MASTER_PORT", "")
@@ -62,8 +62,10 @@ def _place() -> tuple[int, int]:
                 "0 and a free port on it, the same for all ranks, as torchrun sets them"
             )
         return rank, world
-    found = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in given.items())
-    raise ConfigError(f"{found} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank")
+    stated = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in variables.items())
+    raise ConfigError(
+        f"{stated} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank"
+    )
 
 
 def _run(words: list[str], rank: int, world: int) -> int:
@@ -144,7 +146,7 @@ def _train(config: TrainerConfig, rank: int, world: int) -> int:
         if _is_out_of_memory(e):
             sys.stderr.write(f"rank {rank}: out of memory: {line}\n")
             return OUT_OF_MEMORY
-        if not any(said in str(e) for said in _LOST_PEER):
+        if not any(phrase in str(e) for phrase in _LOST_PEER):
             raise
         sys.stderr.write(f"rank {rank}: error: lost another rank, whose own log says why it has ended ({line})\n")
         return ERROR

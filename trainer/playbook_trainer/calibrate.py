@@ -55,17 +55,17 @@ def _measure_rank(rank: int, degree: int, device: str, sizes: Sequence[int], out
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{out}.store", degree)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=degree)
-    found = []
+    measured = []
     for size in sizes:
         whole = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         part = torch.zeros(size // 2 // degree, dtype=torch.bfloat16, device=device)
         other = torch.zeros_like(whole)
         for name, run in _collectives(rank, degree, whole, part, other).items():
-            taken = torch.tensor([_collective_seconds(run, size, cuda)], dtype=torch.float64, device=device)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            found.append({"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(taken)})
+            longest = torch.tensor([_collective_seconds(run, size, cuda)], dtype=torch.float64, device=device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            measured.append({"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(longest)})
     if rank == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+        Path(out).write_text(json.dumps(measured), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -90,7 +90,7 @@ def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
     """Median time of one call; on a GPU calls follow one another without waiting for the host."""
     repeats = max(3, min(100, int(_LINK_WINDOW_S * _SLOWEST_BYTES_PER_S / size))) if cuda else 1
     run()
-    found = []
+    times = []
     for _ in range(_LINK_WINDOWS):
         if cuda:
             torch.cuda.synchronize()
@@ -99,8 +99,8 @@ def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
             run()
         if cuda:
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / repeats)
-    return statistics.median(found)
+        times.append((time.perf_counter() - began) / repeats)
+    return statistics.median(times)
 
 
 SCHEMA = "calibration/1"
@@ -132,7 +132,7 @@ def seconds(run: Callable[[], Any]) -> float:
     run()
     torch.cuda.synchronize()
     repeats = max(1, min(200, int(_WINDOW_S / max(time.perf_counter() - began, 1e-6))))
-    found = []
+    times = []
     for _ in range(_WINDOWS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -140,8 +140,8 @@ def seconds(run: Callable[[], Any]) -> float:
             run()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / repeats)
-    return statistics.median(found)
+        times.append(begin.elapsed_time(end) / 1e3 / repeats)
+    return statistics.median(times)
 
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -357,13 +357,13 @@ def measure(names: Sequence[str], budget_s: float) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("triton", "transformer-engine", "megatron-core"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

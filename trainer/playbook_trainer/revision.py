@@ -162,10 +162,10 @@ def paths(config: Mapping[str, Any], ranks: int) -> list[str]:
     """The paths that a run of this resolved configuration takes on so many ranks.
     The configuration may be an old record's, and hold anything.
     """
-    known = modern(config)
+    settings = modern(config)
 
     def value(key: str) -> Any:
-        node: Any = known
+        node: Any = settings
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
                 return neutral()[key]
@@ -183,5 +183,5 @@ def beside_backend(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
 
 def touched(files: Iterable[str], config: Mapping[str, Any], ranks: int) -> list[str]:
     """Those of a run's paths to which one of these files below `playbook_trainer/` belongs; its backend's, where there is none."""
-    changed, taken = tuple(files), paths(config, ranks)
-    return [p for p in taken if any(f.startswith(PATHS[p].files) for f in changed)] or [p for p in taken if p in BACKENDS]
+    changed, of_run = tuple(files), paths(config, ranks)
+    return [p for p in of_run if any(f.startswith(PATHS[p].files) for f in changed)] or [p for p in of_run if p in BACKENDS]

@@ -159,7 +159,7 @@ def gradients(config: TrainerConfig, wrapped: list[Any], scale: float = 1.0) -> 
         for entry in held(weights.unwrapped(chunk), config.model, weights.place()):
             for piece in entry.pieces if isinstance(entry.tensor, torch.nn.Parameter) else ():
                 gradient = getattr(entry.tensor, "main_grad", entry.tensor.grad)
-                own.setdefault(piece.ours, {})[piece.there] = gradient[slices(piece.here)].reshape(sizes(piece.there)) * scale
+                own.setdefault(piece.ours, {})[piece.full] = gradient[slices(piece.local)].reshape(sizes(piece.full)) * scale
     holders: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(holders, {name: list(parts) for name, parts in own.items()})
     out = {}

@@ -199,15 +199,15 @@ def _switches(plan: Plan, target: Target) -> dict[str, Any]:
 def _data_parallel(plan: Plan) -> dict[str, Any]:
     o = plan.options
     sharded = o.sharding in ("optimizer", "fsdp")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "use_distributed_optimizer": sharded, "overlap_grad_reduce": o.sharding != "fsdp2", "overlap_param_gather": sharded,
         "grad_reduce_in_fp32": plan.grad_bytes == 4,
     }  # fmt: skip
     if o.optimizer_instances > 1:
-        found["num_distributed_optimizer_instances"] = o.optimizer_instances
+        fields["num_distributed_optimizer_instances"] = o.optimizer_instances
     if o.sharding == "fsdp":
-        found |= {"data_parallel_sharding_strategy": "optim_grads_params", "megatron_fsdp_main_grads_dtype": _DTYPES[plan.grad_bytes]}
-    return found
+        fields |= {"data_parallel_sharding_strategy": "optim_grads_params", "megatron_fsdp_main_grads_dtype": _DTYPES[plan.grad_bytes]}
+    return fields
 
 
 def _is_precision_aware(plan: Plan) -> bool:
@@ -220,15 +220,15 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
     It keeps of a master weight the 16 bits that the weight lacks.
     """
-    found: dict[str, Any] = {"optimizer": "adam", "lr": _LR}
+    fields: dict[str, Any] = {"optimizer": "adam", "lr": _LR}
     if _is_precision_aware(plan):
         moments = _DTYPES[plan.moment_bytes]
-        found |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-        found |= {"main_grads_dtype": _DTYPES[plan.grad_bytes]}
+        fields |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        fields |= {"main_grads_dtype": _DTYPES[plan.grad_bytes]}
     if plan.options.optimizer_offload:
         share = plan.options.optimizer_offload / 100
-        found |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
-    return found
+        fields |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
+    return fields
 
 
 _SPOKEN = frozenset(
@@ -271,11 +271,11 @@ def override_lines(plan: Plan) -> list[str]:
 
 def flags(plan: Plan) -> list[str]:
     """The command line of Megatron-LM, in words."""
-    found = settings(plan, "megatron-lm")
-    values = {s.field: s.value for s in found}
+    all_settings = settings(plan, "megatron-lm")
+    values = {s.field: s.value for s in all_settings}
     words = [
         w
-        for s in found
+        for s in all_settings
         if s.field not in _SPOKEN and not (s.field in _SILENT and s.value == _SILENT[s.field])
         for w in flag(s.field, s.value)
     ]
@@ -304,13 +304,13 @@ _CLAMP = 7.0
 def lacking(shape: Shape) -> list[str]:
     """What of a shape GPT and hybrid models of megatron-core cannot have."""
     uneven_bias = len({shape.output_bias, shape.expert_bias if shape.experts else shape.mlp_bias}) > 1
-    found = {
+    limits = {
         "a vision tower": shape.vision is not None,
         f"{shape.norms} norms in a layer": shape.norms != 2,
         "biases in some of its linear layers alone": uneven_bias,
         f"a convolution over {shape.mamba.conv} tokens" if shape.mamba else "": shape.mamba is not None and shape.mamba.conv != _CONV,
     }
-    return [words for words, holds in found.items() if holds]
+    return [words for words, holds in limits.items() if holds]
 
 
 def model_fields(plan: Plan) -> dict[str, Any]:
@@ -366,28 +366,28 @@ def _activation(shape: Shape) -> dict[str, Any]:
 
 def _attention(shape: Shape) -> dict[str, Any]:
     mla, linear = shape.mla, shape.linear
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if mla:
-        found |= {
+        fields |= {
             "multi_latent_attention": True, "q_lora_rank": mla.q_rank or None, "kv_lora_rank": mla.kv_rank, "qk_head_dim": mla.nope_dim,
             "qk_pos_emb_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "rope_type": "rope",
         }  # fmt: skip
     else:
-        found["num_query_groups"] = shape.kv_heads
+        fields["num_query_groups"] = shape.kv_heads
     if shape.attention_gate:
-        found["attention_output_gate"] = True
+        fields["attention_output_gate"] = True
     if shape.sinks:
-        found["softmax_type"] = "learnable"
+        fields["softmax_type"] = "learnable"
     if shape.window:
-        found["window_size"] = (shape.window - 1, 0)
-        found |= {"window_attn_skip_freq": shape.window_every} if shape.window_every else {}
+        fields["window_size"] = (shape.window - 1, 0)
+        fields |= {"window_attn_skip_freq": shape.window_every} if shape.window_every else {}
     if linear:
-        found |= {
+        fields |= {
             "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear.full_every,
             "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads, "linear_key_head_dim": linear.head_dim,
             "linear_value_head_dim": linear.head_dim, "linear_conv_kernel_dim": linear.conv,
         }  # fmt: skip
-    return found
+    return fields
 
 
 def _experts(shape: Shape) -> dict[str, Any]:
@@ -433,16 +433,16 @@ def _preset(model: str) -> Mapping[str, Any]:
     if not known(model):
         return {}
     m = ModelConfig.model_validate({"name": model, **read(data_root("configs") / "models" / f"{model}.yaml")[0]})
-    found: dict[str, Any] = {"rotary_base": int(m.rope_theta), "layernorm_epsilon": m.rms_norm_eps, "init_method_std": m.init_std}
+    fields: dict[str, Any] = {"rotary_base": int(m.rope_theta), "layernorm_epsilon": m.rms_norm_eps, "init_method_std": m.init_std}
     if m.num_experts:
         groups = {"moe_router_num_groups": m.router_groups, "moe_router_group_topk": m.router_group_top_k} if m.router_groups else {}
         scale = {} if m.router_scale == 1 else {"moe_router_topk_scaling_factor": m.router_scale}
-        found |= {
+        fields |= {
             "moe_router_pre_softmax": not m.norm_topk_prob or m.top_k == 1, "moe_router_score_function": m.router_score,
             "moe_router_enable_expert_bias": m.router_bias, **groups, **scale,
         }  # fmt: skip
     if m.yarn:
-        found |= {
+        fields |= {
             "rope_type": "yarn", "rotary_scaling_factor": m.yarn.factor, "mscale": m.yarn.mscale, "mscale_all_dim": m.yarn.mscale_all_dim,
         }  # fmt: skip
-    return found
+    return fields

@@ -50,8 +50,8 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
         target,
         [f"{fp8} on {gpu.name}, which has no such products"] if fp8 and (not gpu.has_fp8 or (fp8 == "mxfp8" and not blackwell)) else [],
     )
-    found = TARGETS[target](plan.require(), gpu.name)
-    return replace(found, beside=_beside(plan, target, gpu.name, found.log))
+    start = TARGETS[target](plan.require(), gpu.name)
+    return replace(start, beside=_beside(plan, target, gpu.name, start.log))
 
 
 def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
@@ -64,5 +64,5 @@ def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
         return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])
     model = plan.model if plan.model in MODELS else "config.json"
     layout = ",".join(w for w in words(plan) if w.partition("=")[0] not in _BESIDE)
-    found = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
-    return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", target, *(["--layout", layout] if layout else [])])
+    command = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
+    return shlex.join([*command, "--gbs", str(plan.global_batch), "--framework", target, *(["--layout", layout] if layout else [])])

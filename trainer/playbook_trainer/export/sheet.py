@@ -93,9 +93,9 @@ class Sheet:
         """Keys of which nothing was said: each asks for nothing at its neutral value, and cannot be said at any other;
         `reasons` tell why by key.
         """
-        said = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
+        mentioned = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
         for key in self.values:
-            if any(_covers(word, key) for word in said):
+            if any(_covers(word, key) for word in mentioned):
                 continue
             if key in self.auto:
                 self.skip(key, "auto: the target chooses")

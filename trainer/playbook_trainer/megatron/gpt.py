@@ -349,11 +349,11 @@ def _decoder_block(transformer_config: Any, parts: LocalLayers | None, vp_stage:
     every = [layer(transformer_config, parts, moe=moe) for moe in moe_layers(transformer_config)]
     layout = transformer_config.pipeline_model_parallel_layout
     if layout is not None:
-        held = layout.get_layer_id_list(vp_stage=vp_stage)
+        indices = layout.get_layer_id_list(vp_stage=vp_stage)
     else:
         first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
-        held = range(first, first + get_num_layers_to_build(transformer_config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[every[i] for i in held], layer_norm=RMSNorm)
+        indices = range(first, first + get_num_layers_to_build(transformer_config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[every[i] for i in indices], layer_norm=RMSNorm)
 
 
 def moe_layers(transformer_config: Any) -> list[bool]:

@@ -76,7 +76,7 @@ class VisionLanguageModel(GPTModel):
         *,
         positions_3N: Tensor | None = None,
         vision: VisionBatch | None = None,
-        **given: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """As GPTModel's, of tokens (1, N).
 
@@ -85,8 +85,8 @@ class VisionLanguageModel(GPTModel):
         """
         if self.pre_process:
             rows = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            given["decoder_input"], given["extra_block_kwargs"] = self.see(rows, vision)
-        return super().forward(input_ids, position_ids if positions_3N is None else positions_3N, attention_mask, **given)
+            kwargs["decoder_input"], kwargs["extra_block_kwargs"] = self.see(rows, vision)
+        return super().forward(input_ids, position_ids if positions_3N is None else positions_3N, attention_mask, **kwargs)
 
     def see(self, rows_n1D: Tensor, vision: VisionBatch | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The decoder's input with the images in their places, and what DeepStack adds to its first layers.
@@ -127,26 +127,26 @@ class RotatedSelfAttention(SelfAttention):
     that, and its exact variant reads the borders back from the device in every layer.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         """As SelfAttention's; `rotary_pos_emb` (N, 1, 1, d)."""
         self._angles = rotary_pos_emb
         try:
-            return super().forward(hidden_states, attention_mask, *args, **given)
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
         finally:
             self._angles = None
 
-    def get_query_key_value_tensors(self, *args: Any, **given: Any) -> Any:
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Queries and keys rotated, and values, each (N, 1, heads, d)."""
-        query, key, value = super().get_query_key_value_tensors(*args, **given)
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         query, key = (apply_rotary_pos_emb(t, self._angles, config=self.config, cp_group=self.pg_collection.cp) for t in (query, key))
         return query, key, value
 
 
-def _add_features(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _add_features(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Forward hook of a decoder layer: DeepStack's features of this layer, added at the visual tokens;
     the last one takes them off the way.
     """
-    features_kVD, index_V = given.get("context"), given.get("context_mask")
+    features_kVD, index_V = kwargs.get("context"), kwargs.get("context_mask")
     if features_kVD is None:
         return output
     number = layer.layer_number - 1

@@ -103,8 +103,8 @@ def _tell_schedules(config: TrainerConfig, transformer_config: Any, wrapped: lis
 def optimizer(config: TrainerConfig, wrapped: list[Any]) -> Any:
     """megatron-core's optimizer; norms, biases and other parameters of one dimension are not decayed."""
     settings = OptimizerConfig(**mapping.optimizer(config, OptimizerConfig))
-    given = inspect.signature(get_megatron_optimizer).parameters
-    more = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in given else {}
+    parameters = inspect.signature(get_megatron_optimizer).parameters
+    more = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in parameters else {}
     return get_megatron_optimizer(settings, wrapped, **more)
 
 
@@ -165,9 +165,9 @@ def own_settings(saved: Any, optim: Any) -> None:
 
     From 0.19 on, megatron-core finds a group again by its rates, and would not find those of a run with another learning rate.
     """
-    told = {key: group[key] for group in optim.param_groups for key in ("max_lr", "min_lr", "betas", "eps") if key in group}
+    settings = {key: group[key] for group in optim.param_groups for key in ("max_lr", "min_lr", "betas", "eps") if key in group}
     for group in _groups(saved):
-        group.update(told)
+        group.update(settings)
 
 
 def _groups(state: Any) -> Iterator[dict[str, Any]]:
@@ -197,26 +197,28 @@ def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
     sharded = [g for chunk in chunks for g in getattr(getattr(chunk, "param_and_grad_buffer", None), "parameter_groups", ())]
     # A chunk under Megatron-FSDP names the optimizer's shards as its parameters, beside the weights that it computes with.
     params = [t for group in sharded for t in _weights(group)] or [p for chunk in chunks for p in chunk.parameters()]
-    held = {_memory(p) for p in params}
+    weight_memory = {_memory(p) for p in params}
     buffers = [b for chunk in chunks for name in ("buffers", "expert_parallel_buffers") for b in _list(getattr(chunk, name, None))]
     buffered = [b.grad_data for b in buffers] + [group.main_grad_buffer.data for group in sharded if group.main_grad_buffer is not None]
     grads = sum(_size(data) for data in buffered if data is not None)
     if not buffered:
         grads = sum(_size(p.grad) for p in params if p.grad is not None)
-    own = [p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in held]
+    optimizer_params = [
+        p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in weight_memory
+    ]
     states = [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     sizes = {
         "param_bytes_per_rank": sum(_size(p) for p in params),
         "grad_bytes_per_rank": grads,
-        "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*own, *(t for t in states if t.numel() > 1)])),
+        "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*optimizer_params, *(t for t in states if t.numel() > 1)])),
     }
     return {**sizes, "state_bytes_per_rank": sum(sizes.values())}
 
 
 def _weights(group: Any) -> list[Any]:
     """The weights of a group of Megatron-FSDP's, as they are kept: in buffers, or as they were."""
-    kept = [getattr(group, name, None) for name in ("model_weight_buffer", "transpose_weight_buffer")]
-    return [buffer.data for buffer in kept if buffer is not None and buffer.data is not None] or list(group.params)
+    buffers = [getattr(group, name, None) for name in ("model_weight_buffer", "transpose_weight_buffer")]
+    return [buffer.data for buffer in buffers if buffer is not None and buffer.data is not None] or list(group.params)
 
 
 def _list(value: Any) -> list[Any]:
@@ -228,8 +230,8 @@ def _size(tensor: Any) -> int:
 
 
 def _memory(tensor: Any) -> int:
-    held = _held(tensor)
-    return int(held[0].untyped_storage().data_ptr()) if held else 0
+    tensors = _held(tensor)
+    return int(tensors[0].untyped_storage().data_ptr()) if tensors else 0
 
 
 def _held(tensor: Any) -> list[Any]:

@@ -172,14 +172,14 @@ class Recorder:
             return
         steps = [stats.totals.read() for stats, _, _ in self.pending]
         rows = [self._row(totals, *entry) for totals, entry in zip(steps, self.pending, strict=True)]
-        own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
-        most = torch.tensor([*own, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
+        own_ends = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
+        maxima = torch.tensor([*own_ends, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        *latest, allocated, reserved = most.tolist()
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        *latest, allocated, reserved = maxima.tolist()
         self.peak_memory = int(allocated), int(reserved)
         lasted = lengths(self._latest_s, latest)
-        self._own_s, self._latest_s = own[-1], latest[-1]
+        self._own_s, self._latest_s = own_ends[-1], latest[-1]
         for row, step, seconds in zip(rows, steps, lasted, strict=True):
             row["seconds"], row["peak_memory_bytes"] = seconds, int(allocated)
             row["mfu"] = self.utilisation(row["flops"], seconds)
@@ -305,12 +305,12 @@ def _finite(value: float) -> float | None:
 
 def _set_aside(out: Path) -> Path | None:
     """Move the files of an earlier run into a folder of their own, the first that is free; None where there are none."""
-    there = [out / name for name in ("metrics.jsonl", "summary.json", "config.yaml", "trace.json") if (out / name).is_file()]
-    if not {"metrics.jsonl", "summary.json"} & {p.name for p in there}:
+    earlier = [out / name for name in ("metrics.jsonl", "summary.json", "config.yaml", "trace.json") if (out / name).is_file()]
+    if not {"metrics.jsonl", "summary.json"} & {p.name for p in earlier}:
         return None
     folder = next(f for n in itertools.count(1) if not (f := out / f"earlier-{n}").exists())
     folder.mkdir()
-    for path in there:
+    for path in earlier:
         path.rename(folder / path.name)
     return folder
 
@@ -335,8 +335,8 @@ def _keep_until(path: Path, step: int) -> None:
     # A killed run may have left half a line at the end, a machine that lost power anything.
     whole = [line for line in lines if line.endswith("\n")]
     # Under another name first: a full disk, or an end in between, must not take what it held.
-    kept = [line for n, line in enumerate(whole, start=1) if _step_of(line, f"{path}:{n}") <= step]
-    files.replace(path, "".join(kept))
+    lines_kept = [line for n, line in enumerate(whole, start=1) if _step_of(line, f"{path}:{n}") <= step]
+    files.replace(path, "".join(lines_kept))
 
 
 def peak_memory(device: torch.device) -> tuple[int, int]:

@@ -208,7 +208,7 @@ class _Saved:
         self.now = self.peak = 0
 
     def pack(self, tensor: Tensor) -> _Held:
-        held = _Held(tensor)
+        handle = _Held(tensor)
         # Hooks see the subclass that autograd saved; only plain tensors hold memory of their own here.
         if not isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
@@ -219,8 +219,8 @@ class _Saved:
                     self.now += size
                     self.peak = max(self.peak, self.now)
                 self.live[key] = (count + 1, size)
-                weakref.finalize(held, self._drop, key)
-        return held
+                weakref.finalize(handle, self._drop, key)
+        return handle
 
     def _drop(self, key: int) -> None:
         count, size = self.live[key]
@@ -231,8 +231,8 @@ class _Saved:
             self.live[key] = (count - 1, size)
 
     @staticmethod
-    def unpack(held: _Held) -> Tensor:
-        return held.tensor
+    def unpack(handle: _Held) -> Tensor:
+        return handle.tensor
 
 
 def _stay(module: nn.Module) -> bool:
@@ -296,12 +296,12 @@ class Kernels:
 @contextmanager
 def watching_kernels() -> Iterator[Kernels]:
     """Count the kernels that run on this rank's GPU inside the block. The counts are filled in when the block ends."""
-    found = Kernels()
+    kernels = Kernels()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        yield found
+        yield kernels
         torch.cuda.synchronize()
     counted = count_kernels(list(gpu_events(profiler)))
-    found.names, found.counters = counted.names, counted.counters
+    kernels.names, kernels.counters = counted.names, counted.counters
 
 
 def gpu_events(profiler: torch.profiler.profile) -> Iterator[GpuEvent]:

@@ -102,8 +102,8 @@ class TorchEngine:
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them, gathering one tensor at a time."""
-        held = optimizer.masters(self.optim, self.parts) | self.frozen.wholes()
-        weights.save(self.model, self.axes, folder, masters=held, config=self.config)
+        masters = optimizer.masters(self.optim, self.parts) | self.frozen.wholes()
+        weights.save(self.model, self.axes, folder, masters=masters, config=self.config)
 
     def count_parameters(self) -> tuple[int, int]:
         """Number of parameters of the whole model, and of those that are trained. Counts the full model even if this rank holds a shard."""

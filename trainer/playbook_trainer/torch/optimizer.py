@@ -34,10 +34,10 @@ def split(whole: Tensor, high: Tensor, low: Tensor, second: Tensor) -> None:
     """Write float32 values into `high` (bfloat16), `low` (int16) and the signs of `second`, in place; all of one shape."""
     high.copy_(whole)
     # What is no number is one in its upper half alone: its bits depend on who casts, and a carry could make a number of them.
-    rest = (whole.view(torch.int32) - _shifted(high)).masked_fill_(whole.isnan(), 0)
-    low.copy_(rest)  # +32768 wraps
+    remainder = (whole.view(torch.int32) - _shifted(high)).masked_fill_(whole.isnan(), 0)
+    low.copy_(remainder)  # +32768 wraps
     magnitude = second.abs()
-    second.copy_(torch.where(rest > 32767, magnitude.neg(), magnitude))
+    second.copy_(torch.where(remainder > 32767, magnitude.neg(), magnitude))
 
 
 def join(high: Tensor, low: Tensor, second: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ class AdamW(torch.optim.AdamW):
                 update(p, g, m, v, group, step)
         else:
             rule = _torchs if self.moments == torch.float32 else update
-            for p, g, m, v, rest in _pieces(*tensors, low):
-                whole, grad = join(p, rest, v), g.float()
+            for p, g, m, v, low_part in _pieces(*tensors, low):
+                whole, grad = join(p, low_part, v), g.float()
                 rule(whole, grad if scale is None else grad * scale, m, v.abs_(), group, step)
-                split(whole, p, rest, v)
+                split(whole, p, low_part, v)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -313,11 +313,11 @@ def _norms(grads: list[Tensor]) -> list[Tensor]:
     """
     narrow = [g for g in grads if g.dtype == torch.bfloat16]
     wide = [g for g in grads if g.dtype != torch.bfloat16]
-    found = [
+    by_width = [
         iter(torch._foreach_norm(narrow, dtype=torch.float32) if narrow else ()),
         iter(torch._foreach_norm(wide) if wide else ()),
     ]
-    return [next(found[g.dtype != torch.bfloat16]) for g in grads]
+    return [next(by_width[g.dtype != torch.bfloat16]) for g in grads]
 
 
 def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
@@ -373,5 +373,5 @@ def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float
     begins = max(config.warmup_steps, steps - decay)
     done = min(1.0, max(0.0, (step_index - begins) / max(1, steps - begins)))
     low = config.lr * config.min_lr_ratio
-    left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
-    return low + (config.lr - low) * left
+    share = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return low + (config.lr - low) * share

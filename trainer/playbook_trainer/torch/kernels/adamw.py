@@ -17,8 +17,14 @@ BLOCK = 2048
 """Values of one program."""
 
 
-@triton.jit(do_not_specialize=["beta1", "rest1", "beta2", "rest2", "eps", "keep", "rate", "root"])
-def _adamw(p, g, m, v, low, scale, count, beta1, rest1, beta2, rest2, eps, keep, rate, root, SPLIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "keep", "rate", "root"])
+def _adamw(  # type: ignore[no-untyped-def]
+    p, g, m, v, low, scale, count, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, keep, rate, root,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program updates BLOCK values of a parameter `p`, by its gradient `g` times `scale`, its moments `m` and `v`; with SPLIT `low` holds
+    the lower 16 bits of the float32 master weight, and the sign of `v` their carry.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     grad = tl.load(g + at, mask=mask, other=0.0).to(tl.float32) * tl.load(scale)
@@ -32,8 +38,8 @@ def _adamw(p, g, m, v, low, scale, count, beta1, rest1, beta2, rest2, eps, keep,
         second = (sign & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     else:
         value = tl.load(p + at, mask=mask, other=0.0).to(tl.float32)
-    first = first * beta1 + grad * rest1
-    second = second * beta2 + grad * grad * rest2
+    first = first * beta1 + grad * one_minus_beta1
+    second = second * beta2 + grad * grad * one_minus_beta2
     value = value * keep - rate * first / (tl.sqrt(second) * root + eps)
     tl.store(m + at, first.to(m.dtype.element_ty), mask=mask)
     if SPLIT:
@@ -41,11 +47,11 @@ def _adamw(p, g, m, v, low, scale, count, beta1, rest1, beta2, rest2, eps, keep,
         # To nearest, ties to even; what is not a number stays none, instead of being rounded to another sign.
         high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         high = tl.where(value == value, high, 0x7FC0)
-        rest = bits - (high << 16)
+        low_half = bits - (high << 16)
         tl.store(p + at, high.to(tl.int16), mask=mask)
-        tl.store(low + at, rest.to(tl.int16), mask=mask)
+        tl.store(low + at, low_half.to(tl.int16), mask=mask)
         sign = second.to(tl.int32, bitcast=True)
-        second = tl.where(rest > 32767, sign | -2147483648, sign).to(tl.float32, bitcast=True)
+        second = tl.where(low_half > 32767, sign | -2147483648, sign).to(tl.float32, bitcast=True)
     else:
         tl.store(p + at, value.to(p.dtype.element_ty), mask=mask)
     tl.store(v + at, second.to(v.dtype.element_ty), mask=mask)

@@ -41,7 +41,7 @@ def attend(
 
     Shapes: q (N, H, d), k and v (M, G, d) with H a multiple of G; cu_q, cu_k int32 (segments + 1); returns (N, H, d).
     """
-    chosen = choose(backend, q_NHd, cu_q, max_q, same=cu_q is cu_k)
+    chosen = choose(backend, q_NHd, cu_q, max_q, same_documents=cu_q is cu_k)
     size, width = q_NHd.shape[2], cudnn_width(q_NHd.shape[2])
     if chosen.startswith("cudnn") and width > size:
         q, k, v = (pad(x, (0, width - size)) for x in (q_NHd, k_MGd, v_MGd))
@@ -56,7 +56,7 @@ def attend(
     return _plain(q_NHd, k_MGd, v_MGd, cu_q, cu_k, causal, scale)
 
 
-def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same: bool) -> str:
+def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same_documents: bool) -> str:
     """Which implementation runs: plain, flash, cudnn (documents of one length) or cudnn_packed.
 
     auto takes cuDNN on a Hopper or later where queries and keys are the same documents and all have one length: forward and backward
@@ -66,10 +66,10 @@ def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same: bool)
     """
     if backend == "plain" or not (q_NHd.is_cuda and q_NHd.dtype in (torch.bfloat16, torch.float16)):
         return "plain"
-    one_length = same and (cu_q.numel() - 1) * max_q == q_NHd.shape[0]
+    one_length = same_documents and (cu_q.numel() - 1) * max_q == q_NHd.shape[0]
     if backend == "cudnn":
         # Masks aligned to the ends of unequal segments (context parallelism) are flash's.
-        return "cudnn" if one_length else "cudnn_packed" if same else "flash"
+        return "cudnn" if one_length else "cudnn_packed" if same_documents else "flash"
     return "cudnn" if backend == "auto" and one_length and _is_hopper(q_NHd.device) else "flash"
 
 

@@ -48,10 +48,10 @@ def attach(model: Any, config: TrainerConfig, axes: Axes, device: torch.device) 
         return {}
     # Gradients of micro-batches are added up over the step, and this is the mean over micro-batches.
     weight = moe.aux_loss_coeff * train.micro_batch_size / train.global_batch_size
-    made = {int(n): Balance(config.model.num_experts, axes, weight, moe.bias_update_rate > 0, device) for n in model.layers}
-    for number, balance in made.items():
+    balances = {int(n): Balance(config.model.num_experts, axes, weight, moe.bias_update_rate > 0, device) for n in model.layers}
+    for number, balance in balances.items():
         model.layers[str(number)].moe.router.balance = balance
-    return made
+    return balances
 
 
 class Balance:
@@ -116,11 +116,11 @@ class _WithLoss(torch.autograd.Function):
 
 def load(layers: Mapping[int, Balance], num_layers: int, axes: Axes) -> Tensor:
     """This rank's share of the choices [L, E] of the whole model; the sum over all ranks counts each token once."""
-    found = torch.zeros(num_layers, len(next(iter(layers.values())).load_E), device=next(iter(layers.values())).load_E.device)
+    choices = torch.zeros(num_layers, len(next(iter(layers.values())).load_E), device=next(iter(layers.values())).load_E.device)
     if axes.tp.rank == 0 or axes.expert_tokens_cut:  # other tensor-parallel ranks route the same tokens
         for number, balance in layers.items():
-            found[number] = balance.load_E
-    return found
+            choices[number] = balance.load_E
+    return choices
 
 
 def reset(layers: Iterable[Balance]) -> None:

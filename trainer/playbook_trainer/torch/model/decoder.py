@@ -228,10 +228,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        held = config.num_experts // options.axes.ep.size
+        local_experts = config.num_experts // options.axes.ep.size
         width = config.expert_ffn_size // options.axes.etp.size
-        self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
-        self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
+        self.w13 = nn.Parameter(torch.empty(local_experts, 2 * width, config.hidden_size))
+        self.w2 = nn.Parameter(torch.empty(local_experts, config.hidden_size, width))
         self.product = options.expert_product or (grouped_product if options.grouped else None)
         self.ops, self.again = options.ops, "moe_act" in options.recompute
 

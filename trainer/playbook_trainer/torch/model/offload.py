@@ -79,10 +79,10 @@ class Trip:
             # An output that its own node saves would keep that node alive, were there no backward pass.
             return t if t.grad_fn is None else t.detach()
 
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, _Ticket):
-                return kept.redeem()
-            return kept if outer is None else outer[1](kept)
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, _Ticket):
+                return saved.redeem()
+            return saved if outer is None else outer[1](saved)
 
         # Only the innermost pair of hooks is called, so what stays is handed to the pair outside.
         with range_("offload"), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -100,8 +100,8 @@ class Trip:
         if storage.nbytes() < self.smallest or storage.data_ptr() in self.kept:
             return False
         # FSDP swaps gathered parameters in and out, so their set is of this moment.
-        held = (p for m in modules for p in m._parameters.values() if p is not None and not isinstance(p, DTensor))
-        return all(p.untyped_storage().data_ptr() != storage.data_ptr() for p in held)
+        parameters = (p for m in modules for p in m._parameters.values() if p is not None and not isinstance(p, DTensor))
+        return all(p.untyped_storage().data_ptr() != storage.data_ptr() for p in parameters)
 
 
 @cache

@@ -135,8 +135,8 @@ def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:
     for step in range(1, cp):
         block = _rectangle(cu_seqlens, size, cp, axis.rank, (axis.rank - step) % cp)
         receive.append(None if block is None else _block(*block))
-        given = _rectangle(cu_seqlens, size, cp, (axis.rank + step) % cp, axis.rank)
-        send.append(None if given is None else given[2:])
+        outgoing = _rectangle(cu_seqlens, size, cp, (axis.rank + step) % cp, axis.rank)
+        send.append(None if outgoing is None else outgoing[2:])
     return Ring(torch.tensor(cu, dtype=torch.int32), int(np.diff(cu).max()), receive, send)
 
 

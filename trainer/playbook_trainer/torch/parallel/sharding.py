@@ -177,18 +177,18 @@ def fill(
     axes: Axes,
     value: Callable[[str, list[int], torch.device], Tensor],
     device: torch.device | None = None,
-    put: Put = set_values,
+    write: Put = set_values,
 ) -> None:
     """Set each parameter to this rank's part of `value(name, full shape, device)`,
     drawn on `device` (by default where the parameter is).
     """
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
-        mine = part(value(name, full_shape(param, name, axes), device or local.device), name, axes)
+        local_part = part(value(name, full_shape(param, name, axes), device or local.device), name, axes)
         if isinstance(param, DTensor):
             # src_data_rank=None: every rank has the same tensor at hand, nothing is sent.
-            mine = distribute_tensor(mine, param.device_mesh, param.placements, src_data_rank=None).to_local()
-        put(name, local, (), mine)
+            local_part = distribute_tensor(local_part, param.device_mesh, param.placements, src_data_rank=None).to_local()
+        write(name, local, (), local_part)
 
 
 def initial_value(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Callable[[str, list[int], torch.device], Tensor]:

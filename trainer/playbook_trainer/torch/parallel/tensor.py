@@ -53,8 +53,8 @@ def embed(tokens_N: Tensor, weight_WD: Tensor, axes: Axes) -> Tensor:
     if tp.size == 1:
         return embedding(tokens_N, weight_WD)
     local = tokens_N - tp.rank * weight_WD.shape[0]
-    mine = (local >= 0) & (local < weight_WD.shape[0])
-    x_ND = embedding(torch.where(mine, local, 0), weight_WD) * mine.unsqueeze(1)
+    is_local = (local >= 0) & (local < weight_WD.shape[0])
+    x_ND = embedding(torch.where(is_local, local, 0), weight_WD) * is_local.unsqueeze(1)
     return leave(x_ND, axes)
 
 
