@@ -69,6 +69,7 @@ def _place() -> tuple[int, int]:
 
 
 def _run(words: list[str], rank: int, world: int) -> int:
+    """Check the configuration, then the files, then train. Returns the rank's exit code."""
     # Configuration first: a mistyped key is reported before torch has been imported.
     from playbook_trainer.config import checks, environment
     from playbook_trainer.config.tree import load, parse_overrides
@@ -125,6 +126,7 @@ def _check_files(config: TrainerConfig, rank: int) -> None:
 
 
 def _train(config: TrainerConfig, rank: int, world: int) -> int:
+    """Train, and turn the run's end or what it raises into the rank's exit code."""
     from playbook_trainer.checkpoint_files import mark_finished
     from playbook_trainer.loop import train
 

@@ -50,6 +50,7 @@ def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _L
 
 
 def _measure_rank(rank: int, degree: int, device: str, sizes: Sequence[int], out: str) -> None:
+    """Measure every collective at every size on one rank; rank 0 writes the rows, with the slowest rank's seconds, as JSON to `out`."""
     cuda = device == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
@@ -161,7 +162,8 @@ def linear() -> Iterator[dict[str, Any]]:
             x, w, g = _normal(tokens, wide_in), _normal(wide_out, wide_in), _normal(tokens, wide_out)
             passes = {"forward": lambda: x @ w.t(), "input_gradient": lambda: g @ w, "weight_gradient": lambda: g.t() @ x}  # noqa: B023
             for name, run in passes.items():
-                yield _row("linear", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase=name, tokens=tokens, wide_in=wide_in, wide_out=wide_out)  # fmt: skip
+                shape = {"tokens": tokens, "wide_in": wide_in, "wide_out": wide_out}
+                yield _row("linear", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase=name, **shape)
 
 
 def linear_fp8() -> Iterator[dict[str, Any]]:
@@ -173,7 +175,8 @@ def linear_fp8() -> Iterator[dict[str, Any]]:
         for tokens in TOKENS:
             x, w = _normal(tokens, wide_in, dtype=torch.float8_e4m3fn), _normal(wide_out, wide_in, dtype=torch.float8_e4m3fn)
             run = lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: B023, E731
-            yield _row("linear_fp8", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase="forward", tokens=tokens, wide_in=wide_in, wide_out=wide_out)  # fmt: skip
+            shape = {"tokens": tokens, "wide_in": wide_in, "wide_out": wide_out}
+            yield _row("linear_fp8", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase="forward", **shape)
 
 
 def grouped() -> Iterator[dict[str, Any]]:
@@ -269,8 +272,10 @@ def _elementwise() -> Iterator[dict[str, Any]]:
             k = 8
             place = torch.randperm(tokens * k, device="cuda")
             rows = _normal(tokens * k, width)
-            yield _row("permute", seconds(lambda: experts.spread(x.detach(), place, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
-            yield _row("unpermute", seconds(lambda: experts.collect(rows, place, None, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
+            permute = seconds(lambda: experts.spread(x.detach(), place, k))  # noqa: B023
+            unpermute = seconds(lambda: experts.collect(rows, place, None, k))  # noqa: B023
+            yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
+            yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
 
 
 def loss() -> Iterator[dict[str, Any]]:
@@ -297,7 +302,8 @@ def optimizer() -> Iterator[dict[str, Any]]:
         m, v, g = (torch.zeros(count, device="cuda", dtype=t) for t in (moments, moments, torch.bfloat16))
         p, low = torch.zeros(count, device="cuda", dtype=torch.bfloat16), torch.zeros(count, device="cuda", dtype=torch.int16)
         moved = count * (2 + 2 * (2 * m.element_size() + 4))
-        yield _row("optimizer", seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, low)), num_bytes=moved, values=count, moments=str(moments)[6:])  # noqa: B023  # fmt: skip
+        update = seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, low))  # noqa: B023
+        yield _row("optimizer", update, num_bytes=moved, values=count, moments=str(moments)[6:])
 
 
 def host() -> Iterator[dict[str, Any]]:

@@ -398,6 +398,9 @@ def clear_leftovers(root: Path) -> None:
 
 
 def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> bytes:
+    """The checkpoint's `checkpoint.json`: the header, and of each tensor the type, the shape, and the file,
+    start and length in bytes of each piece.
+    """
     tensors: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)

@@ -179,7 +179,10 @@ def _opening(trainer: Trainer, *, resumed: bool) -> Iterator[str]:
         hint = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         yield f"resumed after step {trainer.step} of {train.steps}{hint}"
     if profiling(config):
-        yield f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; leave out the section profile to train on"
+        yield (
+            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; "
+            "leave out the section profile to train on"
+        )
 
 
 def _make_engine(config: TrainerConfig, rank: int, world: int, device: torch.device) -> Engine:

@@ -107,6 +107,7 @@ def _spawned(rank: int, ranks: int, folder: str, seconds: float) -> None:
 
 
 def _rank(placed: Place, store: dist.Store, seconds: float) -> list[dict[str, Any]] | None:
+    """Measure on one rank; rank 0 returns the readings of all."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", placed.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:

@@ -286,6 +286,7 @@ def _router_problems(config: TrainerConfig) -> list[str]:
 
 
 def _recompute_problems(config: TrainerConfig) -> list[str]:
+    """Modules of selective recompute that are missing, have no counterpart in this model, or contain one another."""
     mode, names, model, problems = config.train.recompute, config.train.recompute_modules, config.model, []
     if mode == "selective" and not names:
         problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
@@ -307,6 +308,7 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
 
 
 def _freeze_problems(config: TrainerConfig) -> list[str]:
+    """Parts that cannot be frozen, because the model lacks them or nothing would be left to train."""
     frozen = config.train.freeze
     if not frozen:
         return []
@@ -327,6 +329,7 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
 
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
+    """What keeps the parts in `train.cuda_graphs` from being captured on the torch backend."""
     train, par, names = config.train, config.parallel, config.train.cuda_graphs
     if not names:
         return []
@@ -334,8 +337,8 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
     rules = {
         "a GPU is needed, and train.device is cpu": train.device == "cpu",
         "shapes must not change from batch to batch: set data.pad: true": not config.data.pad,
-        "recompute of whole layers would replay a graph whose memory is still wanted: set train.recompute: selective or none": train.recompute
-        == "full",
+        "recompute of whole layers would replay a graph whose memory is still wanted: "
+        "set train.recompute: selective or none": train.recompute == "full",
         "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in recomputed
         and "moe_router" in names,
         "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
@@ -366,6 +369,7 @@ _FP8_ELSEWHERE = {
 
 
 def _fp8_problems(config: TrainerConfig) -> list[str]:
+    """Recipes and modules of `precision.fp8` that the torch backend cannot multiply, and widths on a rank that its scales do not divide."""
     precision, model, par, problems = config.precision, config.model, config.parallel, []
     if precision.fp8 == "none":
         return []

@@ -149,6 +149,7 @@ def _gathered(config: TrainerConfig, plan: Plan, weights: memory.Weights, shards
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
+    """Bytes that a rank of a pipeline stage of the torch backend holds; `chunks` has the indices of each chunk's layers."""
     weights = memory.weights(plan, stage, chunks, whole_tower=True)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
@@ -253,6 +254,7 @@ def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
 
 
 def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
+    """Bytes that a rank of a pipeline stage of the megatron backend holds; `chunks` has the indices of each chunk's layers."""
     weights, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     placed = [list(enumerate(chunk)) for chunk in chunks]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block

@@ -563,6 +563,7 @@ def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vision_config(config: ModelConfig, vision: VisionConfig) -> dict[str, Any]:
+    """The section `vision_config` of Qwen3-VL's config.json."""
     return {
         "depth": vision.depth,
         "hidden_size": vision.hidden_size,

@@ -109,6 +109,7 @@ def vocabulary_problems(config: TrainerConfig) -> list[str]:
 
 
 def _pipeline_problems(config: TrainerConfig) -> list[str]:
+    """Layer counts per chunk in `parallel.pipeline_layout` that do not fit the stages or the model."""
     par, problems = config.parallel, []
     chunks = par.pp * par.vpp
     if par.pipeline_layout is not None:
@@ -167,9 +168,9 @@ def _router_problems(config: TrainerConfig) -> list[str]:
     top_groups, scored = model.router_group_top_k, _SCORED_EXPERTS
     if top_groups < model.router_groups and model.top_k // top_groups != scored:
         problems.append(
-            f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best experts, and "
-            f"megatron-core by its top_k // router_group_top_k = {model.top_k // top_groups} best; set model.top_k to {scored * top_groups} or "
-            f"model.router_group_top_k to {max(1, model.top_k // scored)}"
+            f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best "
+            f"experts, and megatron-core by its top_k // router_group_top_k = {model.top_k // top_groups} best; set model.top_k to "
+            f"{scored * top_groups} or model.router_group_top_k to {max(1, model.top_k // scored)}"
         )
     if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
         does = (
@@ -324,6 +325,7 @@ def _cutlass_problems(config: TrainerConfig) -> list[str]:
 
 
 def _optimizer_problems(config: TrainerConfig) -> list[str]:
+    """Precisions, shards and offloading of the optimizer that megatron-core does not combine."""
     mg, opt, problems = config.megatron, config.optimizer, []
     if opt.moments_dtype == "bf16" and not mg.precision_aware_optimizer:
         problems.append("optimizer.moments_dtype bf16 needs the precision-aware optimizer: set megatron.precision_aware_optimizer: true")
@@ -354,6 +356,7 @@ def _offloads(config: TrainerConfig) -> bool:
 
 
 def _memory_problems(config: TrainerConfig) -> list[str]:
+    """Recompute and offloading of activations that megatron-core does not combine, or that name nothing."""
     train, mg, problems = config.train, config.megatron, []
     if train.recompute == "selective" and not train.recompute_modules:
         problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
@@ -383,6 +386,7 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
 
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
+    """What keeps megatron-core from capturing CUDA graphs, or makes captured ones wrong."""
     mg, names, problems = config.megatron, config.train.cuda_graphs, []
     if mg.cuda_graph_impl in ("transformer_engine", "local") and not names:
         problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")

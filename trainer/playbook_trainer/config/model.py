@@ -98,6 +98,7 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
+        """Refuse fields that contradict one another."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0):
@@ -133,6 +134,7 @@ class ModelConfig(Strict):
         return None
 
     def _moe_problem(self) -> str | None:
+        """What is wrong with the fields of experts and of their router, if anything."""
         groups, top_groups = self.router_groups, self.router_group_top_k
         if not self.num_experts:
             expert_settings = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
@@ -146,7 +148,10 @@ class ModelConfig(Strict):
         if bool(groups) != bool(top_groups):
             return f"router_groups {groups} and router_group_top_k {top_groups} go together: set both, or neither"
         if groups and (self.num_experts % groups or top_groups > groups or self.top_k > top_groups * (self.num_experts // groups)):
-            return f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {top_groups} are kept, leave no top_k {self.top_k}"
+            return (
+                f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {top_groups} are kept, "
+                f"leave no top_k {self.top_k}"
+            )
         if self.router_bias and self.router_score != "sigmoid":
             return "router_bias needs router_score: sigmoid"
         return None

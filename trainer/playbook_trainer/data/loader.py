@@ -176,6 +176,7 @@ class Loader:
     """
 
     def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
+        """Read from row `start_row` of the run, for data-parallel rank `dp_rank` of `dp_size`."""
         train = config.train
         per_round = dp_size * train.micro_batch_size
         if train.global_batch_size % per_round:
@@ -244,6 +245,7 @@ class Loader:
         self._iterator = None
 
     def _next(self) -> Batch:
+        """The next micro-batch; takes over the counts, the lanes' places and the messages that came with it."""
         try:
             packet: _Packet = next(self._iterator)
         except RuntimeError as e:
@@ -292,6 +294,7 @@ class _MicroBatches(Dataset[_Packet]):
         self._decoder = ImageDecoder(config.data)
 
     def __getitem__(self, m: int) -> _Packet:
+        """Micro-batch `m` of this rank, counted from the loader's start, with what happened while it was made."""
         # Steps hold whole rounds of the ranks, so rounds can be counted through: step and micro-batch need not be told apart.
         mbs = self._config.train.micro_batch_size
         first = self._start + (m * self._size + self._rank) * mbs

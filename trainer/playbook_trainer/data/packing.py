@@ -140,6 +140,7 @@ class Lane(Generic[T, D]):
         seed: Sequence[int],
         state: LaneState | None = None,
     ) -> None:
+        """Lane `number` of `lanes`, from its start or from `state`; `documents(items, i)` are the documents of sample `i` of a chunk."""
         self._stream, self._documents, self._packing = stream, documents, packing
         self._number, self._lanes, self._seed = number, lanes, tuple(seed)
         self._chunk: tuple[int, Items[T]] = (-1, [])
@@ -265,6 +266,7 @@ class EpochPlan:
         return self._epochs[epoch]
 
     def _plan(self, epoch: int) -> list[list[int]]:
+        """The rows of an epoch, each as the numbers of its pieces; an empty piece stands in the row that was filled when it was drawn."""
         lengths, lost = self.sizes.lengths, list[int]()
         number = len(self.sizes.chunks) - 1
         key = order_key(*self._seed, epoch)

@@ -190,6 +190,7 @@ class LaneRows(Generic[T]):
         split: Split,
         states: Mapping[int, LaneState],
     ) -> None:
+        """Rows of a split of `data`, whose samples `documents` turns into documents; `states` say where lanes go on, by number."""
         self._lanes_in_all = config.train.global_batch_size
         self._stream = data.stream(_part(config, split), self._lanes_in_all)
         self._reader, self._states = Reader(documents, config.data), states
@@ -317,6 +318,9 @@ def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversat
     template, tokenizer = ChatTemplate(Path(data.tokenizer)), FileTokenizer(Path(data.tokenizer), model.vocab_size, prepared=True)
 
     def documents(conversation: Conversation) -> list[Document]:
+        """The conversation as a document, its targets the tokens of the answers, its image tokens repeated for each image's visual
+        tokens.
+        """
         place, files = conversation.place, conversation.images
         text, spans = template.render(conversation.messages, place, conversation.tools)
         encoded, starts = tokenizer.encode_with_places(text)
@@ -358,6 +362,7 @@ def _seed(config: TrainerConfig, split: Split) -> list[int]:
 
 
 def _check_vision(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse a model or sizes in the configuration that cannot take images."""
     if model.vision is None:
         raise ConfigError(
             f"data.kind is {data.kind}, but model {model.name} has no vision tower; take a vision-language model or data.kind=text"

@@ -56,6 +56,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: Path, vocab_size: int, *, prepared: bool = False) -> None:
+        """Read `path`; a `prepared` text (by a chat template) may name special tokens, any other has none."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as e:
@@ -104,8 +105,8 @@ class FileTokenizer:
             additions.append("a post_processor with special tokens")
         if additions:
             raise ConfigError(
-                f"{self.path} asks for {' and '.join(additions)}, and texts get none but the end here (transformers 4 and 5 differ in it): say "
-                "false in a copy"
+                f"{self.path} asks for {' and '.join(additions)}, and texts get none but the end here (transformers 4 and 5 differ in it): "
+                "say false in a copy"
             )
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
@@ -181,7 +182,8 @@ def refuse_bytes(config: TrainerConfig) -> None:
         return
     if weights_tokenizer.is_file():
         raise ConfigError(
-            f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: {weights_tokenizer}"
+            f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: "
+            f"{weights_tokenizer}"
         )
     if config.model.vocab_size > _BYTE_VOCABULARY:
         raise ConfigError(
@@ -202,6 +204,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _check_special(model: ModelConfig, least: int) -> None:
+    """Refuse special tokens of the model beyond its vocabulary, below `least`, or equal to the image token."""
     # Padding bears no loss and is attended to by nothing but padding, so its id may be any; the others must be unlike text.
     special = {"eos_token_id": (model.eos_token_id, least), "pad_token_id": (model.pad_token_id, 0)}
     special |= {

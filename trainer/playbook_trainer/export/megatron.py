@@ -212,6 +212,7 @@ def _table(sheet: Sheet, table: Sequence[Field]) -> None:
 
 
 def _model(sheet: Sheet) -> None:
+    """Sizes, vocabulary, rotary base and ties of the model."""
     model = sheet.config.model
     _table(sheet, fields.SIZES)
     sheet.put("model.vocab_size", "model", "vocab_size", model.vocab_size)
@@ -229,6 +230,7 @@ def _model(sheet: Sheet) -> None:
 
 
 def _mla(sheet: Sheet) -> None:
+    """Key-value heads, or the ranks and the stretched frequencies of multi-latent attention."""
     model, yarn = sheet.config.model, sheet.config.model.yarn
     if model.attention != "mla":
         sheet.put("model.num_kv_heads", "model", "num_query_groups", model.num_kv_heads)
@@ -254,6 +256,7 @@ def _mla(sheet: Sheet) -> None:
 
 
 def _experts(sheet: Sheet) -> None:
+    """Experts, their router and their dispatcher."""
     config, moe = sheet.config, sheet.config.moe
     shapes = (
         "model.num_experts model.top_k model.expert_ffn_size model.norm_topk_prob model.first_dense_layers model.shared_expert_ffn_size"
@@ -279,6 +282,7 @@ def _experts(sheet: Sheet) -> None:
 
 
 def _vision(sheet: Sheet) -> None:
+    """The vision tower, its special tokens, and what of a vision-language model is frozen."""
     model, freeze, lm = sheet.config.model, sheet.config.train.freeze, sheet.target == "megatron-lm"
     ids = "model.image_token_id model.vision_start_token_id model.vision_end_token_id"
     if model.vision is None:
@@ -297,6 +301,7 @@ def _vision(sheet: Sheet) -> None:
 
 
 def _data(sheet: Sheet) -> None:
+    """The data set, the tokenizer, the row length and the seed."""
     config, data, lm = sheet.config, sheet.config.data, sheet.target == "megatron-lm"
     sheet.put("data.seq_len", "model", "seq_length", data.seq_len)
     if lm:
@@ -329,6 +334,7 @@ def _data(sheet: Sheet) -> None:
 
 
 def _parallel(sheet: Sheet) -> None:
+    """Degrees of tensor, pipeline, context and expert parallelism, and what they overlap."""
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
     _table(sheet, fields.PARALLEL)
@@ -361,6 +367,7 @@ def layout(config: TrainerConfig) -> str:
 
 
 def _data_parallel(sheet: Sheet) -> None:
+    """What data-parallel ranks shard, the precision of their reductions, and what they overlap."""
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
     kind = data_parallel(config)
@@ -393,6 +400,7 @@ def _data_parallel(sheet: Sheet) -> None:
 
 
 def _precision(sheet: Sheet) -> None:
+    """Precision of weights and products: 16 bits, and recipes of 8 and 4 bits."""
     config, mg, recipe = sheet.config, sheet.config.megatron, sheet.config.precision.fp8
     half = config.train.dtype == "bf16"
     sheet.put("train.dtype", "model", "bf16", half)
@@ -425,6 +433,7 @@ def _no_fp8_param(config: TrainerConfig) -> str:
 
 
 def _memory(sheet: Sheet) -> None:
+    """Recompute and offloading of activations."""
     config, train, mg = sheet.config, sheet.config.train, sheet.config.megatron
     modules = [m for m in train.recompute_modules if m != "vision"]
     sheet.put(
@@ -449,6 +458,7 @@ def _memory(sheet: Sheet) -> None:
 
 
 def _switches(sheet: Sheet) -> None:
+    """CUDA graphs, kernels of attention, loss and elementwise work, and determinism."""
     config, train, mg = sheet.config, sheet.config.train, sheet.config.megatron
     impl = graph_impl(config)
     sheet.put("megatron.cuda_graph_impl train.cuda_graphs", "model", "cuda_graph_impl", impl)

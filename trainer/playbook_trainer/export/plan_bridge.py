@@ -55,6 +55,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 
 
 def _script(plan: Plan) -> str:
+    """The Python script that builds the plan's ConfigContainer and starts the training."""
     sections: dict[str, dict[str, str]] = {name: {} for name in ("model", *_SECTIONS)}
     for s in settings(plan, "megatron-bridge"):
         if s.field not in _FLAG_ALONE:

@@ -111,7 +111,8 @@ def _adapters(plan: Plan) -> str:
         return ""
     names = [f"{name}_proj" for group in o.lora_targets or ("attention", "mlp") for name in LORA_TARGETS.get(group, (group,))]
     lora_config = f"LoraConfig(r={o.lora}, target_modules={names!r})"
-    return f"from peft import LoraConfig, get_peft_model  # noqa: E402\n\nmodel = get_peft_model(model, {lora_config}, autocast_adapter_dtype=False)\n"
+    imports = "from peft import LoraConfig, get_peft_model  # noqa: E402\n\n"
+    return f"{imports}model = get_peft_model(model, {lora_config}, autocast_adapter_dtype=False)\n"
 
 
 def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:

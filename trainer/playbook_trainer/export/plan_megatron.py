@@ -129,6 +129,7 @@ def _vocabulary(plan: Plan) -> dict[str, Any]:
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
+    """Fields of degrees, row length, and how layers and context are split."""
     o, sizes = plan.options, chunk_sizes(plan)
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": plan.tp, "pipeline_model_parallel_size": plan.pp, "context_parallel_size": plan.cp,
@@ -166,6 +167,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
 
 
 def _switches(plan: Plan, target: Target) -> dict[str, Any]:
+    """Fields of precision, fused kernels, dispatcher, overlaps and CUDA graphs."""
     o, shape, lm = plan.options, plan.shape, target == "megatron-lm"
     fields: dict[str, Any] = {
         "bf16": True, "attention_backend": _ATTENTION[o.attention],
@@ -294,7 +296,10 @@ def flags(plan: Plan) -> list[str]:
     return [*words, "--mock-data", "--no-create-attention-mask-in-dataloader"]
 
 
-UNKNOWN = "the planner knows no rotary base, no norm's epsilon and no router's score of this model: these are the target's defaults, and change no time"
+UNKNOWN = (
+    "the planner knows no rotary base, no norm's epsilon and no router's score of this model: these are the target's defaults, and change "
+    "no time"
+)
 _CONV = 4
 """Tokens of Mamba's convolution, for which there is no field. Source: `megatron/core/ssm/mamba_mixer.py`."""
 _CLAMP = 7.0
@@ -365,6 +370,7 @@ def _activation(shape: Shape) -> dict[str, Any]:
 
 
 def _attention(shape: Shape) -> dict[str, Any]:
+    """Fields of attention: multi-latent, grouped, in windows, gated, with sinks, or linear."""
     mla, linear = shape.mla, shape.linear
     fields: dict[str, Any] = {}
     if mla:
@@ -391,6 +397,7 @@ def _attention(shape: Shape) -> dict[str, Any]:
 
 
 def _experts(shape: Shape) -> dict[str, Any]:
+    """Fields of experts and their router; none for a dense model."""
     if not shape.experts:
         return {}
     dense = shape.dense_layers

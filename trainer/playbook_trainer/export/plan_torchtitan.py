@@ -78,6 +78,7 @@ def parallelism(plan: Plan) -> dict[str, Any]:
 
 
 def _sections(plan: Plan, steps: int) -> dict[str, Any]:
+    """The sections of torchtitan's configuration, by name."""
     o, vocab, routed = plan.options, plan.shape.vocab, plan.shape.experts > 0
     backend = f', moe_comm_backend="{DISPATCHERS[o.dispatcher]}"' if routed else ""
     adamw = "default_adamw(lr=0.0003)"
@@ -115,7 +116,10 @@ def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
     if plan.seq_len % tokens:
         yield f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq"
     if plan.vpp > 1 and plan.microbatches % max(1, plan.microbatches // pp):
-        yield f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: make it a multiple of pp {pp}"
+        yield (
+            f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: "
+            f"make it a multiple of pp {pp}"
+        )
     if pp > 1 and plan.microbatches < pp:
         yield f"{plan.microbatches} micro-batches for pp {pp}; it has schedules of at least {pp}: raise gbs or lower pp"
     yield from _lacks_of_experts(plan)
@@ -124,7 +128,10 @@ def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
 def _lacks_of_experts(plan: Plan) -> Iterator[str]:
     etp = plan.tp if plan.ep == 1 else 1
     if plan.shape.experts and plan.etp != etp:
-        yield f"etp is {plan.etp} with tp {plan.tp} and ep {plan.ep}; it splits experts by tp without EP, and not at all with it: add --fix etp={etp}"
+        yield (
+            f"etp is {plan.etp} with tp {plan.tp} and ep {plan.ep}; it splits experts by tp without EP, and not at all with it: "
+            f"add --fix etp={etp}"
+        )
     if plan.options.dispatcher in ("deepep", "hybridep") and plan.ep == 1:
         yield f"dispatcher is {plan.options.dispatcher} with ep 1; it has that with ep > 1"
     if plan.options.sharding == "none" and (plan.tp * plan.cp) % plan.ep:

@@ -167,6 +167,7 @@ def change(keys: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _said(keys: Mapping[str, Any], target: Target, base: Path) -> list[str]:
+    """The settings of a target that say these keys on top of a base configuration; none where one of the keys has no words there."""
     usual = dict(leaves(load(base).model_dump(mode="json")))
     keys = {k: v for k, v in keys.items() if k != "backend"}
     tree_keys = {k: True if isinstance(usual.get(k), bool) and isinstance(v, str) else v for k, v in keys.items() if k in usual}

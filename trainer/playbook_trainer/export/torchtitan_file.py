@@ -76,7 +76,10 @@ _LACKING: tuple[tuple[Callable[[Shape], Any], str], ...] = (
     (lambda s: s.sinks and (s.heads, s.kv_heads, s.head_dim) != _HEADS, "heads of GPT-OSS other than 64 of 64 values, 8 of keys"),
     (lambda s: s.mtp and not s.mla, "prediction of more tokens without latent attention"),
     (lambda s: s.experts and not s.mla and (s.dense_layers or s.shared_ffn), "dense layers or shared experts without latent attention"),
-    (lambda s: s.mla and s.experts and (not s.shared_ffn or s.shared_ffn % s.expert_ffn), "shared experts that are no multiple of an expert"),
+    (
+        lambda s: s.mla and s.experts and (not s.shared_ffn or s.shared_ffn % s.expert_ffn),
+        "shared experts that are no multiple of an expert",
+    ),
     (lambda s: s.tied and (s.mla or s.sinks), "one matrix for embedding and output"),
 )  # fmt: skip
 """What makes a model one that it has no decoder for."""
@@ -113,14 +116,16 @@ def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     f = _family(shape)
     norms = "RMSNorm, " if f.norm.startswith("RMSNorm") else ""
     init = "_EMBEDDING_SKIP_INIT" if shape.tied else "_EMBEDDING_INIT"
+    head = f.head.replace("DIM", str(shape.hidden))
+    mtp = f"family._build_mtp_layers(layers[-1], dim={shape.hidden}, num_mtp_layers={shape.mtp})"
     layers = call(f"family.{_builder(shape)}", {**_layers(shape, fields, f, seq_len), "**backends": Code("")})
     model = {
         "vocab_size": shape.vocab, "dim": shape.hidden, **({"enable_weight_tying": True} if shape.tied else {}),
         "tok_embeddings": Code(f"Embedding.Config(num_embeddings={shape.vocab}, embedding_dim={shape.hidden}, param_init=family.{init})"),
         "norm": Code(f.norm.replace("DIM", str(shape.hidden))),
-        "lm_head": Code(f"Linear.Config(in_features={shape.hidden}, out_features={shape.vocab}, param_init={f.head.replace('DIM', str(shape.hidden))})"),
+        "lm_head": Code(f"Linear.Config(in_features={shape.hidden}, out_features={shape.vocab}, param_init={head})"),
         "layers": Code("layers"),
-        **({"mtp_layers": Code(f"family._build_mtp_layers(layers[-1], dim={shape.hidden}, num_mtp_layers={shape.mtp})")} if shape.mtp else {}),
+        **({"mtp_layers": Code(mtp)} if shape.mtp else {}),
     }  # fmt: skip
     plain = [] if shape.qk_norm or f is not _QWEN else ["    for layer in layers:", "        layer.attention.qk_norm = None"]
     return [

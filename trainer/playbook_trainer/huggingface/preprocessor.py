@@ -61,6 +61,7 @@ def pixels_of(folder: Path, vision: VisionConfig) -> Pixels:
 
 
 def _read(settings: Mapping[str, Any], path: Path, vision: VisionConfig) -> Pixels:
+    """The bounds of image sizes, in pixels; refuses settings that prepare images otherwise than training does."""
     expected = dict(_FIXED) | {theirs: getattr(vision, ours) for theirs, ours in _TOWER.items()}
     stated = {key: value for key, value in settings.items() if value is not None}
     different = [

@@ -163,6 +163,7 @@ class Writer:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         source: SourceFiles | None = None,
     ) -> None:
+        """Divide tensors of `nbytes` each into shards of at most `max_shard_bytes`; `source` says what else goes into the folder."""
         refuse_to_overwrite(folder)
         self._config, self._folder, self._nbytes, self._source = config, folder, nbytes, source or SourceFiles()
         self._bytes_of: Counter[torch.dtype] = Counter()
@@ -263,6 +264,7 @@ class Files:
     """The tensors of a folder by name, read in parts when asked for; what was read is counted."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
+        """Open every shard until `stack` closes, and note the shape and the type of each tensor."""
         shard_of = _weight_map(folder)
         names = sorted(set(shard_of.values())) if shard_of is not None else [SINGLE]
         if absent := [name for name in names if not (folder / name).is_file()]:

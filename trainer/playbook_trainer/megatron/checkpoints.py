@@ -164,6 +164,7 @@ class MegatronSaver:
 
     @torch.no_grad()
     def _load(self, folder: Path) -> None:
+        """Read the folder into the chunks and the optimizer of this rank."""
         state = self._state(loading=True)
         if self._format == "torch_dist":
             from megatron.core import dist_checkpointing

@@ -45,6 +45,7 @@ class MegatronEngine:
     """megatron-core on one rank: the protocol `Engine` by its model, schedules and optimizer."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
+        """Join the groups, build this rank's chunks and the optimizer, and give the weights their first values."""
         require(config, device, world)
         self.config, self.device = config, device
         prepare(config, device)
@@ -92,6 +93,7 @@ class MegatronEngine:
         return self._run(batches, scale, forward_only=False)
 
     def _run(self, batches: list[Inputs], scale: Tensor, *, forward_only: bool) -> Tensor:
+        """Pass the micro-batches through megatron-core's schedule. Returns the summed loss of this rank, 0 where it has no last stage."""
         # Dictionaries of tensors, which a graph of the whole iteration copies into memory that stays.
         iterators: Any = [iter([{**vars(b), "scale": scale} for b in batches]) for _ in self.chunks]
         rows, length = batches[0].tokens.shape

@@ -62,6 +62,7 @@ class Graphs:
     """
 
     def __init__(self, config: TrainerConfig, transformer_config: Any, chunks: list[Any], optim: Any) -> None:
+        """Prepare the capture by Transformer Engine, where that captures; otherwise nothing is prepared."""
         self.impl, self._step, self._chunks = fields.graph_impl(config), 0, chunks
         self._overlaps = config.megatron.overlap_param_gather and config.megatron.data_parallel == "distributed_optimizer"
         self._helper: Any = None

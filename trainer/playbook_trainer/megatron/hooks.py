@@ -127,6 +127,7 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
 
 
 def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
+    """Open the range `name` around each call of `module`; `marks` also follows it through the backward pass."""
     opened: list[range_] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -86,6 +86,7 @@ def slices(length: int, cp: Axis) -> Tensor:
 
 
 def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
+    """A micro-batch as one stream of documents, of which this context rank has its slices, filled up to lengths that divide."""
     if axes.cp.size == 1:
         share = tensor.cut(batch, axes)
         padding = None if batch.real_N is None else ~batch.real_N.unsqueeze(0)

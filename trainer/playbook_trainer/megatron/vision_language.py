@@ -38,7 +38,8 @@ def build(config: TrainerConfig, transformer_config: Any, *, pre_process: bool, 
     """
     whole = partial(VisionLanguageModel, config)
     model = build_text(
-        config, transformer_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, model=whole, position_embedding_type="none"
+        config, transformer_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, model=whole,
+        position_embedding_type="none",
     )  # fmt: skip
     freeze(model, config.train.freeze)
     compile_regions(model, config.train.compile)

@@ -177,6 +177,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pieces(model: Any, config: ModelConfig, shapes: dict[str, Shape], place: Place, name: str, shape: Shape) -> list[Piece]:
+    """The pieces of ours that fill the tensor `name` of megatron-core, of `shape` on this rank; `shapes` are those of ours."""
     if name.startswith("vision."):
         return [Piece(whole(shape), name, whole(shape))]
     if name in TOP:

@@ -104,6 +104,7 @@ class Recorder:
     """The same of the rank that was last to end the step before."""
 
     def __post_init__(self) -> None:
+        """Start the clocks; rank 0 also clears the output folder of an earlier run, and starts the trackers."""
         self.ledger, self.peak = Ledger(self.config), peak(self.device)
         self.phases["start_up"] = self.began - _process_start()
         self._restart()
@@ -207,6 +208,7 @@ class Recorder:
         self.pending.clear()
 
     def _row(self, totals: StepTotals[float], stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
+        """The line of metrics of one step, before its seconds are those of the slowest rank."""
         loss, norm = totals.loss / max(1.0, stats.labels.item()), totals.grad_norm
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         seconds, self._mark = self._between(self._mark, end), end

@@ -144,6 +144,7 @@ class Checkpointer:
         frozen: Frozen,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """Note where this rank's part of each parameter lies; `more` are further tensors, whole on every rank that has them, by name."""
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
         self._masters, self._frozen = masters(optimizer, parts), frozen
         self._put = put_into(optimizer, parts, frozen)

@@ -26,6 +26,7 @@ class TorchEngine:
     """PyTorch-native training on one rank: the protocol `Engine` by FSDP2, torch.compile and this trainer's parallel layers."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
+        """Build this rank's stage of the model, its optimizer, and what saves both."""
         self.config, self.device = config, device
         self.axes = layout.build(world, rank, config.parallel)
         self.model = build.build(config, self.axes, device)

@@ -111,6 +111,7 @@ class AdamW(torch.optim.AdamW):
         split(values, param[at], state["remainder"][at], state["exp_avg_sq"][at])
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter in place, by the fused kernel or piece by piece."""
         assert param.grad is not None
         state = self.begin(param)
         state["step"] += 1

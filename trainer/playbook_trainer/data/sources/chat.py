@@ -46,6 +46,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Path) -> None:
+        """Read the template that lies beside the tokenizer: chat_template.jinja, else tokenizer_config.json, else chat_template.json."""
         folder = tokenizer.parent
         settings = _json(folder / "tokenizer_config.json")
         source = settings.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
@@ -188,6 +189,7 @@ def _entries(file: Path) -> list[Record]:
 
 
 def _conversation(record: Record, root: Path) -> Conversation:
+    """A record of either format as a conversation; every image must be named and shown exactly once."""
     place, fields = record
     refuse_video(place, fields)
     images = fields.get("images", fields.get("image"))

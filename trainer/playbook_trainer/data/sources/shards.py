@@ -62,6 +62,7 @@ def vqa_groups(files: Sequence[Path], name: str) -> Sharded[Sample]:
 
 
 def _groups(files: Sequence[Path], columns: list[str], name: str, make: Any) -> Sharded[Any]:
+    """The row groups of Parquet files as chunks, of which only `columns` are read; `make` turns a record into a sample."""
     parquet = _parquet()
     metadata = [_metadata(parquet, file) for file in files]
     for file, m in zip(files, metadata, strict=True):
@@ -253,6 +254,7 @@ def _check_end(tar: Path, offset: int) -> None:
 
 
 def _of_members(members: list[Member]) -> Sample:
+    """The sample of the members that share a name up to the first dot."""
     place = f"{members[0].tar}:{_split(members[0].name)[0]}"
     by_kind = {_split(m.name)[1].lower(): m for m in members}
     if any(kind.rsplit(".")[-1] in _VIDEOS for kind in by_kind):

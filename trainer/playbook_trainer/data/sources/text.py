@@ -41,6 +41,7 @@ class JsonLines:
         return len(self._starts)
 
     def __getitem__(self, i: int) -> Record:
+        """The place (file and line) and the object of record `i`."""
         # Opened anew each time: workers are forks, and a shared file would have one position for all of them.
         with self._file.open("rb") as file:
             file.seek(self._starts[i])

@@ -263,6 +263,7 @@ class VqaV2:
     """
 
     def __init__(self, folder: Path, subset: str | None) -> None:
+        """Read questions and answers of the subset in `folder`; they are held as one run of UTF-8 bytes, images are opened on access."""
         self._subset = _subset(folder, subset)
         self._folder, self._images = folder, (folder / self._subset).resolve()
         if not self._images.is_dir():

@@ -22,8 +22,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     p, g, m, v, low, scale, count, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, keep, rate, root,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program updates BLOCK values of a parameter `p`, by its gradient `g` times `scale`, its moments `m` and `v`; with SPLIT `low` holds
-    the lower 16 bits of the float32 master weight, and the sign of `v` their carry.
+    """One program updates BLOCK values of a parameter `p`, by its gradient `g` times `scale`, its moments `m` and `v`; with SPLIT `low`
+    holds the lower 16 bits of the float32 master weight, and the sign of `v` their carry.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count

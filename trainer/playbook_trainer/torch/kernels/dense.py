@@ -38,8 +38,8 @@ def _norm(x, scale, out, eps, width, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _norm_backward(x, scale, grad, grad_x, grad_scale, eps, rows, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm's gradients of rows [rows, width]: one program takes every num_programs-th row, and writes its sum of the scale's gradient to
-    `grad_scale` [programs, width].
+    """The norm's gradients of rows [rows, width]: one program takes every num_programs-th row, and writes its sum of the scale's gradient
+    to `grad_scale` [programs, width].
     """
     first = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -191,7 +191,7 @@ ROWS = 8
 
 
 @triton.jit
-def _forward(h, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(h, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows) & (col < width)
@@ -201,7 +201,7 @@ def _forward(h, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # ty
 
 
 @triton.jit
-def _backward(h, grad, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_backward(h, grad, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows) & (col < width)
@@ -215,7 +215,7 @@ def _backward(h, grad, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr)
 
 
 @triton.jit
-def _weighted(h, weight, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighted_swiglu(h, weight, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows) & (col < width)
@@ -226,11 +226,11 @@ def _weighted(h, weight, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexp
 
 
 @triton.jit
-def _weighted_backward(  # type: ignore[no-untyped-def]
+def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
     h, weight, grad, out, grad_weight, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """The gradients of `_weighted`, for ROWS rows a program: of `h` [rows, 2 width] into `out`, of `weight` [rows] into `grad_weight`, from
-    `grad` [rows, width].
+    """The gradients of `_weighted_swiglu`, for ROWS rows a program: of `h` [rows, 2 width] into `out`, of `weight` [rows] into
+    `grad_weight`, from `grad` [rows, width].
     """
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = line[:, None]
@@ -275,7 +275,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         out = h_RF.new_empty((rows, width))
         if rows:
             grid, cols = _grid(rows, width)
-            _weighted[grid](h_RF, weight_R, out, rows, width, ROWS=ROWS, COLS=cols)
+            _weighted_swiglu[grid](h_RF, weight_R, out, rows, width, ROWS=ROWS, COLS=cols)
         return out
 
     @staticmethod
@@ -285,7 +285,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         out, grad_weight = torch.empty_like(h_RF), torch.empty_like(weight_R, dtype=torch.float32)
         if rows:
             (lines, _), cols = _grid(rows, width)
-            _weighted_backward[(lines,)](h_RF, weight_R, grads[0].contiguous(), out, grad_weight, rows, width, ROWS=ROWS, COLS=cols)
+            _weighted_swiglu_backward[(lines,)](h_RF, weight_R, grads[0].contiguous(), out, grad_weight, rows, width, ROWS=ROWS, COLS=cols)
         return out, grad_weight.to(weight_R.dtype)
 
 
@@ -298,7 +298,7 @@ class _Swiglu(torch.autograd.Function):
         out = h_RF.new_empty((rows, width))
         if rows:
             grid, cols = _grid(rows, width)
-            _forward[grid](h_RF, out, rows, width, ROWS=ROWS, COLS=cols)
+            _swiglu[grid](h_RF, out, rows, width, ROWS=ROWS, COLS=cols)
         return out
 
     @staticmethod
@@ -308,7 +308,7 @@ class _Swiglu(torch.autograd.Function):
         out = torch.empty_like(h_RF)
         if rows:
             grid, cols = _grid(rows, width)
-            _backward[grid](h_RF, grads[0].contiguous(), out, rows, width, ROWS=ROWS, COLS=cols)
+            _swiglu_backward[grid](h_RF, grads[0].contiguous(), out, rows, width, ROWS=ROWS, COLS=cols)
         return out
 
 
@@ -318,8 +318,8 @@ BLOCK = 4096
 
 @triton.jit
 def _stats(logits, target, row_max, exp_sum, target_logit, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each row of logits [rows, width], one program a row: its maximum, the sum of exp(logit - maximum), and the logit at `target`, 0 where
-    that is not among this rank's columns.
+    """Of each row of logits [rows, width], one program a row: its maximum, the sum of exp(logit - maximum), and the logit at `target`, 0
+    where that is not among this rank's columns.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits + row * width

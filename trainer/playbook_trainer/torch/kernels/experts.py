@@ -28,7 +28,9 @@ _TILE = 2048
 def _choose(  # type: ignore[no-untyped-def]
     scores, expert, prob, tokens, experts, K: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """The K best of each token's scores [tokens, experts], ROWS tokens a program: numbers and probabilities, best first, each [tokens, K]."""
+    """The K best of each token's scores [tokens, experts], ROWS tokens a program:
+    numbers and probabilities, best first, each [tokens, K].
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     mask = (row < tokens) & (col < experts)

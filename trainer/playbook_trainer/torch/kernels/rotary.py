@@ -19,8 +19,8 @@ def _turn(  # type: ignore[no-untyped-def]
     x, out, cos, sin, x_patch, x_head, out_patch, out_head, heads, half, fill, sign,
     TURNS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy a patch's heads [heads, 2 half], one program a patch, turned by its angles (`cos`, `sin` [P, half]; `sign` -1 turns back) with TURNS,
-    and followed by `fill` zeros.
+    """Copy a patch's heads [heads, 2 half], one program a patch, turned by its angles (`cos`, `sin` [P, half]; `sign` -1 turns back) with
+    TURNS, and followed by `fill` zeros.
     """
     patch = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]

@@ -125,6 +125,9 @@ def _transformer_engine(heads: int, kv_heads: int, head_dim: int, causal: bool, 
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Document by document through torch's own attention, with key-value heads repeated: q (N, H, d), k and v (M, G, d), returns (N, H,
+    d).
+    """
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)

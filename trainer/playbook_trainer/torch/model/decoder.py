@@ -342,6 +342,7 @@ class Decoder(nn.Module):
     """One pipeline stage: embedding (first), its layers, norm and head (last)."""
 
     def __init__(self, config: ModelConfig, options: Options | None = None) -> None:
+        """Build the layers of this rank's chunks; the embedding and the vision tower on the first stage, norm and head on the last."""
         super().__init__()
         self.config, self.options = config, options or Options()
         self.activation_dtype = torch.float32

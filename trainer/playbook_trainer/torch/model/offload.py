@@ -68,6 +68,7 @@ class Trip:
 
     @contextmanager
     def _sending(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Send what the block saves for the backward pass to the host, except what belongs to `modules`."""
         load = _Load(self.side)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 

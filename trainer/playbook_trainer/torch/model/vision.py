@@ -34,6 +34,7 @@ class VisionTower(nn.Module):
     def __init__(
         self, config: VisionConfig, out_size: int, *, recompute: bool = False, attention: str = "auto", fused: bool = False
     ) -> None:
+        """Build the tower; `out_size` is the decoder's hidden size."""
         super().__init__()
         _check(config)
         self.recompute = recompute

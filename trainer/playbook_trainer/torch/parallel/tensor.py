@@ -78,6 +78,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis, chunk: int, rows: LossRows) -> Tensor:
+        """The summed loss in nats; both gradients are made here, `chunk` tokens at a time, so that logits never exist at once."""
         loss = x_ND.new_zeros((), dtype=torch.float32)
         need = x_ND.requires_grad or weight_WD.requires_grad
         grad_x = torch.empty_like(x_ND) if need else None
