@@ -17,8 +17,8 @@ from playbook.planner.activations import FP32, Kept, layer, loss
 from playbook.planner.options import DEEPSPEED, SHARDING, Options
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
+from playbook.text import GIB as GIB
 
-GIB = 1 << 30
 PARAM_BYTES = 2
 """Bytes of a bf16 parameter."""
 

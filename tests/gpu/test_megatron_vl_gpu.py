@@ -15,7 +15,7 @@ from layout_runs import Job, difference, train_all
 from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps
 
-from playbook_app.site.figures.loss_curves import ALLOWED, distances, series_of
+from playbook_app.site.curves import ALLOWED, distances, series_of
 from playbook_app.site.parity import CURVES
 from playbook_trainer.config.tree import load, parse_overrides
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from playbook.intervals import length, subtract, union
-from playbook.kernel_names import COMMUNICATION
+from playbook.kernels import COMMUNICATION, length, subtract, union
 from playbook_trainer.observe.ranges import BACKWARD, listening
 
 # c10d operator to the name that cases use, and the share of a tensor that leaves the rank: which tensor, and the factor for n ranks.

@@ -10,13 +10,14 @@ from pydantic import BaseModel
 
 from playbook import schemas
 from playbook.cards.model import Card
+from playbook.errors import ExitCode
 from playbook.paths import data_root, in_package
 from playbook.planner.hardware.named import Hardware
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence, Machine, Run
 from playbook.text import count
 from playbook_app.cli.options import commands
-from playbook_app.cli.output import USAGE, complain, say
+from playbook_app.cli.output import complain, say
 from playbook_bench.launch.slurm import Cluster
 from playbook_trainer.config import tree
 from playbook_trainer.config.tree import TrainerConfig
@@ -48,7 +49,7 @@ def schemas_export(
         complain(f"{folder / line}")
     if lines:
         complain("run `playbook schemas export` and commit the result")
-        raise typer.Exit(USAGE)
+        raise typer.Exit(ExitCode.USAGE)
     say(f"{count(len(schema_models()), 'schema')}: no drift")
 
 

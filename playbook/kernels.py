@@ -1,9 +1,11 @@
-"""What names of kernels and operators say, for traces of either tool and for the trainer's receipt alike."""
+"""Kernels in traces of either tool and in the trainer's receipt: what their names say, and arithmetic on the intervals that they run in."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 COMMUNICATION = re.compile(
     r"nccl|rccl(?!r)|mscclKernel|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem|cross_device_reduce|(one|two)_?shot_?all_?reduce",
@@ -94,3 +96,43 @@ def kernel_class(name: str) -> str:
     outer = path.partition("<")[0]
     texts = [outer, path] if _ATEN in outer else [path]
     return next((kind for text in texts for kind, pattern in CLASSES if pattern.search(text)), OTHER)
+
+
+T = TypeVar("T", int, float)
+
+Interval = tuple[int, int]
+
+
+def union(intervals: Iterable[tuple[T, T]]) -> list[tuple[T, T]]:
+    """The intervals merged, sorted and without overlap."""
+    out: list[tuple[T, T]] = []
+    for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        if out and start <= out[-1][1]:
+            if end > out[-1][1]:
+                out[-1] = (out[-1][0], end)
+        else:
+            out.append((start, end))
+    return out
+
+
+def length(intervals: Iterable[tuple[T, T]]) -> T:
+    """Total length of intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def subtract(a: Sequence[tuple[T, T]], b: Sequence[tuple[T, T]]) -> list[tuple[T, T]]:
+    """What of `a` lies outside `b`; both sorted and without overlap."""
+    out: list[tuple[T, T]] = []
+    i = 0
+    for start, end in a:
+        while i < len(b) and b[i][1] <= start:
+            i += 1
+        at, j = start, i
+        while j < len(b) and b[j][0] < end:
+            if b[j][0] > at:
+                out.append((at, b[j][0]))
+            at = max(at, b[j][1])
+            j += 1
+        if at < end:
+            out.append((at, end))
+    return out
