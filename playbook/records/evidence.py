@@ -400,7 +400,6 @@ class Derived(Strict):
 class Evidence(Strict):
     """One verdict with everything behind it, written once."""
 
-    SCHEMA = "evidence"
     schema_version: Literal["evidence/1"] = SCHEMA_VERSION
     evidence_id: str = Field(pattern=r"^[0-9A-HJKMNP-TV-Z]{26}$")
     created: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
