@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from playbook.cards.model import SHORT_METRICS
-from playbook.errors import ConfigError, LaunchError
+from playbook.errors import ConfigError, ExitCode, LaunchError
 from playbook.records import confidential
 from playbook.records.case import Budget, Case, Delta, Guardrails, Loss
 from playbook.records.commands import Steps, Traced, fill
@@ -35,7 +35,13 @@ from playbook_bench.variants.command import Command
 from playbook_bench.variants.resolve import resolve_all
 
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
-EXIT_CODES: Mapping[Verdict, int] = {"faster": 0, "equivalent": 0, "slower": 1, "undecided": 3, "error": 5}
+EXIT_CODES: Mapping[Verdict, int] = {
+    "faster": ExitCode.DONE,
+    "equivalent": ExitCode.DONE,
+    "slower": ExitCode.REFUTED,
+    "undecided": ExitCode.UNDECIDED,
+    "error": ExitCode.FAILED,
+}
 ID = "ab"
 _OPTIONS = {
     "compare useful tokens per second instead": "--metric tokens_per_s --work any",

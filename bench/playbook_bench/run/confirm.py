@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from playbook.cards import load as cards
-from playbook.errors import StoreError
+from playbook.errors import ExitCode, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Derived, Evidence, Machine, Measured, Seconds
 from playbook.records.trace import TraceResult
@@ -29,7 +29,14 @@ from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.variants import checkout
 from playbook_bench.variants.resolve import resolve_all
 
-EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
+EXIT_CODES = {
+    "confirmed": ExitCode.DONE,
+    "measured": ExitCode.DONE,
+    "refuted": ExitCode.REFUTED,
+    "inconclusive": ExitCode.UNDECIDED,
+    "not_applicable": ExitCode.INAPPLICABLE,
+    "error": ExitCode.FAILED,
+}
 
 
 class Progress(series.Progress, Protocol):

@@ -20,8 +20,8 @@ from rich.text import Text
 from playbook import files
 from playbook.errors import ConfigError
 from playbook.records.case import Case
-from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.evidence import Check, Comparison, Curve, Evidence, Machine, Measured, Run
+from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, in_markdown, plain
 from playbook_bench import metrics

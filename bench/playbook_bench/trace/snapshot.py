@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
+from playbook.text import GIB
 
 UNRECORDED, OTHER = "unrecorded", "other"
 _MAX_EVENTS = 5_000_000
 _SITES = 10
 _FRAMES = 200
-_GIB = 1 << 30
 _MAX_SIZE = 1 << 50
 _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("optimizer", re.compile(r"/optim/|optimizer|_init_group|_multi_tensor_adam|:adamw?$", re.IGNORECASE)),
@@ -201,12 +201,12 @@ def _answer(document: Mapping[str, Any], device: int, live: list[_Allocation], r
     for event in _dicts(events):
         if event.get("action") == "oom":
             free = _size(event.get("device_free"))
-            notes.append(f"out of memory: {_size(event.get('size')) / _GIB:.2f} GiB were asked for, and the GPU had {free / _GIB:.2f} left")
+            notes.append(f"out of memory: {_size(event.get('size')) / GIB:.2f} GiB were asked for, and the GPU had {free / GIB:.2f} left")
             break
     largest, most = parts.most_common(1)[0]
     site = sites[0]
     sentence = (
-        f"The peak is {peak / _GIB:.2f} GiB on GPU {device}: {largest} {most / peak:.0%} of it; most at one line, {site.size / _GIB:.2f} GiB,"
+        f"The peak is {peak / GIB:.2f} GiB on GPU {device}: {largest} {most / peak:.0%} of it; most at one line, {site.size / GIB:.2f} GiB,"
         f" by {site.where} ({site.part})."
     )
     return Snapshot(sentence, device, peak, reserved, dict(parts.most_common()), sites, tuple(notes))
