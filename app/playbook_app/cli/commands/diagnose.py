@@ -318,7 +318,7 @@ def _log(path: Path, adapter: str | None) -> _Log:
         found = read(path, adapter, running=True)
     except NoAdapter as e:
         hint = f"this fits its lines: --log {shlex.quote(e.pattern)}" if e.pattern else "or JSON lines with step and seconds"
-        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.known}, {hint}") from None
+        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.tried}, {hint}") from None
     steps = found.steps[len(found.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
     middle = None if found.clock == "none" else median(seconds)
