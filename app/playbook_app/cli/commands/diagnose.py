@@ -200,6 +200,8 @@ def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
     gpus = _named(asked, "gpus", "gpus")
     rate = log.rate or (log.rate_of_any if gpus == 1 else None)
     tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus and log.seconds else None)
+    if log.facts.gbs and tokens and asked.model and _named(asked, "seq", "seq_len") is None:
+        return replace(asked, seq=max(1, round(tokens / log.facts.gbs)))
     if _named(asked, "gbs", "gbs") or not (tokens and asked.model):
         return asked
     each = _named(asked, "seq", "seq_len") or _SEQ
