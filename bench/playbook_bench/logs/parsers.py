@@ -334,10 +334,15 @@ def megatron(text: str) -> Iterator[Row]:
 
     Primus puts the mean so far behind an iteration's own figure: `elapsed time per iteration (ms): 1200.0/1250.3`.
     """
+    names: list[str] = []
     for number, line in lines(text):
         start = _MEGATRON.search(line)
         timed = any(name in line for name in _MEGATRON_TIMES)
         if start is not None and timed and (row := _barred(line[start.end() :])) is not None:
+            if _MEGATRON_TIMES[1] in line:  # nanotron ends a line with no bar: one that was cut off lacks names
+                names = names or list(row)
+                if list(row) != names:
+                    continue
             yield number, {"iteration": start[1], "train_iters": start[2], **{name: value.partition("/")[0] for name, value in row.items()}}
 
 
