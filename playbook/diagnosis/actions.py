@@ -66,33 +66,33 @@ def actions(where: Setting, best: Choice | None) -> list[Action]:
     base = where.plan or (best.plan if best else None)
     if base is None:
         return []
-    found = [a for make in _MAKERS for a in make(where, base)]
-    if where.plan is not None and best is not None and all(a.on != best.plan for a in found):
-        found += _layout(where, where.plan, best)
-    return [a for a in found if a.gain is None or a.gain.value >= _LEAST]
+    options = [a for make in _MAKERS for a in make(where, base)]
+    if where.plan is not None and best is not None and all(a.on != best.plan for a in options):
+        options += _layout(where, where.plan, best)
+    return [a for a in options if a.gain is None or a.gain.value >= _LEAST]
 
 
 def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
     """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
     if on.broken():
         return None
-    held = unknowns.held(on)
-    if held > max(where.question.capacity, unknowns.held(off)):  # a layout that runs fits, whatever the estimate says
+    peak_bytes = unknowns.held(on)
+    if peak_bytes > max(where.question.capacity, unknowns.held(off)):  # a layout that runs fits, whatever the estimate says
         return None
     cluster = where.question.cluster
     before, after = step_time(off, cluster).parts, step_time(on, cluster).parts
     shares = composition(before, where.seen)
-    left = changed(shares, before, after)
+    remaining = changed(shares, before, after)
     unchanged = 1 - sum(shares.values())  # what was seen and no plan knows, such as a wait for data
-    ratio = on.global_batch / off.global_batch / (unchanged * on.global_batch / off.global_batch + sum(left.values()))
-    wide = exp(spread.QUANTILE * spread.between(shares, left))
-    return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), held
+    ratio = on.global_batch / off.global_batch / (unchanged * on.global_batch / off.global_batch + sum(remaining.values()))
+    wide = exp(spread.QUANTILE * spread.between(shares, remaining))
+    return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), peak_bytes
 
 
-def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], wanted: Mapping[str, Any], **about: Any) -> Iterator[Action]:
+def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], after: Mapping[str, Any], **about: Any) -> Iterator[Action]:
     """An option of the plan: tried where it is off, and where the planner's own plan has it, what leaving it out costs."""
-    off, on = (replace(base, options=replace(base.options, **each)) for each in (plain, wanted))
-    done = all(getattr(base.options, k) == v for k, v in wanted.items())
+    off, on = (replace(base, options=replace(base.options, **each)) for each in (plain, after))
+    done = all(getattr(base.options, k) == v for k, v in after.items())
     if done and where.plan is not None:
         return
     tried = _try(where, off if done else base, on)
@@ -152,16 +152,16 @@ def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
 def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
     if where.plan is None or base.pp == 1 or base.options.backend == "torch":
         return
-    found = []
+    variants = []
     for vpp in _CHUNKS:
         on = replace(base, vpp=vpp)
         if vpp <= base.vpp or base.pp * vpp > base.shape.layers or base.microbatches % base.pp:
             continue
         tried = _try(where, base, on)
         if tried:
-            found.append((tried, on))
-    if found:
-        tried, on = max(found, key=lambda f: f[0][0].value)
+            variants.append((tried, on))
+    if variants:
+        tried, on = max(variants, key=lambda f: f[0][0].value)
         yield Action(
             "interleave", f"{on.vpp} chunks of layers on each stage", ("bubble",), base, on, tried[0], ("W4",), ("W4.b",), held=tried[1]
         )
@@ -175,8 +175,8 @@ def _batch(where: Setting, base: Plan) -> Iterator[Action]:
     before = step_time(base, where.question.cluster).parts
     shares = composition(before, where.seen)
     for factor in _BATCHES:
-        left = changed(shares, before, step_time(best.on, where.question.cluster).parts) if best else shares
-        enough = left.get("bubble", 0.0) <= _BUBBLE * sum(left.values())
+        remaining = changed(shares, before, step_time(best.on, where.question.cluster).parts) if best else shares
+        enough = remaining.get("bubble", 0.0) <= _BUBBLE * sum(remaining.values())
         if enough or (best is not None and factor * base.global_batch * base.seq_len > _MOST_TOKENS):
             break
         for rung in _from_least(where, base):
@@ -281,11 +281,11 @@ _MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
 _OF_DEGREE = {"etp": ("V12", "W5"), "tp": ("W2", "W7"), "cp": ("L1", "L5"), "vpp": ("W4",), "pp": ("V2",)}
 
 
-def _layout(where: Setting, mine: Plan, best: Choice) -> Iterator[Action]:
+def _layout(where: Setting, current: Plan, best: Choice) -> Iterator[Action]:
     """The planner's layout in place of the run's."""
-    changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(mine, k) != getattr(best.plan, k)]
-    tried = _try(where, mine, best.plan)
+    changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(current, k) != getattr(best.plan, k)]
+    tried = _try(where, current, best.plan)
     if changed and tried:
         also = tuple(dict.fromkeys(c for k in changed for c in _OF_DEGREE.get(k, ())))
         title = f"the planner's layout: {', '.join(f'{k} {getattr(best.plan, k)}' for k in changed)}"
-        yield Action("layout", title, ("exposed communication", "bubble", "memory"), mine, best.plan, tried[0], also=also, held=tried[1])
+        yield Action("layout", title, ("exposed communication", "bubble", "memory"), current, best.plan, tried[0], also=also, held=tried[1])

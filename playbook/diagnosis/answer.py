@@ -64,16 +64,16 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _
     Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
     """
     where = replace(where, seen={**(sight.of_trace(seen.trace) if seen.trace else {}), **where.seen})
-    found = _planned(where.question)
-    best = found.choices[0] if found.choices else None
-    mine = _time(where)
+    planned = _planned(where.question)
+    best = planned.choices[0] if planned.choices else None
+    current = _time(where)
     runs = published.nearest(where)
-    told = _walls(where, mine, seen)
-    time = mine or (best.time if best else None)
+    walls = _walls(where, current, seen)
+    time = current or (best.time if best else None)
     parts = sight.composition(time.parts, where.seen) if time else {}
     most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
     listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
-    first = next((w.name for w in told if w.share is not None), "") if where.seen else ""
+    first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
     return {
@@ -84,18 +84,18 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _
         },
         "measured": speed and asdict(speed),
         "predicted": {
-            "yours": mine and {**_predicted(mine, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan, q.cluster.memory_gib)},
+            "yours": current and {**_predicted(current, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan, q.cluster.memory_gib)},
             "best": best and _predicted(best.time, best.plan),
-            "nothing_fits": _obstacle(found),
+            "nothing_fits": _obstacle(planned),
         },
         "published": runs and runs.document(q),
-        "position": _position(speed, mine, best, runs),
-        "walls": [{**asdict(w), "beyond": w.beyond} for w in told],
+        "position": _position(speed, current, best, runs),
+        "walls": [{**asdict(w), "beyond": w.beyond} for w in walls],
         "walls_from": _walls_from(where, seen),
         "how_to_tell": "" if seen.trace else _how(where),
         "actions": [*_trace_first(where, speed, time, seen), *listed][:_MOST],
-        "assumptions": _assumptions(where, mine, best, seen),
-        "confidence": _confidence(where, speed, mine, runs, seen),
+        "assumptions": _assumptions(where, current, best, seen),
+        "confidence": _confidence(where, speed, current, runs, seen),
     }  # fmt: skip
 
 
@@ -132,39 +132,43 @@ def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _obstacle(found: Answer) -> dict[str, Any] | None:
-    near = found.obstacle
+def _obstacle(planned: Answer) -> dict[str, Any] | None:
+    near = planned.obstacle
     return {"settings": plain_data.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
 
 
-def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:
+def _position(speed: Measured | None, current: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:
     """Where the run stands between what was published and what is predicted, in figures and one sentence."""
     if speed is None:
         return {"of_yours": None, "of_best": None, "where": "unknown", "sentence": "no speed is given: this is what to expect"}
     value = speed.tokens_per_s_per_gpu
-    of_yours = value / mine.tokens_per_s_per_gpu.value if mine else None
+    of_yours = value / current.tokens_per_s_per_gpu.value if current else None
     of_best = value / best.speed if best else None
-    expected = mine.tokens_per_s_per_gpu if mine else best.time.tokens_per_s_per_gpu if best else None
-    said = []
+    expected = current.tokens_per_s_per_gpu if current else best.time.tokens_per_s_per_gpu if best else None
+    clauses = []
     place = runs.place(speed) if runs else None
     if runs and place is not None:
-        same = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
-        words = {-1: f"you are below {same}", 0: f"you are where {same.replace('runs', 'runs are', 1)}", 1: f"you are above {same}"}[place]
+        peers = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
+        words = {-1: f"you are below {peers}", 0: f"you are where {peers.replace('runs', 'runs are', 1)}", 1: f"you are above {peers}"}[
+            place
+        ]
         more = runs.most / value - 1
-        said.append(
+        clauses.append(
             f"{words} ({runs.shared}, {_range(runs)}{f'; the fastest of them is {more:.0%} faster than you' if more > _EVEN else ''})"
         )
     if expected:
         share = value / expected.value
         inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
-        said.append(f"{share:.0%} of the prediction for {'your layout' if mine else 'the fastest layout'}, {inside} its 80 % interval")
-    if mine and best:
-        said.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
+        clauses.append(
+            f"{share:.0%} of the prediction for {'your layout' if current else 'the fastest layout'}, {inside} its 80 % interval"
+        )
+    if current and best:
+        clauses.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
     if runs and runs.predicted and expected:
         low, high = (f"{share:.0%}" for share in runs.predicted)
-        said.append(f"the planner predicts those runs at {low if low == high else f'{low} to {high}'} of their speed")
+        clauses.append(f"the planner predicts those runs at {low if low == high else f'{low} to {high}'} of their speed")
     where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
-    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
+    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(clauses) or "nothing to compare with"}
 
 
 def _range(runs: published.Published) -> str:
@@ -173,12 +177,12 @@ def _range(runs: published.Published) -> str:
     return f"{low if low == high else f'{low} to {high}'} {unit}"
 
 
-def _walls(where: Setting, mine: StepTime | None, seen: Seen) -> list[likely_walls.Wall]:
+def _walls(where: Setting, current: StepTime | None, seen: Seen) -> list[likely_walls.Wall]:
     """The walls of what runs; none where neither its layout is known nor anything was seen of it."""
     if seen.trace:
         return likely_walls.traced(seen.trace)
-    if where.plan and mine:
-        return likely_walls.predicted(mine, where.plan, where.question.cluster, where.seen)
+    if where.plan and current:
+        return likely_walls.predicted(current, where.plan, where.question.cluster, where.seen)
     return likely_walls.only(where.seen)
 
 
@@ -194,8 +198,8 @@ def _walls_from(where: Setting, seen: Seen) -> str:
 def _how(where: Setting) -> str:
     """The commands that measure the walls."""
     q = where.question
-    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.option]
-    return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(asked)} --trace step.sqlite"
+    command = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.option]
+    return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(command)} --trace step.sqlite"
 
 
 @dataclass(frozen=True)
@@ -282,33 +286,33 @@ def _capped(action: Action, light: _Light) -> bool:
     return action.gain is not None and light.most is not None and not beyond and light.most < action.gain.value
 
 
-def _claim(said: Said) -> dict[str, Any]:
-    return {k: v for k, v in asdict(said).items() if k not in ("effect", "case")} | {"limits": list(said.limits)}
+def _claim(claim: Said) -> dict[str, Any]:
+    return {k: v for k, v in asdict(claim).items() if k not in ("effect", "case")} | {"limits": list(claim.limits)}
 
 
 def _tests(action: Action, claims: list[Said], changed: Changed) -> list[str]:
     """The commands that test an action: on the trainer of the run, and the claim that speaks for it where one has a case."""
     words = " ".join(changed.flags)
-    left = f" (without {' '.join(changed.without)})" if changed.without else ""
+    without = f" (without {' '.join(changed.without)})" if changed.without else ""
     variables = f"env {' '.join(changed.environment)} " if changed.environment else ""
-    own = [f"playbook ab -- COMMAND --vs {variables}COMMAND {words}{left}".rstrip()] if words or left or variables else []
+    commands = [f"playbook ab -- COMMAND --vs {variables}COMMAND {words}{without}".rstrip()] if words or without or variables else []
     case = next((s for s in claims if s.case and s.id in (*action.measures, *action.also)), None)
-    return [*own, *([f"playbook confirm {case.card}/{case.id}"] if case else [])]
+    return [*commands, *([f"playbook confirm {case.card}/{case.id}"] if case else [])]
 
 
-def _assumptions(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[str]:
-    time = mine or (best.time if best else None)
-    known = [] if where.known else ["your layout is unknown: compared with the fastest; name what you run, such as tp=2 and ep=8"]
-    return list(dict.fromkeys([*known, *where.assumed, *seen.notes, *(time.assumptions if time else ())]))
+def _assumptions(where: Setting, current: StepTime | None, best: Choice | None, seen: Seen) -> list[str]:
+    time = current or (best.time if best else None)
+    unknown_layout = [] if where.known else ["your layout is unknown: compared with the fastest; name what you run, such as tp=2 and ep=8"]
+    return list(dict.fromkeys([*unknown_layout, *where.assumed, *seen.notes, *(time.assumptions if time else ())]))
 
 
 def _confidence(
-    where: Setting, speed: Measured | None, mine: StepTime | None, runs: published.Published | None, seen: Seen
+    where: Setting, speed: Measured | None, current: StepTime | None, runs: published.Published | None, seen: Seen
 ) -> dict[str, Any]:
     """How much is known, and what would raise it."""
     lacks = [
         *(["a speed"] if speed is None else []),
-        *(["the layout"] if mine is None else []),
+        *(["the layout"] if current is None else []),
         *(["a trace"] if not where.seen else []),
         *(["a published run of this model on this GPU at a like length"] if runs is None or runs.by != "tokens" else []),
     ]
@@ -322,7 +326,7 @@ def _confidence(
     over = unknowns.over(where.plan, where.question.cluster.memory_gib) if where.plan else ""
     if over:
         doubts.append(f"your layout {over}: is it what runs?")
-    if mine and speed and speed.tokens_per_s_per_gpu > mine.tokens_per_s_per_gpu.high:
+    if current and speed and speed.tokens_per_s_per_gpu > current.tokens_per_s_per_gpu.high:
         doubts.append("the run is faster than its layout is predicted to be: is that layout what runs?")
     level = "low" if doubts else ("high", "medium", "medium", "low", "low")[len(lacks)]
     return {"level": level, "unknown": lacks, "warnings": [*warnings, *doubts]}

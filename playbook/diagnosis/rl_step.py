@@ -130,5 +130,5 @@ def engine(shape: Shape, tp: int) -> Engine:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if 2 * len(known) > len(values) else None
+    present = [v for v in values if v is not None]
+    return median(present) if 2 * len(present) > len(values) else None

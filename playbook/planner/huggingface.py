@@ -94,8 +94,8 @@ class Fields:
     def checked(self, shape: Shape) -> Shape:
         """The shape, if nothing was missing and no count that divides is zero."""
         if self.missing:
-            asked = ", ".join(_HINTS.get(name, name) for name in self.missing)
-            raise ConfigError(f"{asked} missing; add {'it' if len(self.missing) == 1 else 'them'}")
+            questions = ", ".join(_HINTS.get(name, name) for name in self.missing)
+            raise ConfigError(f"{questions} missing; add {'it' if len(self.missing) == 1 else 'them'}")
         low = [k for k in ("layers", "heads", "kv_heads", "hidden", "vocab", "head_dim") if getattr(shape, k) < 1]
         if low or shape.layers > DEEPEST:
             raise ConfigError(f"{', '.join(low) or 'layers'} out of range; expected 1 or more, and at most {DEEPEST} layers")
@@ -112,15 +112,15 @@ def from_huggingface(config: Config, source: str) -> Shape:
     """
     decoder, tower = _decoder(config)
     kind = str(decoder.get("model_type"))[:40]
-    known = _TYPES.get(kind)
-    c = Fields({**(known or {}), **{k: v for k, v in decoder.items() if v is not None}})
-    foreign = sorted(k[:40] for k, v in decoder.items() if v and _FOREIGN.search(k)) if known is None else []
+    handler = _TYPES.get(kind)
+    c = Fields({**(handler or {}), **{k: v for k, v in decoder.items() if v is not None}})
+    foreign = sorted(k[:40] for k, v in decoder.items() if v and _FOREIGN.search(k)) if handler is None else []
     if foreign:
         raise ConfigError(f"model_type '{kind}'{_unknown(kind)}, and {', '.join(foreign[:5])} tell of layers that have no arithmetic here")
     try:
-        return c.checked(_shape(c, source, tower, known=known is not None))
+        return c.checked(_shape(c, source, tower, known=handler is not None))
     except ConfigError as e:
-        if known is None and c.missing:
+        if handler is None and c.missing:
             raise ConfigError(f"model_type '{kind}'{_unknown(kind)}, so that its fields have to say all: {e}") from e
         raise
 

@@ -90,5 +90,5 @@ def min_gpus(*, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
 
 def cp_for(seq_len: int) -> int:
     """CP by the sizing rule: the sequence over 4096 tokens, rounded up to a power of two."""
-    wanted = -(-seq_len // CP_SHARD_TOKENS)
-    return 1 << max(0, wanted - 1).bit_length()
+    shards = -(-seq_len // CP_SHARD_TOKENS)
+    return 1 << max(0, shards - 1).bit_length()

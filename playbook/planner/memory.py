@@ -157,19 +157,19 @@ def stages(plan: Plan) -> list[StageBytes]:
 def each_stage(plan: Plan) -> Iterator[StageBytes]:
     """The same one by one: who asks whether a plan fits need not know the stages after one that does not."""
     placed = _placed(plan.shape, plan.pp, plan.vpp)
-    kept = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
+    bytes_of = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
     o = plan.options
-    held = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen)
+    weights_of = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen)
     for stage, chunks in enumerate(placed):
-        yield _stage(plan, stage, held[stage], [[(n, kept[i]) for i, n in chunk] for chunk in chunks])
+        yield _stage(plan, stage, weights_of[stage], [[(n, bytes_of[i]) for i, n in chunk] for chunk in chunks])
 
 
 def least(plan: Plan) -> float:
     """Bytes of the fullest stage's states with the optimizer where the plan has it: under the peak, whatever the batch."""
     o = plan.options
     most = 0.0
-    for held in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen):
-        parameters_, gradients, optimizer = state_bytes(plan, held)
+    for stage_weights in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen):
+        parameters_, gradients, optimizer = state_bytes(plan, stage_weights)
         away = _on_host(plan, parameters_, gradients, optimizer)
         parameters_ = (parameters_ - away.parameters) * (not o.fp8_params)
         most = max(most, parameters_ + gradients - away.gradients + optimizer - away.optimizer)
@@ -273,7 +273,7 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. Where
     parameters are their own master copy, their gradients wait unsharded for the last micro-batch in a pipeline; a base under adapters is bf16 there too.
     """
-    o, own, split = plan.options, own_master(plan.options), SHARDING.get(plan.options.sharding, SHARDING["none"])
+    o, is_master, split = plan.options, own_master(plan.options), SHARDING.get(plan.options.sharding, SHARDING["none"])
     over, whole = shards(plan), dict.fromkeys(("dense", "experts"), 1)
     frozen = {"dense": held.frozen_dense, "experts": held.frozen_experts}
     trained = {"dense": held.dense + held.adapters - held.frozen_dense, "experts": held.experts - held.frozen_experts}
@@ -281,14 +281,14 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     def each(counts: Mapping[str, int], divided: Mapping[str, int]) -> float:
         return sum(counts[k] / divided[k] for k in counts)
 
-    stored = over if own or split.parameters else whole
-    width = plan.master_bytes if own else PARAM_BYTES
+    stored = over if is_master or split.parameters else whole
+    width = plan.master_bytes if is_master else PARAM_BYTES
     params = width * each(trained, stored) + (PARAM_BYTES if o.lora else width) * each(frozen, stored)
     if o.base:
         quantised = {"dense": held.linear - held.experts, "experts": held.experts}
         params -= (PARAM_BYTES - BASE_BYTES[o.base]) * each(quantised, stored)
-    grads = each(trained, over if (own or split.gradients) and not (own and plan.pp > 1) else whole)
-    return params, plan.grad_bytes * grads, ((0 if own else plan.master_bytes) + 2 * plan.moment_bytes) * each(trained, over)
+    grads = each(trained, over if (is_master or split.gradients) and not (is_master and plan.pp > 1) else whole)
+    return params, plan.grad_bytes * grads, ((0 if is_master else plan.master_bytes) + 2 * plan.moment_bytes) * each(trained, over)
 
 
 BASE_BYTES = {"nf4": 0.5 + FP32 / 64}
@@ -297,31 +297,31 @@ BASE_BYTES = {"nf4": 0.5 + FP32 / 64}
 Source: QLoRA, arXiv 2305.14314, section 3; bitsandbytes, `functional.py` (`quantize_4bit`), whose second quantisation of scales transformers leaves off."""
 
 
-def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
+def _stage(plan: Plan, stage: int, stage_weights: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
     last = stage == plan.pp - 1
-    params, grads, optimizer = state_bytes(plan, held)
-    copies = fp8_weights(plan, held)
+    params, grads, optimizer = state_bytes(plan, stage_weights)
+    copies = fp8_weights(plan, stage_weights)
     if plan.options.fp8_params:
         params -= PARAM_BYTES * copies / max(fp8_copies(plan.options.fp8), 1)
     away = _on_host(plan, params, grads, optimizer)
-    found = _alive(plan, stage, chunks)
+    live = _alive(plan, stage, chunks)
     alone = not plan.options.compiled and plan.options.backend == "torch" and plan.options.sharding == "none"
     return StageBytes(
         stage=stage,
         layers=sum(count for chunk in chunks for count, _ in chunk) - (plan.shape.mtp if last else 0),
-        in_flight=found.in_flight,
-        held=held.dense + held.experts,
+        in_flight=live.in_flight,
+        held=stage_weights.dense + stage_weights.experts,
         parameters=params - away.parameters,
         gradients=grads - away.gradients,
         optimizer=optimizer - away.optimizer,
         fp8_weights=copies,
-        gathered=gathered(plan, held, PARAM_BYTES),
-        activations=found.on_gpu,
+        gathered=gathered(plan, stage_weights, PARAM_BYTES),
+        activations=live.on_gpu,
         loss=loss(plan) if last else 0.0,
-        replayed=found.again,
+        replayed=live.again,
         workspace=PLAIN_BYTES if alone else WORKSPACE_BYTES,
         grown=grads - away.gradients if alone and plan.microbatches == 1 else 0.0,
-        host=found.host + away.host,
+        host=live.host + away.host,
     )
 
 
@@ -352,20 +352,24 @@ def _on_host(plan: Plan, params: float, grads: float, optimizer: float) -> Offlo
     """
     o, share = plan.options, plan.options.optimizer_offload / 100
     if o.backend == "torch":
-        own = own_master(o)
-        params, grads = params if own else 0.0, grads if own or SHARDING[o.sharding].gradients else 0.0
-        there = params + grads + optimizer if own else HOST_BYTES * optimizer / (plan.master_bytes + 2 * plan.moment_bytes)
-        return Offloaded(*(share * n for n in (params, grads, optimizer, there)))
+        is_master = own_master(o)
+        params, grads = params if is_master else 0.0, grads if is_master or SHARDING[o.sharding].gradients else 0.0
+        host_bytes = params + grads + optimizer if is_master else HOST_BYTES * optimizer / (plan.master_bytes + 2 * plan.moment_bytes)
+        return Offloaded(*(share * n for n in (params, grads, optimizer, host_bytes)))
     each = plan.master_bytes + 2 * plan.moment_bytes
     leaving = each if o.precision_aware else 2 * plan.moment_bytes
     return Offloaded(0.0, 0.0, optimizer * share * leaving / each, HOST_BYTES * optimizer / each * share)
 
 
-def fp8_weights(plan: Plan, held: Weights) -> float:
+def fp8_weights(plan: Plan, stage_weights: Weights) -> float:
     """Bytes of the copies of a rank's weights for 8-bit products; full sharding shards them too."""
     copies = fp8_copies(plan.options.fp8)
     each = plan.master_bytes if plan.options.backend == "torch" else PARAM_BYTES
-    return copies * held.linear * state_bytes(plan, held)[0] / (each * max(1, held.dense + held.experts)) if copies else 0.0
+    return (
+        copies * stage_weights.linear * state_bytes(plan, stage_weights)[0] / (each * max(1, stage_weights.dense + stage_weights.experts))
+        if copies
+        else 0.0
+    )
 
 
 def fp8_copies(recipe: str) -> float:

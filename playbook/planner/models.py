@@ -152,11 +152,11 @@ def _published() -> dict[str, dict[str, Any]]:
 
 def fields_of(name: str) -> Config:
     """The published fields of a model known by name, as its file here has them; none for another name."""
-    known = named(name)
-    if known in _files():
-        fields: Config = read(_files()[known])[0]
+    preset = named(name)
+    if preset in _files():
+        fields: Config = read(_files()[preset])[0]
         return fields
-    return {k: v for k, v in _table()["models"].get(known, {}).items() if k not in _OURS}
+    return {k: v for k, v in _table()["models"].get(preset, {}).items() if k not in _OURS}
 
 
 def from_file(path: Path) -> Shape:

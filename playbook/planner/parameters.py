@@ -98,18 +98,18 @@ def adapters(shape: Shape, index: int, options: Options) -> tuple[Adapter, ...]:
     fused = frozenset(names) & LORA_TARGETS.keys() if not torch else frozenset()
     mixer, ffn = parts(shape, index)
     covered = {n for group in fused for n in LORA_TARGETS[group]}
-    found = [
+    beside = [
         *(_attention_adapters(shape, mixer, "attention" in fused, single - covered) if mixer else ()),
         *(_mlp_adapters(shape.hidden, shape.ffn, shape.up, "mlp" in fused, single - covered) if ffn == "mlp" else ()),
     ]
     if ffn == "experts":
         if shape.shared_ffn:
-            found += _mlp_adapters(shape.hidden, shape.shared_ffn, shape.up, "mlp" in fused, single - covered)
+            beside += _mlp_adapters(shape.hidden, shape.shared_ffn, shape.up, "mlp" in fused, single - covered)
         if "experts" in names:
             pairs = shape.experts if torch else 1
             wide, inner = shape.expert_hidden, shape.expert_ffn
-            found += [Adapter("experts", wide, shape.up * inner, pairs, shape.top_k), Adapter("experts", inner, wide, pairs, shape.top_k)]
-    return tuple(found)
+            beside += [Adapter("experts", wide, shape.up * inner, pairs, shape.top_k), Adapter("experts", inner, wide, pairs, shape.top_k)]
+    return tuple(beside)
 
 
 def _attention_adapters(shape: Shape, mixer: str, fused: bool, single: frozenset[str]) -> Iterator[Adapter]:

@@ -43,7 +43,7 @@ def string(sizes: Sequence[int], mtp: int = 0) -> str:
     Source: Megatron-LM, `megatron/core/transformer/pipeline_parallel_layer_layout.py` (`parse_str_to_list`, `validate_layer_layout`).
     """
     first, *middle = [f"{_layers(n)}|" for n in sizes[:-1]] or [""]
-    runs = ((chunk, len(list(same))) for chunk, same in groupby(middle))
+    runs = ((chunk, len(list(group))) for chunk, group in groupby(middle))
     return f"E{first}{''.join(f'({c})*{n}' if n > 2 else c * n for c, n in runs)}{_layers(sizes[-1])}{'m' * mtp}L"
 
 
@@ -70,14 +70,14 @@ def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: 
         return [min(microbatches, pp - stage + (1 if overlap and pp > 1 else 0))]
     alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + (1 if overlap else 0))
     # The peak comes after `alive` forwards or within one turn of the chunks, so later microbatches need no place in the order.
-    order, held = _order(min(microbatches, alive + 2 * pp), vpp, pp, alive)
-    return _heaviest(list(held), order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else list(held)
+    order, counts = _order(min(microbatches, alive + 2 * pp), vpp, pp, alive)
+    return _heaviest(list(counts), order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else list(counts)
 
 
-def _heaviest(held: list[int], order: Sequence[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
+def _heaviest(counts: list[int], order: Sequence[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
     """What is held at the peak once each backward, through the chunks from last to first, makes room for one forward."""
-    peak, most = held, sum(n * size for n, size in zip(held, sizes, strict=True))
-    now, weight = list(held), most
+    peak, most = counts, sum(n * size for n, size in zip(counts, sizes, strict=True))
+    now, weight = list(counts), most
     for back, forth in zip(order, order[alive : alive + turn], strict=False):
         back = len(sizes) - 1 - back
         now[back], weight = now[back] - 1, weight - sizes[back]

@@ -95,9 +95,9 @@ class Plan:
         Raises:
             ConfigError: it breaks one.
         """
-        found = self.broken()
-        if found:
-            raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in found))
+        problems = self.broken()
+        if problems:
+            raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
         return self
 
 
@@ -181,15 +181,15 @@ def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
     """
     backend = values.get("backend", "megatron")
     named = values.get("sharding", "fsdp2" if backend == "torch" else "")
-    found = {**values, **({"sharding": SHARDING_WORDS.get(backend, {}).get(named, named)} if named else {})}
+    settings = {**values, **({"sharding": SHARDING_WORDS.get(backend, {}).get(named, named)} if named else {})}
     if named == HYBRID and "optimizer_instances" not in values:
         gpus, pp = (whole(key, values.get(key, "1")) for key in ("gpus", "pp"))
-        found["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
-    if "ulysses" in found:
-        found |= _heads_apart(found.pop("ulysses"), found)
+        settings["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
+    if "ulysses" in settings:
+        settings |= _heads_apart(settings.pop("ulysses"), settings)
     if backend == "torch" and named in DEEPSPEED:
-        found.setdefault("grad_bytes", "2")
-    return found
+        settings.setdefault("grad_bytes", "2")
+    return settings
 
 
 def _heads_apart(text: str, values: Mapping[str, str]) -> dict[str, str]:

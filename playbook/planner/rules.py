@@ -100,8 +100,8 @@ class Case:
 
     def unknown(self, key: str) -> list[str]:
         """Names given for an option that it does not take."""
-        given = getattr(self.o, key)
-        return sorted(({given} - {""} if isinstance(given, str) else set(given)) - LABELS[key])
+        value = getattr(self.o, key)
+        return sorted(({value} - {""} if isinstance(value, str) else set(value)) - LABELS[key])
 
     @property
     def model(self) -> Shape:
@@ -156,8 +156,8 @@ class Words:
 
     def say(self, rule: Rule, case: Case) -> str:
         """What a rule says about a case: what was found, and what to do."""
-        found = rule.found if isinstance(rule.found, str) else rule.found(case)
-        return f"{found}; {rule.advice.format_map(_Names(case, self))}"
+        what = rule.found if isinstance(rule.found, str) else rule.found(case)
+        return f"{what}; {rule.advice.format_map(_Names(case, self))}"
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def broken(case: Case, rules: Iterable[Rule], *, words: Words = OWN, stated: Con
 
     `stated` are the settings that are known; a rule that speaks of another one is left out.
     """
-    known = rules if stated is None else (rule for rule in rules if rule.stated_in(stated))
-    return [words.say(rule, case) for rule in known if rule.holds(case)]
+    stated_rules = rules if stated is None else (rule for rule in rules if rule.stated_in(stated))
+    return [words.say(rule, case) for rule in stated_rules if rule.holds(case)]
 
 
 _LOW = ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")

@@ -109,11 +109,11 @@ class Shape:
 
     def __hash__(self) -> int:
         """Computed once: a search looks thousands of things up by shape."""
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = hash(tuple(getattr(self, f.name) for f in fields(self)))
-            self.__dict__["_hash"] = known
-        return known
+        cached_hash: int | None = self.__dict__.get("_hash")
+        if cached_hash is None:
+            cached_hash = hash(tuple(getattr(self, f.name) for f in fields(self)))
+            self.__dict__["_hash"] = cached_hash
+        return cached_hash
 
     @property
     def up(self) -> int:

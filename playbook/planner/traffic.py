@@ -35,10 +35,10 @@ def per_layer(plan: Plan, index: int) -> dict[str, Sent]:
     """What one layer sends per microbatch, by kind of parallelism; kinds of degree one are left out."""
     mixer, ffn = parts(plan.shape, index)
     blocks = bool(mixer) + (ffn == "mlp" or (ffn == "experts" and plan.shape.shared_ffn > 0))
-    found = {"tp": tensor(plan, blocks), "cp": context(plan) if mixer == "attention" else Sent(0, 0)}
+    by_kind = {"tp": tensor(plan, blocks), "cp": context(plan) if mixer == "attention" else Sent(0, 0)}
     if ffn == "experts":
-        found |= {"ep": experts(plan), "etp": expert_tensor(plan)}
-    return {kind: sent for kind, sent in found.items() if sent.total}
+        by_kind |= {"ep": experts(plan), "etp": expert_tensor(plan)}
+    return {kind: sent for kind, sent in by_kind.items() if sent.total}
 
 
 def tensor(plan: Plan, blocks: int) -> Sent:
@@ -135,13 +135,13 @@ def traffic(plan: Plan) -> dict[str, Any]:
     kinds = {_NAMES.get(halves, " and ".join(filter(None, halves)) + " layer"): i for halves, i in first.items()}
     kinds = kinds if len(kinds) > 1 else {"layer": 0}
     sent = [
-        {"what": kind, "per": f"{name} and microbatch", "forward": found.forward, "backward": found.backward}
+        {"what": kind, "per": f"{name} and microbatch", "forward": bytes_sent.forward, "backward": bytes_sent.backward}
         for name, index in kinds.items()
-        for kind, found in per_layer(plan, index).items()
+        for kind, bytes_sent in per_layer(plan, index).items()
     ]
     if plan.pp > 1:
-        found = boundary(plan)
-        sent.append({"what": "pp", "per": "chunk boundary and microbatch", "forward": found.forward, "backward": found.backward})
+        bytes_sent = boundary(plan)
+        sent.append({"what": "pp", "per": "chunk boundary and microbatch", "forward": bytes_sent.forward, "backward": bytes_sent.backward})
     chunks = pipeline.indices(pipeline.split(plan.shape.layers, plan.pp, plan.vpp), plan.pp, 0)
     step = data_parallel(plan, memory.weights(plan, 0, chunks))
     sent.append({"what": "dp", "per": "step", "forward": step["parameters"], "backward": step["gradients"]})

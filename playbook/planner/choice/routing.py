@@ -76,12 +76,12 @@ def measured(text: str) -> Routing:
             raise ConfigError(f"imbalance is '{plain}'; expected a ratio from 1 to {_MOST:g}: tokens of the fullest rank over the mean")
         return Routing("routing, stated", rank=rank)
     path = Path(plain)
-    found = of_run(path)
-    if found is None:
+    routing = of_run(path)
+    if routing is None:
         raise ConfigError(
             f"imbalance {str(path)[:200]}: no step with an expert_load; expected a ratio such as 1.35, or a run with moe.load_every"
         )
-    return found
+    return routing
 
 
 def of_run(path: Path) -> Routing | None:
@@ -114,9 +114,9 @@ def _load(line: str) -> dict[str, float]:
     except (ValueError, RecursionError):
         return {}
     load = data.get("expert_load") if isinstance(data, dict) else None
-    found = {
+    loads = {
         k: float(v)
         for k, v in (load.items() if isinstance(load, dict) else ())
         if (k == _EXPERT or _RANK.fullmatch(k)) and isinstance(v, int | float) and not isinstance(v, bool) and 1 <= v <= _MOST
     }
-    return found if _EXPERT in found else {}
+    return loads if _EXPERT in loads else {}

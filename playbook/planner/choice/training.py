@@ -54,5 +54,5 @@ def by_gpus(question: Question, numbers: Sequence[int], anchor: Path | None = No
         ConfigError: the question cannot be asked.
     """
     for gpus in numbers:
-        found = plan_layouts(replace(question, gpus=gpus), 1)
-        yield anchored(found, anchor, with_published=with_published) if anchor or with_published else found
+        answer = plan_layouts(replace(question, gpus=gpus), 1)
+        yield anchored(answer, anchor, with_published=with_published) if anchor or with_published else answer

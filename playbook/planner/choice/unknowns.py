@@ -52,8 +52,8 @@ def chunked(plan: Plan, stated: Container[str]) -> tuple[Plan, tuple[str, ...]]:
     likeliest = plan.vpp if "vpp" in stated else chunks(plan)[0]
     if likeliest == plan.vpp:
         return plan, ()
-    said = f"vpp unknown: {likeliest}, the most chunks that balance {plan.shape.layers} layers on {plan.pp} stages"
-    return replace(plan, vpp=likeliest), (said,)
+    message = f"vpp unknown: {likeliest}, the most chunks that balance {plan.shape.layers} layers on {plan.pp} stages"
+    return replace(plan, vpp=likeliest), (message,)
 
 
 def _fullest(layers: int, pp: int, vpp: int) -> int:
@@ -86,8 +86,8 @@ def fitted(plan: Plan, gpu_gib: float, stated: Container[str]) -> tuple[Plan, tu
     Where nothing fits, the plan that needs the least comes back.
     """
     tries = list(_tries(plan, stated))
-    found = next((p for p in tries if fits(p, gpu_gib)), None) or min(tries, key=held)
-    return found, tuple(_filled(plan, found, stated))
+    fitting = next((p for p in tries if fits(p, gpu_gib)), None) or min(tries, key=held)
+    return fitting, tuple(_filled(plan, fitting, stated))
 
 
 def over(plan: Plan, gpu_gib: float) -> str:
@@ -113,9 +113,9 @@ def _narrow(plan: Plan, stated: Container[str]) -> Iterator[Plan]:
         yield replace(plan, grad_bytes=2, moment_bytes=2, master_bytes=2, options=replace(o, precision_aware=True))
 
 
-def _filled(plan: Plan, found: Plan, stated: Container[str]) -> Iterator[str]:
-    again = found.options.recompute
-    if "recompute" not in stated and again:
-        yield f"recompute unknown: the least that fits, {'+'.join(again)}"
-    if found.grad_bytes < plan.grad_bytes:
+def _filled(plan: Plan, fitting: Plan, stated: Container[str]) -> Iterator[str]:
+    recompute = fitting.options.recompute
+    if "recompute" not in stated and recompute:
+        yield f"recompute unknown: the least that fits, {'+'.join(recompute)}"
+    if fitting.grad_bytes < plan.grad_bytes:
         yield "widths of gradients and optimizer states unknown: 2 bytes each, since 4 do not fit"

@@ -36,8 +36,8 @@ def on_network(cluster: Cluster, network: str) -> Cluster:
         raise ConfigError(f"network is '{plain[:40]}'; expected {_EXPECTED}; or none, without InfiniBand")
     of_a_gpu = bool(match["kind"]) and match["kind"].lower() != "efa"
     rate = gbits * _GIGA / _BITS * (cluster.adapters if of_a_gpu else 1 / cluster.node)
-    taken = f", taken as {_ETHERNET}" if name != plain else ""
-    return _joined(cluster, rate, f"network {plain}{taken}: {rate / _GIGA:.3g} GB/s for each GPU between nodes")
+    taken_as = f", taken as {_ETHERNET}" if name != plain else ""
+    return _joined(cluster, rate, f"network {plain}{taken_as}: {rate / _GIGA:.3g} GB/s for each GPU between nodes")
 
 
 @lru_cache(maxsize=256)

@@ -68,11 +68,16 @@ def one(name: str) -> dict[str, Any]:
         expected = "expected an id as `plan` and `diagnose` print it, such as r294"
         raise ConfigError(f"no published run '{name[:40]}'; {expected}{did_you_mean(name[:40], about)}")
     run = next(run for run, _ in table() if run.id == name)
-    found = predict(run)
+    prediction = predict(run)
     plain = {"schema": "published-run/1", **about[name], "link": link(about[name]["source_group"], about[name]["source"])}
-    if isinstance(found, str):
-        return plain | {"predicted": None, "scaled": None, "assumes": [], "why": found}
-    return plain | {"predicted": found.tokens_per_s_per_gpu, "scaled": others(run, found), "assumes": list(found.words), "why": None}
+    if isinstance(prediction, str):
+        return plain | {"predicted": None, "scaled": None, "assumes": [], "why": prediction}
+    return plain | {
+        "predicted": prediction.tokens_per_s_per_gpu,
+        "scaled": others(run, prediction),
+        "assumes": list(prediction.words),
+        "why": None,
+    }
 
 
 def link(group: str, source: str) -> str:

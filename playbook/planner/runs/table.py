@@ -100,14 +100,14 @@ def read_runs(path: Path) -> Table:
     _check_header(path, names, vtrain)
     if not body:
         raise ConfigError(f"{path}: a header and no run; add a row for each run")
-    found = [_run(path, names, line, cells, vtrain) for line, cells in body]
+    runs = [_run(path, names, line, cells, vtrain) for line, cells in body]
     if sealed.COLUMNS[-1] in names:
-        found = _opened(path, found, [dict(zip(names, cells, strict=True)) for _, cells in body])
-    seen: dict[str, int] = {}
-    for run, _ in found:
-        if seen.setdefault(run.id, run.line) != run.line:
-            raise ConfigError(f"{path}: line {run.line}: id '{run.id[:40]}' stands in line {seen[run.id]} too; give each run its own")
-    return found
+        runs = _opened(path, runs, [dict(zip(names, cells, strict=True)) for _, cells in body])
+    line_of: dict[str, int] = {}
+    for run, _ in runs:
+        if line_of.setdefault(run.id, run.line) != run.line:
+            raise ConfigError(f"{path}: line {run.line}: id '{run.id[:40]}' stands in line {line_of[run.id]} too; give each run its own")
+    return runs
 
 
 def stated(cells: Mapping[str, str], before: str) -> str:
@@ -115,10 +115,10 @@ def stated(cells: Mapping[str, str], before: str) -> str:
     return sealed.seal(before, cells, _SET)
 
 
-def _opened(path: Path, found: Table, cells: Iterable[Mapping[str, str]]) -> Table:
+def _opened(path: Path, table: Table, cells: Iterable[Mapping[str, str]]) -> Table:
     """The runs with what was predicted for them before they were measured."""
     rows, before = [], sealed.FIRST
-    for (run, measured), row in zip(found, cells, strict=True):
+    for (run, measured), row in zip(table, cells, strict=True):
         try:
             written = sealed.opened(before, row, _SET)
         except ValueError as e:
@@ -188,11 +188,11 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
             f"{path}: line {line}: mem_unit is '{unit[:40]}'; expected one of {', '.join(u for u in _UNITS if u)}, or nothing"
         )
     gib = numbers["mem_gb"] and numbers["mem_gb"] * _UNITS[unit]
-    said = {**of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
+    cells_set = {**of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
     shown = Measured(
         numbers["tokens_per_s_per_gpu"], numbers["tflops_per_gpu"], numbers["step_time_s"], gib, ran=row.get("status", "ok") == "ok"
     )
-    return Run(row.get("id", f"line{line}"), line, said, path.parent), shown
+    return Run(row.get("id", f"line{line}"), line, cells_set, path.parent), shown
 
 
 @cache

@@ -89,10 +89,10 @@ def cluster(name: str) -> Cluster:
         ConfigError: no such GPU is known.
     """
     names = _names()
-    found = names.get(_plain(name))
-    if found is None:
+    name_of_table = names.get(_plain(name))
+    if name_of_table is None:
         raise ConfigError(f"hardware '{name[:40]}' is not known; expected one of {', '.join(clusters())}")
-    return _load(found)
+    return _load(name_of_table)
 
 
 @cache
@@ -138,7 +138,9 @@ def _load(name: str) -> Cluster:
     data = _file()
     row = data["gpus"][name]
     figures = {key: value for key, (value, _) in ((k, v) for k, v in row.items() if k != "names")}
-    said = {key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")}
+    provenance = {
+        key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")
+    }
     reference = {k: v[0] for k, v in data["gpus"][_REFERENCE].items() if k != "names"}
     laws = _reference_laws(reference["bf16_tflops"] * _TERA, reference["fp8_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA)
     return Cluster(
@@ -155,8 +157,8 @@ def _load(name: str) -> Cluster:
         transferred=name != _REFERENCE,
         has_fp8="fp8_tflops" in figures,
         rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
-        host_known=not said["host_speed"].startswith("assumed"),
-        provenance=said,
+        host_known=not provenance["host_speed"].startswith("assumed"),
+        provenance=provenance,
         bf16_reached=figures["bf16_reached"],
         fp8_reached=figures.get("fp8_reached", figures["bf16_reached"]),
         node=figures.get("node", _NODE),

@@ -170,26 +170,26 @@ def _product(rows: Rows, peak: float, bandwidth: float) -> Product:
 
 def _grouped(rows: Rows, backend: str, phase: str, peak: float, bandwidth: float) -> Product:
     """The share is that of the backend's own kernel; the rest is torch's, since that of Transformer Engine waits for the host below its full rate."""
-    own = [r for r in rows if r["kind"] == _GROUPED[backend] and r["phase"] == phase and r.get("library", "cublas") == "cublas"]
-    found = [r for r in rows if r["kind"] == "grouped" and r["phase"] == phase]
-    share = median(r["flops_per_s"] for r in own if r["rows_per_expert"] == _FULL_ROWS) / peak
-    plain = median(r["flops_per_s"] for r in found if r["rows_per_expert"] == _FULL_ROWS) / peak
-    fixed = median(r["seconds"] - r["flops_per_s"] * r["seconds"] / (plain * peak) for r in found if r["rows_per_expert"] == 256)
+    backend_rows = [r for r in rows if r["kind"] == _GROUPED[backend] and r["phase"] == phase and r.get("library", "cublas") == "cublas"]
+    torch_rows = [r for r in rows if r["kind"] == "grouped" and r["phase"] == phase]
+    share = median(r["flops_per_s"] for r in backend_rows if r["rows_per_expert"] == _FULL_ROWS) / peak
+    plain = median(r["flops_per_s"] for r in torch_rows if r["rows_per_expert"] == _FULL_ROWS) / peak
+    fixed = median(r["seconds"] - r["flops_per_s"] * r["seconds"] / (plain * peak) for r in torch_rows if r["rows_per_expert"] == 256)
     times = 1 if phase == "forward" else 2
-    few = [r for r in found if r["rows_per_expert"] == 64]
+    few = [r for r in torch_rows if r["rows_per_expert"] == 64]
     memory = median(times * 2 * r["experts"] * r["wide_in"] * r["wide_out"] / r["seconds"] for r in few) / bandwidth
     return Product(max(fixed, 0.0) / times, share, memory)
 
 
 def _attention(rows: Rows, kernel: str, head_dim: int, phase: str, peak: float) -> Curve:
     """Lengths by their logarithm, and the median share at each. A short backward pass waited for the host; it is taken to lose as much as the forward pass."""
-    forward, found = (
-        {n: median(r["flops_per_s"] for r in same if r["length"] == n) / peak for n in sorted({int(r["length"]) for r in same})}
-        for same in (
+    forward, shares = (
+        {n: median(r["flops_per_s"] for r in chosen if r["length"] == n) / peak for n in sorted({int(r["length"]) for r in chosen})}
+        for chosen in (
             [r for r in rows if r["kind"] == "attention" and (r["kernel"], r["head_dim"], r["phase"]) == (kernel, head_dim, p)]
             for p in ("forward", phase)
         )
     )
-    least, sure, *_ = sorted(found)
-    found[least] = max(found[least], found[sure] * forward[least] / forward[sure])
-    return tuple(log(n) for n in found), tuple(found.values())
+    least, sure, *_ = sorted(shares)
+    shares[least] = max(shares[least], shares[sure] * forward[least] / forward[sure])
+    return tuple(log(n) for n in shares), tuple(shares.values())

@@ -138,9 +138,9 @@ def kind(shape: Shape, index: int) -> Kind:
 
 
 @lru_cache(maxsize=65536)
-def index_of(shape: Shape, same: Kind) -> int:
+def index_of(shape: Shape, wanted_kind: Kind) -> int:
     """The first layer of a kind; the depth of prediction where no layer is."""
-    return next((i for i in range(shape.layers) if kind(shape, i) == same), shape.layers)
+    return next((i for i in range(shape.layers) if kind(shape, i) == wanted_kind), shape.layers)
 
 
 @lru_cache(maxsize=200_000)
@@ -162,9 +162,9 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         pairs = _adapters(cluster, shape, kind, w)
         forward, backward = forward.plus(pairs.forward), backward.plus(pairs.backward)
         blocks[1] = Cost(blocks[1].forward.plus(pairs.forward), blocks[1].backward)
-    again = _again(cluster, shape, kind, w, blocks)
+    recomputed = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
-    return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
+    return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(recomputed), w, routed=routed))
 
 
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
@@ -279,7 +279,7 @@ def _projections(shape: Shape, mixer: str, tp: int) -> list[tuple[str, float, fl
 
 def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     rows, local = _tokens(w)
-    found = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
+    products = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
     more = constants.HOST_MLA.value if shape.mla is not None and kind.mixer == "attention" else 1.0
@@ -287,14 +287,14 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
     heads = _turned(shape, kind, w)
     moved = BF16 * (5 * local * h + 2 * rows * heads)
-    forward = found.forward._replace(
+    forward = products.forward._replace(
         attention=core[0],
-        elementwise=found.forward.elementwise + _bytes(cluster, moved),
+        elementwise=products.forward.elementwise + _bytes(cluster, moved),
         host=hosts[0],
     )
-    backward = found.backward._replace(
+    backward = products.backward._replace(
         attention=core[1],
-        elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved),
+        elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved),
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
@@ -396,14 +396,14 @@ def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float
 
 def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     rows, local = _tokens(w)
-    found = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
+    products = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
     moved = BF16 * 5 * local * shape.hidden
     gather = _tensor(cluster, shape, w)
     first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w.fp8)
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, constants.HOST_MLP[0].value), tp=2 * gather),
-        found.backward._replace(
-            elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
+        products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, constants.HOST_MLP[0].value), tp=2 * gather),
+        products.backward._replace(
+            elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
             tp=_gathers_back(w, gather, first),
         ),
     )  # fmt: skip
@@ -412,11 +412,11 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) -> Cost:
     """A dense MLP: up, activation, down."""
     up, fp8 = shape.up, w.fp8
-    found = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
+    products = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
     act = _bytes(cluster, BF16 * rows * width * (up + 1))
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + act),
-        found.backward._replace(elementwise=found.backward.elementwise + act * (2 * up + 1) / (up + 1)),
+        products.forward._replace(elementwise=products.forward.elementwise + act),
+        products.backward._replace(elementwise=products.backward.elementwise + act * (2 * up + 1) / (up + 1)),
     )
 
 
@@ -435,7 +435,7 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
         products += [_dense(cluster, local, h, wide, fp8), _dense(cluster, local, wide, h, fp8)]
     if shape.shared_ffn:
         products.append(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w))
-    found = _sum(iter(products))
+    costs = _sum(iter(products))
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
     act = BF16 * routed * w.etp * width * passes
     # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core sorts twice on one rank too.
@@ -453,8 +453,8 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
         for base, launched, other in zip(constants.HOST_MOE, _launched(experts, w), beside, strict=True)
     ]
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
-        found.backward._replace(elementwise=found.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
+        costs.forward._replace(elementwise=costs.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
+        costs.backward._replace(elementwise=costs.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
     )
 
 
@@ -495,20 +495,20 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     if "full" in names:
         return blocks[0].forward.plus(blocks[1].forward)
     rows, local = _tokens(w)
-    found = Parts()
+    recomputed = Parts()
     if "core_attn" in names:
-        found = found.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
+        recomputed = recomputed.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
     if "mla_up_proj" in names:
         ups = [(i, o) for name, i, o in _projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
-        found = found.plus(_sum(_dense(cluster, rows, i, o, w.fp8) for i, o in ups).forward)
+        recomputed = recomputed.plus(_sum(_dense(cluster, rows, i, o, w.fp8) for i, o in ups).forward)
     if "layernorm" in names:
-        found = found.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
+        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
     if kind.ffn != "experts":
-        return found.plus(blocks[1].forward) if "mlp" in names else found
+        return recomputed.plus(blocks[1].forward) if "mlp" in names else recomputed
     if "moe" in names:
-        return found.plus(blocks[1].forward)
+        return recomputed.plus(blocks[1].forward)
     if "moe_act" in names:
-        found = found.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
+        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
     if "shared_experts" in names and shape.shared_ffn:
-        found = found.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
-    return found
+        recomputed = recomputed.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
+    return recomputed

@@ -31,7 +31,7 @@ def beside(shape: Shape, index: int, options: Options, rows: float, local: float
     Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
     """
     pairs = [(_BF16 * (local * a.passed if a.passed > 1 else rows / tp), a.wide_in, a.wide_out) for a in adapters(shape, index, options)]
-    held = layer(shape, index)
-    unpacked = (held.sharded / tp + held.experts / grid) * (BASE_BYTES[options.base] + _BF16) if options.base else 0.0
+    weights = layer(shape, index)
+    unpacked = (weights.sharded / tp + weights.experts / grid) * (BASE_BYTES[options.base] + _BF16) if options.base else 0.0
     forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
     return forward + unpacked, sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs) + unpacked

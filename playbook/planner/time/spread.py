@@ -50,8 +50,8 @@ def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float
     """Standard deviation of the logarithm of the sum."""
     total = sum(parts.values())
     sure = {"host": _HOST_KNOWN} if cluster.host_known else {}
-    own = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
-    return hypot(own, _COMMON_EXPERTS if plan.shape.experts else _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
+    of_parts = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
+    return hypot(of_parts, _COMMON_EXPERTS if plan.shape.experts else _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
 
 
 def between(one: Mapping[str, float], other: Mapping[str, float]) -> float:
@@ -92,20 +92,22 @@ def _crossing(plan: Plan, cluster: Cluster) -> list[str]:
 
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """What the prediction takes for granted."""
-    found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
-    found += [*cluster.notes, *cluster.about_network(plan.gpus), *_crossing(plan, cluster)]
-    found.append("gradients and parameters travel beside the passes")
+    sentences = (
+        [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
+    )
+    sentences += [*cluster.notes, *cluster.about_network(plan.gpus), *_crossing(plan, cluster)]
+    sentences.append("gradients and parameters travel beside the passes")
     if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
         more = sum(x.value for x in c.HOST_SEARCH)
         cost = f"cuBLAS looks for kernels, up to {1e3 * more:.1f} ms a layer for each expert on a GPU"
-        found.append(f"every expert gets equally many tokens; where they differ, {cost}")
+        sentences.append(f"every expert gets equally many tokens; where they differ, {cost}")
     if not plan.options.graphs:
-        found.append("no CUDA graphs: each layer costs the host time")
+        sentences.append("no CUDA graphs: each layer costs the host time")
     if plan.options.backend == "torch" and not plan.options.compiled:
-        found.append("layers as transformers has them, one kernel for each operation: no run has checked their time")
+        sentences.append("layers as transformers has them, one kernel for each operation: no run has checked their time")
     if not cluster.host_known:
         speed = "" if cluster.host_speed == 1 else f"{cluster.host_speed:g} times "
-        found.append(f"{cluster.name}: a host {speed}as fast as the calibrated one, which nobody measured")
+        sentences.append(f"{cluster.name}: a host {speed}as fast as the calibrated one, which nobody measured")
     if plan.shape.vision is not None:
-        found.append("text alone: the vision tower's time is left out")
-    return tuple(found)
+        sentences.append("text alone: the vision tower's time is left out")
+    return tuple(sentences)

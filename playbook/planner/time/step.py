@@ -142,8 +142,8 @@ def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ..
 @lru_cache(maxsize=65536)
 def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
     """Parameters of a layer: those that TP splits, those that it repeats, those of experts."""
-    found = parameters.layer(shape, layer.index_of(shape, kind))
-    return found.sharded, found.repeated, found.experts
+    counts = parameters.layer(shape, layer.index_of(shape, kind))
+    return counts.sharded, counts.repeated, counts.experts
 
 
 def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
@@ -183,7 +183,9 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
     if first:
         dense += table
         forward = forward._replace(elementwise=forward.elementwise + _lookup(cluster, shape, work))
-        backward = backward._replace(elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work))
+        backward = backward._replace(
+            elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work)
+        )
     if last:
         dense += 0 if shape.tied and first else table
         one, product = _head(cluster, shape, work)
@@ -226,7 +228,9 @@ def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -
     if plan.pp == 1:
         return {}
     tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
-    farthest = plan.gpus - plan.gpus // plan.pp  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
+    farthest = (
+        plan.gpus - plan.gpus // plan.pp
+    )  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
     one = collectives.send(cluster, farthest, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
     if not hidden:
@@ -253,15 +257,15 @@ def _offloaded(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
     return {"offload": plan.microbatches * (max(0.0, sent - sum(stage.forward)) + max(0.0, sent - sum(stage.backward)))}
 
 
-def _rings(plan: Plan, cluster: Cluster, held: tuple[float, float], num_bytes: float, pieces: int) -> float:
+def _rings(plan: Plan, cluster: Cluster, counts: tuple[float, float], num_bytes: float, pieces: int) -> float:
     """One gather or scatter of parameters (dense, experts) at so many bytes each, over both grids, in so many pieces.
 
     Copies of what is sharded (HSDP, instances of the optimizer) are shared within; `_copies` has what goes between them.
     """
     (dense, inner), (experts, outer) = _grids(plan)
     copies = _instances(plan)
-    found = collectives.ring(cluster, dense // copies, inner, num_bytes * held[0], pieces)
-    return found + collectives.ring(cluster, max(1, experts // copies), outer, num_bytes * held[1], pieces)
+    seconds = collectives.ring(cluster, dense // copies, inner, num_bytes * counts[0], pieces)
+    return seconds + collectives.ring(cluster, max(1, experts // copies), outer, num_bytes * counts[1], pieces)
 
 
 def _grids(plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -274,12 +278,12 @@ def _instances(plan: Plan) -> int:
     return plan.options.optimizer_instances if SHARDING[plan.options.sharding].optimizer else 1
 
 
-def _copies(plan: Plan, cluster: Cluster, held: tuple[float, float]) -> float:
+def _copies(plan: Plan, cluster: Cluster, counts: tuple[float, float]) -> float:
     """The all-reduce of each rank's share of the gradients between copies, once a step."""
     copies = _instances(plan)
     if copies == 1:
         return 0.0
-    shares = [(max(1, ranks // copies), apart, count) for (ranks, apart), count in zip(_grids(plan), held, strict=True)]
+    shares = [(max(1, ranks // copies), apart, count) for (ranks, apart), count in zip(_grids(plan), counts, strict=True)]
     return 2 * sum(collectives.ring(cluster, copies, apart * shared, plan.grad_bytes * count / shared) for shared, apart, count in shares)
 
 
@@ -321,10 +325,10 @@ def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
     over = (dense // _instances(plan), experts // _instances(plan)) if split.optimizer else (1, 1)
     trained_dense, trained_experts = stage.trained
     count = trained_dense / max(over[0], 1) + trained_experts / max(over[1], 1)
-    held = count if split.parameters else trained_dense + trained_experts
+    whole = count if split.parameters else trained_dense + trained_experts
     each = plan.grad_bytes + 2 * plan.master_bytes + 4 * plan.moment_bytes + BF16
     rate = cluster.laws.optimizer_share * cluster.memory_bytes_per_s
-    seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * held) / rate + HOST_STEP.value / cluster.host_speed
+    seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * whole) / rate + HOST_STEP.value / cluster.host_speed
     share = plan.options.optimizer_offload / 100
     seconds += share * count * ((_FP32 + BF16) / cluster.laws.host_to_device + _ADAM_BYTES / CPU_ADAM.value)
     if own_master(plan.options) and share:
