@@ -41,7 +41,7 @@ class Action:
     """Something to change, from one plan to another or in keys of the trainer alone.
 
     `measures` are claims whose effect is the action's; `also` are claims beside them. `part` is what of a step it shortens, as the planner
-    names it. `held` is what the fullest rank then holds. Units: bytes.
+    names it. `peak_bytes` is what the fullest rank then holds. Units: bytes.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Action:
     gain: Gain | None = None
     measures: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    held: float | None = None
+    peak_bytes: float | None = None
     keys: tuple[tuple[str, Any, Any], ...] = ()
     """Settings of this trainer that no plan has a word for, each as name, value before and value after."""
     part: str = ""
@@ -97,7 +97,7 @@ def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], after: Mapping
         return
     tried = _try(where, off if done else base, on)
     if tried is not None:
-        yield Action(off=off if done else base, on=on, gain=tried[0], held=tried[1], done=done, **about)
+        yield Action(off=off if done else base, on=on, gain=tried[0], peak_bytes=tried[1], done=done, **about)
 
 
 def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
@@ -114,14 +114,14 @@ def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
     if where.plan is None and now != ("full",):
         tried = _try(where, full, plain)
         if tried:
-            yield Action(off=full, on=plain, gain=tried[0], held=tried[1], done=True, also=_LIGHTER[bool(now)], **about)
+            yield Action(off=full, on=plain, gain=tried[0], peak_bytes=tried[1], done=True, also=_LIGHTER[bool(now)], **about)
         return
     for rung in lighter:
         on = replace(base, options=replace(base.options, recompute=rung))
         tried = _try(where, base, on)
         if tried:
             measures = ("V10.c", "V10") if now == ("full",) and set(rung) == {"layernorm", "moe_act"} else ()
-            yield Action(off=base, on=on, gain=tried[0], held=tried[1], measures=measures, also=_LIGHTER[bool(rung)], **about)
+            yield Action(off=base, on=on, gain=tried[0], peak_bytes=tried[1], measures=measures, also=_LIGHTER[bool(rung)], **about)
             return
 
 
@@ -144,12 +144,15 @@ def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
             if tried and (best is None or best.gain is None or tried[0].value > best.gain.value):
                 also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b", *(["W1.f"] if "moe" in rung else []))
                 title = f"micro-batches of {mbs}"
-                best = Action("micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, held=tried[1])
+                best = Action(
+                    "micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, peak_bytes=tried[1]
+                )
     if best:
         yield best
 
 
 def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
+    """More chunks of layers for each stage, where the pipeline's wait costs: the number that gains the most."""
     if where.plan is None or base.pp == 1 or base.options.backend == "torch":
         return
     variants = []
@@ -163,7 +166,15 @@ def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
     if variants:
         tried, on = max(variants, key=lambda f: f[0][0].value)
         yield Action(
-            "interleave", f"{on.vpp} chunks of layers on each stage", ("bubble",), base, on, tried[0], ("W4",), ("W4.b",), held=tried[1]
+            "interleave",
+            f"{on.vpp} chunks of layers on each stage",
+            ("bubble",),
+            base,
+            on,
+            tried[0],
+            ("W4",),
+            ("W4.b",),
+            peak_bytes=tried[1],
         )
 
 
@@ -184,8 +195,9 @@ def _batch(where: Setting, base: Plan) -> Iterator[Action]:
             tried = _try(where, base, on)
             if tried:
                 best = Action(
-                    "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on, tried[0],
-                    also=("W4.b",), held=tried[1], note="changes the optimization: learning rate and number of steps go with the batch",
+                    "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on,
+                    tried[0],
+                    also=("W4.b",), peak_bytes=tried[1], note="changes the optimization: learning rate and number of steps go with the batch",
                 )  # fmt: skip
                 break
     if best:
@@ -196,7 +208,8 @@ def _dispatcher(where: Setting, base: Plan) -> Iterator[Action]:
     offered = {o.dispatcher for o in space.switches(where.question, base)}
     if "hybridep" in offered and base.options.dispatcher in ("", "alltoall", "allgather", "hybridep"):
         yield from _switch(
-            where, base, {"dispatcher": "alltoall"}, {"dispatcher": "hybridep"}, id="dispatcher", title="HybridEP for the exchange of tokens",
+            where, base, {"dispatcher": "alltoall"}, {"dispatcher": "hybridep"}, id="dispatcher", title="HybridEP for the exchange of "
+                                                                                                        "tokens",
             walls=("exposed communication",), measures=("W10.b", "V5"), also=("W10", "W9", "V5.b"),
         )  # fmt: skip
 
@@ -242,29 +255,33 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
     if base.options.backend == "megatron":
         if base.dp > 1:
             yield Action(
-                "gradient-overlap", "gradients and parameters beside the passes", ("exposed communication",), base, base, measures=("W11.g",),
+                "gradient-overlap", "gradients and parameters beside the passes", ("exposed communication",), base, base, measures=("W11.g",
+                ),
                 keys=(("megatron.overlap_grad_reduce", False, True), ("megatron.overlap_param_gather", False, True)),
                 note="the prediction takes it for granted: check that it is on",
             )  # fmt: skip
         if base.tp > 1:
             yield Action(
-                "tensor-overlap", "tensor-parallel collectives beside products", ("exposed communication",), base, base, measures=("W11.t",),
+                "tensor-overlap", "tensor-parallel collectives beside products", ("exposed communication",), base, base, measures=("W11.t",
+                ),
                 keys=(("megatron.tp_comm_overlap", False, True),),
             )  # fmt: skip
         if base.shape.experts:
             yield Action(
-                "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",),
+                "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",
+                ),
                 keys=(("megatron.grouped_gemm", "cublas", "cutlass"),), part="grouped",
             )  # fmt: skip
     elif not base.options.compiled:
         on = replace(base, loss="compiled", options=replace(base.options, compiled=True))
         tried = _try(where, base, on)
         if tried:
-            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], held=tried[1])
+            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], peak_bytes=tried[1])
     else:
         yield Action(
             "compile", "compile decoder and loss", ("host-bound", "memory-bound kernels"), base, base,
-            keys=(("train.compile.decoder", False, True), ("train.compile.loss", False, True)), note="the prediction takes a compiled loss for granted",
+            keys=(("train.compile.decoder", False, True), ("train.compile.loss", False, True)), note="the prediction takes a compiled "
+                                                                                                     "loss for granted",
         )  # fmt: skip
     if base.shape.vision is not None:
         yield Action(
@@ -288,4 +305,6 @@ def _layout(where: Setting, current: Plan, best: Choice) -> Iterator[Action]:
     if changed and tried:
         also = tuple(dict.fromkeys(c for k in changed for c in _OF_DEGREE.get(k, ())))
         title = f"the planner's layout: {', '.join(f'{k} {getattr(best.plan, k)}' for k in changed)}"
-        yield Action("layout", title, ("exposed communication", "bubble", "memory"), current, best.plan, tried[0], also=also, held=tried[1])
+        yield Action(
+            "layout", title, ("exposed communication", "bubble", "memory"), current, best.plan, tried[0], also=also, peak_bytes=tried[1]
+        )

@@ -45,7 +45,8 @@ _Exporter = Callable[[Action, str, str], Changed]
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile over its median, `grown` the peak bytes
+    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile
+    over its median, `grown` the peak bytes
     at its beginning and its end, where these grew.
     """
 
@@ -58,21 +59,21 @@ class Seen:
 _NOTHING = Seen()
 
 
-def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _Exporter, seen: Seen = _NOTHING) -> dict[str, Any]:
+def diagnose(where: Setting, speed: Measured | None, knowledge: Knowledge, export: _Exporter, observed: Seen = _NOTHING) -> dict[str, Any]:
     """The diagnosis of a setting, `diagnosis/1`; everything that it says follows from its arguments.
 
     Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
     """
-    where = replace(where, seen={**(sight.of_trace(seen.trace) if seen.trace else {}), **where.seen})
+    where = replace(where, seen={**(sight.of_trace(observed.trace) if observed.trace else {}), **where.seen})
     planned = _planned(where.question)
     best = planned.choices[0] if planned.choices else None
     current = _time(where)
     runs = published.nearest(where)
-    walls = _walls(where, current, seen)
+    walls = _walls(where, current, observed)
     time = current or (best.time if best else None)
     parts = sight.composition(time.parts, where.seen) if time else {}
     most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
-    listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
+    listed = [_entry(a, _Light(where, knowledge, export, parts, most)) for a in actions(where, best)]
     first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
@@ -84,18 +85,19 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _
         },
         "measured": speed and asdict(speed),
         "predicted": {
-            "yours": current and {**_predicted(current, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan, q.cluster.memory_gib)},
+            "yours": current and {**_predicted(current, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan,
+            q.cluster.memory_gib)},
             "best": best and _predicted(best.time, best.plan),
             "nothing_fits": _obstacle(planned),
         },
         "published": runs and runs.document(q),
         "position": _position(speed, current, best, runs),
         "walls": [{**asdict(w), "beyond": w.beyond} for w in walls],
-        "walls_from": _walls_from(where, seen),
-        "how_to_tell": "" if seen.trace else _how(where),
-        "actions": [*_trace_first(where, speed, time, seen), *listed][:_MOST],
-        "assumptions": _assumptions(where, current, best, seen),
-        "confidence": _confidence(where, speed, current, runs, seen),
+        "walls_from": _walls_from(where, observed),
+        "how_to_tell": "" if observed.trace else _how(where),
+        "actions": [*_trace_first(where, speed, time, observed), *listed][:_MOST],
+        "assumptions": _assumptions(where, current, best, observed),
+        "confidence": _confidence(where, speed, current, runs, observed),
     }  # fmt: skip
 
 
@@ -177,17 +179,17 @@ def _range(runs: published.Published) -> str:
     return f"{low if low == high else f'{low} to {high}'} {unit}"
 
 
-def _walls(where: Setting, current: StepTime | None, seen: Seen) -> list[likely_walls.Wall]:
+def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[likely_walls.Wall]:
     """The walls of what runs; none where neither its layout is known nor anything was seen of it."""
-    if seen.trace:
-        return likely_walls.traced(seen.trace)
+    if observed.trace:
+        return likely_walls.traced(observed.trace)
     if where.plan and current:
         return likely_walls.predicted(current, where.plan, where.question.cluster, where.seen)
     return likely_walls.only(where.seen)
 
 
-def _walls_from(where: Setting, seen: Seen) -> str:
-    if seen.trace:
+def _walls_from(where: Setting, observed: Seen) -> str:
+    if observed.trace:
         return "trace"
     of_yours = "the planner's breakdown of your layout"
     if where.seen:
@@ -204,16 +206,18 @@ def _how(where: Setting) -> str:
 
 @dataclass(frozen=True)
 class _Light:
-    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is left to gain: to the fastest layout, or to a faster published run."""
+    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is
+    left to gain: to the fastest layout, or to a faster published run.
+    """
 
     where: Setting
-    known: Knowledge
+    knowledge: Knowledge
     export: _Exporter
     parts: Mapping[str, float]
     most: float | None
 
 
-def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, seen: Seen) -> list[dict[str, Any]]:
+def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, observed: Seen) -> list[dict[str, Any]]:
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
     if where.seen or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
         return []
@@ -242,8 +246,8 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
 def _entry(action: Action, light: _Light) -> dict[str, Any]:
     """One action as plain data."""
     where = light.where
-    measures = light.known.said(action.measures, where, action.on)
-    also = light.known.said(action.also, where, action.on)
+    measures = light.knowledge.said(action.measures, where, action.on)
+    also = light.knowledge.said(action.also, where, action.on)
     shown = [*measures, *also]
     record = next((s for s in measures if s.comparable), None)
     effect = Gain(*record.effect) if record and record.effect else None
@@ -255,9 +259,10 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
         "expected": _expected(action, effect, light),
         "at_most": _capped(action, light),
         "planner": action.gain and asdict(action.gain),
-        "record": {**asdict(effect), "claim": record.id, "machine": record.machine, "evidence": record.evidence} if record and effect else None,
+        "record": {**asdict(effect), "claim": record.id, "machine": record.machine,
+        "evidence": record.evidence} if record and effect else None,
         "in_plan": action.done,
-        "memory_gib": None if action.held is None else action.held / GIB,
+        "memory_gib": None if action.peak_bytes is None else action.peak_bytes / GIB,
         "claims": [_claim(s) for s in sorted(shown, key=lambda s: s.rank)[:_CLAIMS]],
         "settings": plain_data.words(action.on) if action.on != action.off else [],
         **{k: list(v) for k, v in asdict(changed).items()},
@@ -267,7 +272,8 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
 
 
 def _expected(action: Action, effect: Gain | None, light: _Light) -> float | None:
-    """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part alone.
+    """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part
+    alone.
 
     What the fastest layout has too gains no more than what lies between the run and that layout, or a published run that is faster still.
     """
@@ -300,14 +306,14 @@ def _tests(action: Action, claims: list[Said], changed: Changed) -> list[str]:
     return [*commands, *([f"playbook confirm {case.card}/{case.id}"] if case else [])]
 
 
-def _assumptions(where: Setting, current: StepTime | None, best: Choice | None, seen: Seen) -> list[str]:
+def _assumptions(where: Setting, current: StepTime | None, best: Choice | None, observed: Seen) -> list[str]:
     time = current or (best.time if best else None)
     unknown_layout = [] if where.known else ["your layout is unknown: compared with the fastest; name what you run, such as tp=2 and ep=8"]
-    return list(dict.fromkeys([*unknown_layout, *where.assumed, *seen.notes, *(time.assumptions if time else ())]))
+    return list(dict.fromkeys([*unknown_layout, *where.assumed, *observed.notes, *(time.assumptions if time else ())]))
 
 
 def _confidence(
-    where: Setting, speed: Measured | None, current: StepTime | None, runs: published.Published | None, seen: Seen
+    where: Setting, speed: Measured | None, current: StepTime | None, runs: published.Published | None, observed: Seen
 ) -> dict[str, Any]:
     """How much is known, and what would raise it."""
     lacks = [
@@ -317,10 +323,10 @@ def _confidence(
         *(["a published run of this model on this GPU at a like length"] if runs is None or runs.by != "tokens" else []),
     ]
     warnings = []
-    if seen.uneven and seen.uneven > _UNEVEN:
-        warnings.append(f"steps are uneven: the slowest twentieth takes {seen.uneven:.1f} times the median")
-    if seen.grown:
-        first, last = (n / GIB for n in seen.grown)
+    if observed.uneven and observed.uneven > _UNEVEN:
+        warnings.append(f"steps are uneven: the slowest twentieth takes {observed.uneven:.1f} times the median")
+    if observed.grown:
+        first, last = (n / GIB for n in observed.grown)
         warnings.append(f"memory grew from {first:.1f} to {last:.1f} GiB within the log: a run that goes on so ends out of memory")
     doubts = []
     over = unknowns.over(where.plan, where.question.cluster.memory_gib) if where.plan else ""

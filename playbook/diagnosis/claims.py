@@ -23,7 +23,9 @@ _BACKEND = "backend:"
 
 @dataclass(frozen=True)
 class Said:
-    """One claim with its newest verdict on the machine that is most like the setting's, `standing` in words; `effect` is a share with its interval."""
+    """One claim with its newest verdict on the machine that is most like the setting's, `standing` in words; `effect` is a share with its
+    interval.
+    """
 
     id: str
     card: str
@@ -85,7 +87,8 @@ class Knowledge:
         best = rows[0]
         stale = best.stale(self.today, claim)
         return Said(
-            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits, _effect(best)
+            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits,
+            _effect(best)
         )  # fmt: skip
 
 

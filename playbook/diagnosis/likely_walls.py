@@ -60,7 +60,9 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def predicted(time: StepTime, plan: Plan, cluster: Cluster, shares_seen: Mapping[str, float] = MappingProxyType({})) -> list[Wall]:
-    """The walls of a plan, the largest that count first; what was `seen` goes before what is predicted. What the host fetches is not predicted."""
+    """The walls of a plan, the largest that count first; what was `seen` goes before what is predicted. What the host fetches is not
+    predicted.
+    """
     parts = sight.composition(time.parts, shares_seen)
     shares = {name: sum(parts.get(p, 0.0) for p in kind.parts) for name, kind in _KINDS.items() if kind.parts}
     lean = sight.changed(parts, time.parts, step_time(_lean(plan), cluster).parts)

@@ -127,7 +127,8 @@ def nearest(where: Setting) -> Published | None:
 
 
 def _nearest_to(q: Question, precision: str) -> Published | None:
-    """Runs of the same model, GPU and precision at a like sequence, that train the same: adapters, or all weights; else what comes nearest to it, of like models the five nearest.
+    """Runs of the same model, GPU and precision at a like sequence, that train the same: adapters, or all weights; else what comes nearest
+    to it, of like models the five nearest.
 
     None where nothing is comparable: on another GPU, or of another model, the work per token must be alike.
     """
@@ -171,7 +172,9 @@ def _far(row: Row, q: Question) -> float:
 
 @cache
 def _rows() -> Sequence[Row]:
-    """Runs of known models that train all weights from the start, or adapters, and whose speed is known: the newest release of each configuration."""
+    """Runs of known models that train all weights from the start, or adapters, and whose speed is known: the newest release of each
+    configuration.
+    """
     about = cells()
     latest = newest(run for run, _ in table())
     by_key: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts

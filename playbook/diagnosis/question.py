@@ -14,7 +14,9 @@ _MANY = re.compile(r"\b(\d{1,6}) (?:nvidia )?([a-z]{1,2}\d{2,3})s?\b")
 
 
 def diagnosis_of(query: str, run: Facts) -> str:
-    """The diagnosis that a question asks for; nothing where it names no speed, or neither model nor GPUs. Capital words are left to fill in."""
+    """The diagnosis that a question asks for; nothing where it names no speed, or neither model nor GPUs. Capital words are left to fill
+    in.
+    """
     line, facts_over = normal(query[:2000]), run.over(facts(query[:2000]))
     gpus = facts_over.gpus or next((int(m[1]) for m in _MANY.finditer(line) if m[2] in GPUS), None)
     if not _SPEED.search(line) or not (facts_over.model or (facts_over.hardware and gpus)):

@@ -90,7 +90,8 @@ def walls(shares_seen: Mapping[str, float]) -> dict[str, float]:
 def composition(parts: Mapping[str, float], shares_seen: Mapping[str, float]) -> dict[str, float]:
     """Shares of a step by part: those that were seen, and the planner's breakdown of the rest.
 
-    What was seen and is no part of the predicted step, such as a wait for data, is left out, so that the shares may add up to less than one.
+    What was seen and is no part of the predicted step, such as a wait for data, is left out, so that the shares may add up to less than
+    one.
     """
     shares: dict[str, float] = {}
     for name, kind in KINDS.items():

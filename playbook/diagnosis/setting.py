@@ -88,7 +88,8 @@ def setting(
 ) -> Setting:
     """The setting of a question, with what is taken for granted where it says nothing.
 
-    `known` are words of a layout as `playbook plan` and published runs print them; those for GPUs, sequence and batch stand for `gpus`, `seq_len`
+    `known` are words of a layout as `playbook plan` and published runs print them; those for GPUs, sequence and batch stand for `gpus`,
+    `seq_len`
     and `gbs`.
 
     Raises:
@@ -235,7 +236,8 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
     if share > where.reached:
         raise ConfigError(
             f"{name} {value:g} means {speed:,.0f} tokens/s on each GPU, {share:.0%} of its peak in {where.precision}; expected at most"
-            f" {where.reached:.0%}, which the best matrix product reaches on {q.cluster.name}. Check your token count: batch ({q.global_batch} samples of"
+            f" {where.reached:.0%}, which the best matrix product reaches on {q.cluster.name}. Check your token count: batch "
+            f"({q.global_batch} samples of"
             f" {q.seq_len}), GPUs ({q.gpus}), that tokens/s are of one GPU, and that FLOPs are without recompute"
         )
     return Measured(speed, share, figures.step_s or tokens / speed, figures.said or name)

@@ -31,7 +31,8 @@ OFFLOADED = {
     "expert_fc1": "dispatched tokens",
     "moe_act": "expert fc1 out",
 }
-"""The tensor that each module of fine-grained offloading sends away: its input. Source: `megatron/core/transformer/transformer_config.py`."""
+"""The tensor that each module of fine-grained offloading sends away: its input. Source:
+`megatron/core/transformer/transformer_config.py`."""
 
 FREED = {
     "layernorm": frozenset({"attention norm out", "mlp norm out"}),
@@ -43,7 +44,8 @@ FREED = {
     "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts", "latent"}),
     "gdn_norm_out": frozenset({"linear attention norm out"}),
 }
-"""What each recompute module frees; `core_attn` frees the scores of unfused attention; flash or fused attention keeps nothing that it frees."""
+"""What each recompute module frees; `core_attn` frees the scores of unfused attention; flash or fused attention keeps nothing that it
+frees."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,13 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
 def _eager(plan: Plan, index: int) -> dict[str, float]:
     """The same of a layer as transformers has it, uncompiled, each operation with what it keeps.
 
-    A norm has its input in float32, and the normalised values where its own weight is trained. A product keeps its input where its weight is trained or an
-    adapter stands beside it; where autocast makes the products bf16 (nothing is sharded, so nothing is cast before), each has a copy of its own.
+    A norm has its input in float32, and the normalised values where its own weight is trained. A product keeps its input where its weight
+    is trained or an
+    adapter stands beside it; where autocast makes the products bf16 (nothing is sharded, so nothing is cast before), each has a copy of its
+    own.
 
-    Sources: transformers 5, `models/llama/modeling_llama.py` and `models/qwen3/modeling_qwen3.py`; peft 0.18, `tuners/lora/layer.py`; counted with
+    Sources: transformers 5, `models/llama/modeling_llama.py` and `models/qwen3/modeling_qwen3.py`; peft 0.18, `tuners/lora/layer.py`;
+    counted with
     torch's `saved_tensors_hooks` in `tests/trainer/test_saved_tensors.py`.
     """
     shape, o, (mixer, ffn) = plan.shape, plan.options, parts(plan.shape, index)
@@ -155,7 +160,8 @@ def layer(plan: Plan, index: int) -> Kept:
 
 
 def _selected(plan: Plan, index: int) -> float:
-    """Bytes that torchtitan's selective recompute keeps beside a layer's input: of the layer's products every second, from the first, and attention's output.
+    """Bytes that torchtitan's selective recompute keeps beside a layer's input: of the layer's products every second, from the first, and
+    attention's output.
 
     Grouped products of experts are none of them. Source: torchtitan, `distributed/activation_checkpoint.py`.
     """
@@ -190,7 +196,8 @@ def freed(plan: Plan) -> frozenset[str]:
 def loss(plan: Plan) -> float:
     """Bytes of the logits and of what the loss adds, on the last stage only.
 
-    Each depth of multi-token prediction has logits of its own, and a loss whose gradient waits for the backward pass, so all are there at once.
+    Each depth of multi-token prediction has logits of its own, and a loss whose gradient waits for the backward pass, so all are there at
+    once.
     Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` (`_postprocess`), `multi_token_prediction.py` (`MTPLossAutoScaler`).
     """
     parallel = FP32 if plan.loss == "torch" and plan.tp > 1 else 0  # the exponentials stand beside their gradient
@@ -223,7 +230,8 @@ def _linear(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     """Gated delta net: the input projection, q, k and v after the convolution, q and k normed and repeated over value heads, the chunks'
     triangular matrices, the recurrence's output, and the gated norm's.
 
-    Source: Megatron-LM, `megatron/core/ssm/gated_delta_net.py`; flash-linear-attention, `ops/gated_delta_rule/chunk.py`. No run has checked it.
+    Source: Megatron-LM, `megatron/core/ssm/gated_delta_net.py`; flash-linear-attention, `ops/gated_delta_rule/chunk.py`. No run has checked
+    it.
     """
     gdn = plan.shape.linear or LinearAttention()
     qk, v, one = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim, BF16 * wide / plan.tp

@@ -1,6 +1,7 @@
 """Shapes from a Hugging Face `config.json`, read by what its fields say of attention, MLP and experts.
 
-A `model_type` of the table adds what its code has and its fields do not say; any other type is read by its fields alone, and what they leave
+A `model_type` of the table adds what its code has and its fields do not say; any other type is read by its fields alone, and what they
+leave
 open is asked for by name.
 
 Source: Hugging Face transformers, `models/<model_type>/configuration_<model_type>.py` and `modeling_<model_type>.py`.
@@ -144,6 +145,11 @@ def _decoder(config: Config) -> tuple[dict[str, Any], Config | None]:
 
 
 def _shape(c: Fields, source: str, tower: Config | None, *, known: bool) -> Shape:
+    """The shape that the fields of a `config.json` say; `known` is whether its kind of model has a row of its own.
+
+    Raises:
+        ConfigError: fields are missing, or out of range.
+    """
     heads, hidden = c.count("num_attention_heads", "n_head", "n_heads"), c.count("hidden_size", "n_embd", "d_model")
     vocab = c.count("vocab_size", "padded_vocab_size")
     hybrid = _hybrid(c) if "hybrid_override_pattern" in c or "layers_block_type" in c else {}
@@ -161,6 +167,7 @@ def _shape(c: Fields, source: str, tower: Config | None, *, known: bool) -> Shap
 
 
 def _attention(c: Fields, heads: int, hidden: int) -> dict[str, Any]:
+    """The fields of `Shape` that attention decides: heads, biases, norms, windows and compression."""
     biased = c.flag("attention_bias", default=c.flag("use_bias", "bias", "enable_bias"))
     values: dict[str, Any] = {
         "attention_bias": c.flag("qkv_bias", "use_qkv_bias", "add_qkv_bias", default=biased),
@@ -298,7 +305,8 @@ def _hybrid(c: Fields) -> dict[str, Any]:
     layers = c.count("num_hidden_layers", default=len(blocks))
     if not blocks or set(blocks) - set(_BLOCKS.values()) or len(blocks) != layers:
         raise ConfigError(
-            f"hybrid_override_pattern is {str(pattern)[:60]}; expected a letter for each of {layers} layers: M Mamba, * attention, E experts, - MLP"
+            f"hybrid_override_pattern is {str(pattern)[:60]}; expected a letter for each of {layers} layers: M Mamba, * attention, E "
+            f"experts, - MLP"
         )
     heads, width, groups, state = (c.count(name) for name in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
     mamba = Mamba(heads, width, groups, state, c.count("conv_kernel", default=4))

@@ -30,8 +30,10 @@ EP 4, all-to-all, sequences of 4096, 2 and 4 per microbatch, no recompute), wher
 
 
 PLAIN_BYTES = 0.1 * GIB
-"""The same of transformers' layers without sharding: workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and what rounding adds; no buffers of
-communication. Gradients are gone between steps there, as `zero_grad` leaves them. Source: torch, `docs/source/notes/cuda.rst` (cuBLAS workspaces)."""
+"""The same of transformers' layers without sharding: workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and what rounding adds; no
+buffers of
+communication. Gradients are gone between steps there, as `zero_grad` leaves them. Source: torch, `docs/source/notes/cuda.rst` (cuBLAS
+workspaces)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What each rank of one pipeline stage holds. Units: bytes per rank, except for `stage`, `layers`, `in_flight` and `held`, which are counts."""
+    """What each rank of one pipeline stage holds. Units: bytes per rank, except for `stage`, `layers`, `in_flight` and `held`, which are
+    counts.
+    """
 
     stage: int
     layers: int
@@ -77,7 +81,8 @@ class StageBytes:
     workspace: float = 0.0
     """Workspaces and communication buffers, where a backend's were measured."""
     grown: float = 0.0
-    """Of the gradients, what comes in the backward pass as activations go and is gone before the next step: the larger of the two counts at the peak."""
+    """Of the gradients, what comes in the backward pass as activations go and is gone before the next step: the larger of the two counts at
+    the peak."""
     host: float = 0.0
     """In host memory, with offload."""
 
@@ -104,7 +109,9 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Alive:
-    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that offload and recompute bring back (`again`)."""
+    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that offload and recompute bring back
+    (`again`).
+    """
 
     in_flight: list[int]
     on_gpu: float
@@ -113,7 +120,8 @@ class Alive:
 
 
 RESIDENT_LAYERS = 1
-"""Layers whose offloaded tensors are on the GPU while the loss is: the last. Four rows of `docs/experiments/megatron-switches.md` bear it out."""
+"""Layers whose offloaded tensors are on the GPU while the loss is: the last. Four rows of `docs/experiments/megatron-switches.md` bear it
+out."""
 
 RETURNING_LAYERS = 2
 """Layers whose offloaded tensors come back in the backward pass, beside the one that computes."""
@@ -178,7 +186,9 @@ def least(plan: Plan) -> float:
 
 @lru_cache(maxsize=4096)
 def _placed(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
-    """How often each chunk of each stage has each kind of layer, which goes by the index of one of them; depths of prediction close the last."""
+    """How often each chunk of each stage has each kind of layer, which goes by the index of one of them; depths of prediction close the
+    last.
+    """
     sizes = pipeline.split(shape.layers, pp, vpp)
     first = {parameters.parts(shape, i): i for i in reversed(range(shape.layers + (shape.mtp > 0)))}
     of = [first[parameters.parts(shape, i)] for i in range(shape.layers)]
@@ -222,7 +232,8 @@ def peak(plan: Plan) -> float:
 
 
 def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: bool = False) -> Weights:
-    """The parameters of one rank of a stage. Layers are split over TP, experts over EP x ETP; embedding and vision tower are on the first stage, output layer and MTP on the last.
+    """The parameters of one rank of a stage. Layers are split over TP, experts over EP x ETP; embedding and vision tower are on the first
+    stage, output layer and MTP on the last.
 
     Multi-token prediction on another stage than the first has a copy of the embedding there, and leaves the final norm with the last
     decoder layer. The vision tower is split over TP, as megatron-core's own layers are; a `whole_tower` is on every TP rank, as this
@@ -251,10 +262,12 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
 
 
 def shards(plan: Plan) -> dict[str, int]:
-    """Number of ranks that share one copy of what is sharded: DP x CP for dense parameters, EDP for experts, each divided by the optimizer instances.
+    """Number of ranks that share one copy of what is sharded: DP x CP for dense parameters, EDP for experts, each divided by the optimizer
+    instances.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/mcore_fsdp_adapter.py` (instances make copies of everything, not of the optimizer
-    alone) and `torch_fully_sharded_data_parallel.py` (which has none); torch, `distributed/fsdp/_fully_shard/_fully_shard.py` (two dimensions of a
+    alone) and `torch_fully_sharded_data_parallel.py` (which has none); torch, `distributed/fsdp/_fully_shard/_fully_shard.py` (two
+    dimensions of a
     mesh: copies, and shards within each).
     """
     instances = 1 if plan.options.sharding == "fsdp2" and plan.options.backend != "torch" else plan.options.optimizer_instances
@@ -271,7 +284,8 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on a rank; what is frozen has parameters alone.
 
     Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. Where
-    parameters are their own master copy, their gradients wait unsharded for the last micro-batch in a pipeline; a base under adapters is bf16 there too.
+    parameters are their own master copy, their gradients wait unsharded for the last micro-batch in a pipeline; a base under adapters is
+    bf16 there too.
     """
     o, is_master, split = plan.options, own_master(plan.options), SHARDING.get(plan.options.sharding, SHARDING["none"])
     over, whole = shards(plan), dict.fromkeys(("dense", "experts"), 1)
@@ -294,10 +308,12 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
 BASE_BYTES = {"nf4": 0.5 + FP32 / 64}
 """Bytes of a weight of a frozen base: half a byte, and a float32 scale for 64 weights. Norms, embedding and output layer stay in bf16.
 
-Source: QLoRA, arXiv 2305.14314, section 3; bitsandbytes, `functional.py` (`quantize_4bit`), whose second quantisation of scales transformers leaves off."""
+Source: QLoRA, arXiv 2305.14314, section 3; bitsandbytes, `functional.py` (`quantize_4bit`), whose second quantisation of scales
+transformers leaves off."""
 
 
 def _stage(plan: Plan, stage: int, stage_weights: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
+    """What a rank of one stage holds, in bytes; `chunks` have, chunk by chunk, how often each kind of layer is there and what it keeps."""
     last = stage == plan.pp - 1
     params, grads, optimizer = state_bytes(plan, stage_weights)
     copies = fp8_weights(plan, stage_weights)
@@ -343,7 +359,8 @@ Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
 def _on_host(plan: Plan, params: float, grads: float, optimizer: float) -> Offloaded:
     """What leaves the GPU where a share of the optimizer lives on the host.
 
-    Megatron's float32 master weights stay, unless the optimizer is the precision-aware one; DeepSpeed's go, and with them the gradients that it shards. FSDP2
+    Megatron's float32 master weights stay, unless the optimizer is the precision-aware one; DeepSpeed's go, and with them the gradients
+    that it shards. FSDP2
     keeps shares of parameters, gradients and moments alike on the host, and has on the GPU what is gathered.
 
     Sources: as for the trainer's own `playbook_trainer.config.dry_run`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2
@@ -383,7 +400,8 @@ def fp8_copies(recipe: str) -> float:
 def gathered(plan: Plan, held: Weights, width: float) -> float:
     """Bytes of the two layers that full sharding gathers at once: the one that computes and the next. `width` is in bytes per weight.
 
-    In a pipeline the torch backend keeps all of them gathered between micro-batches, and so it does where it shards only what its optimizer has.
+    In a pipeline the torch backend keeps all of them gathered between micro-batches, and so it does where it shards only what its optimizer
+    has.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """

@@ -38,7 +38,8 @@ def split(layers: int, pp: int, vpp: int = 1) -> list[int]:
 
 
 def string(sizes: Sequence[int], mtp: int = 0) -> str:
-    """Chunks as `--pipeline-model-parallel-layout` takes them: E the embedding, t a layer, m a depth of prediction, L the loss, | between chunks.
+    """Chunks as `--pipeline-model-parallel-layout` takes them: E the embedding, t a layer, m a depth of prediction, L the loss, | between
+    chunks.
 
     Source: Megatron-LM, `megatron/core/transformer/pipeline_parallel_layer_layout.py` (`parse_str_to_list`, `validate_layer_layout`).
     """
@@ -63,7 +64,8 @@ def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: 
     One forward, one backward without interleaving: `min(m, pp - stage)`. Interleaved, in units of chunks, the warm-up forwards
     `2 (pp - stage - 1) + (vpp - 1) pp` and one more, since chunks take microbatches in groups of pp
     (`microbatch_group_size_per_vp_stage` as it is by default); overlap of expert communication keeps one more again. `sizes` are the bytes
-    that a microbatch keeps in each chunk of the stage: where they differ, the peak may come later, once more microbatches are in the large ones.
+    that a microbatch keeps in each chunk of the stage: where they differ, the peak may come later, once more microbatches are in the large
+    ones.
     """
     if vpp == 1:
         # Without a pipeline, the next micro-batch's forward pass fills what this one's backward pass frees, layer by layer.
@@ -89,7 +91,9 @@ def _heaviest(counts: list[int], order: Sequence[int], alive: int, turn: int, si
 
 @lru_cache(maxsize=4096)
 def _order(microbatches: int, vpp: int, group: int, alive: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next; and how many of each are among the first `alive`."""
+    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next; and how many of each are
+    among the first `alive`.
+    """
     rounds = [min(group, microbatches - start) for start in range(0, microbatches, group)]
     order = tuple(chunk for size in rounds for chunk in range(vpp) for _ in range(size))
     return order, tuple(order[:alive].count(chunk) for chunk in range(vpp))

@@ -1,6 +1,8 @@
-"""What a plan sends: bytes per layer, micro-batch and step, the share of them that leaves the fast interconnect, and all of it as one table.
+"""What a plan sends: bytes per layer, micro-batch and step, the share of them that leaves the fast interconnect, and all of it as one
+table.
 
-Rings send `(n - 1) / n` of the gathered tensor; all-to-all sends all but a rank's own share. bf16 unless a docstring says otherwise; nothing overlaps.
+Rings send `(n - 1) / n` of the gathered tensor; all-to-all sends all but a rank's own share. bf16 unless a docstring says otherwise;
+nothing overlaps.
 Sources: Megatron-LM, `megatron/core/tensor_parallel/mappings.py`, `megatron/core/transformer/moe/token_dispatcher.py`,
 `megatron/core/distributed/param_and_grad_buffer.py`; Ring Attention, arXiv 2310.01889; DeepSpeed Ulysses, arXiv 2309.14509.
 """
@@ -54,8 +56,10 @@ def tensor(plan: Plan, blocks: int) -> Sent:
 def experts(plan: Plan) -> Sent:
     """Dispatch and combine of routed tokens, balanced over ranks; the backward pass repeats both the other way.
 
-    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it. DeepEP and HybridEP
-    send a token once to each rank that has one of its experts. Source: DeepEP, `csrc/kernels/internode.cu` and `intranode.cu`; DeepSeek-V3, arXiv 2412.19437,
+    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it.
+    DeepEP and HybridEP
+    send a token once to each rank that has one of its experts. Source: DeepEP, `csrc/kernels/internode.cu` and `intranode.cu`; DeepSeek-V3,
+    arXiv 2412.19437,
     section 3.2.2.
     """
     local = BF16 * _local(plan) * plan.shape.expert_hidden

@@ -20,7 +20,8 @@ from playbook.text import count
 
 
 def anchored(answer: Answer, path: Path | None = None, *, with_published: bool = True) -> Answer:
-    """The answer with each plan's speed scaled by what measured runs showed over what was predicted for them: published ones, and those of a table.
+    """The answer with each plan's speed scaled by what measured runs showed over what was predicted for them: published ones, and those of
+    a table.
 
     One scale holds for all plans, so their order stays.
 

@@ -23,7 +23,9 @@ _WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
 
 
 def words(plan: Plan) -> list[str]:
-    """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others would be taken for none."""
+    """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others
+    would be taken for none.
+    """
     plain = {f.name: f.default for f in fields(Plan)}
     whole = MODELS.get(plan.model, plan.shape)
     cut = [f"{k}={getattr(plan.shape, k)}" for k in ("layers", "experts") if getattr(plan.shape, k) != getattr(whole, k)]
@@ -67,7 +69,8 @@ def pipeline_string(plan: Plan) -> str | None:
 def document(answer: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
     """The answer of `playbook plan --json` and of the tool `plan_layout`, with the nearest published runs.
 
-    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs, `routing_share` what uneven routing does.
+    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs, `routing_share` what
+    uneven routing does.
     """
     assumed = [*dict.fromkeys(a for c in answer.choices for a in c.time.assumptions)]
     assumed += [f"anchored: {answer.anchored}"] if answer.anchored else []
@@ -97,6 +100,7 @@ def document(answer: Answer, published: dict[str, Any] | None = None) -> dict[st
 
 
 def _row(choice: Choice, cluster: Cluster) -> dict[str, Any]:
+    """One plan as plain data. Units: GiB, tokens per second and GPU, seconds; shares are of a step."""
     speed = choice.time.tokens_per_s_per_gpu
     return {
         "layout": layout(choice.plan),

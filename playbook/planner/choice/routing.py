@@ -26,7 +26,9 @@ _EXPERT, _RANK = "max_over_mean", re.compile(r"ep([1-9][0-9]{0,3})")
 
 @dataclass(frozen=True)
 class Routing:
-    """Loads over the mean: of the fullest expert, and of the fullest rank by EP degree; `rank` is that of every degree where `ranks` is empty, 0 if unknown."""
+    """Loads over the mean: of the fullest expert, and of the fullest rank by EP degree; `rank` is that of every degree where `ranks` is
+    empty, 0 if unknown.
+    """
 
     words: str
     rank: float = 0.0
@@ -64,7 +66,8 @@ def routing_share(plan: Plan, cluster: Cluster) -> float | None:
 
 
 def measured(text: str) -> Routing:
-    """The routing of `--imbalance`: a ratio such as `1.35`, tokens of the fullest rank over the mean, or a run that wrote down its experts' load.
+    """The routing of `--imbalance`: a ratio such as `1.35`, tokens of the fullest rank over the mean, or a run that wrote down its experts'
+    load.
 
     Raises:
         ConfigError: it is neither.
@@ -103,7 +106,8 @@ def of_run(path: Path) -> Routing | None:
     degrees = set.intersection(*(set(load) for load in loads))
     middle = {key: median(load[key] for load in loads) for key in degrees}
     expert = middle[_EXPERT]
-    words = f"routing, measured in {len(loads)} steps of {re.sub('[^ -~]', '?', file.parent.name or file.name)[:40]}, the fullest expert {expert:.3g} times the mean"
+    run = re.sub("[^ -~]", "?", file.parent.name or file.name)[:40]
+    words = f"routing, measured in {len(loads)} steps of {run}, the fullest expert {expert:.3g} times the mean"
     return Routing(words, expert=expert, ranks={int(m[1]): value for key, value in middle.items() if (m := _RANK.fullmatch(key))})
 
 

@@ -1,4 +1,6 @@
-"""The search: `plan_layouts` answers a question with every layout that fits, fastest first. Bounds spare most of the work and change no answer."""
+"""The search: `plan_layouts` answers a question with every layout that fits, fastest first. Bounds spare most of the work and change no
+answer.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ class Answer:
 
 
 def plan_layouts(question: Question, count: int = 5) -> Answer:
-    """The best plans for a question: the layouts that are legal, those that fit, their times; then what ties with the first, or what stands in the way.
+    """The best plans for a question: the layouts that are legal, those that fit, their times; then what ties with the first, or what stands
+    in the way.
 
     Raises:
         ConfigError: the question cannot be asked.
@@ -165,7 +168,8 @@ class _Timer:
 def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
     """The best of the layouts, those with the best bound first; a layout whose bound is under the worst of the best is not looked into.
 
-    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so the layers alone with its fastest
+    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so the layers alone with its
+    fastest
     switches bound the layout, and its time with them does so closer; they are its best options where they fit too.
     """
     question, bounds = timer.question, []
@@ -203,7 +207,9 @@ def _best(timer: _Timer, layout: Plan) -> Choice | None:
 
 
 def _timed(timer: _Timer, plans: list[Plan]) -> Iterator[tuple[StepTime, Plan]]:
-    """Legal plans with their times, the fastest first. Rules are checked last: they take as long as a time does, and the first is often all that is asked for."""
+    """Legal plans with their times, the fastest first. Rules are checked last: they take as long as a time does, and the first is often all
+    that is asked for.
+    """
     timed = sorted(((timer(plan), plan) for plan in plans), key=lambda t: -_rounded(t[0].tokens_per_s_per_gpu.value))
     return ((time, plan) for time, plan in timed if not plan.broken())
 
@@ -247,7 +253,8 @@ def _rungs(question: Question, layout: Plan) -> Iterator[Plan]:
 def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:
     """The layouts that fit, each with the least recompute that does.
 
-    Where states alone do not fit, no batch does; where a micro-batch does not, no larger one does. Legal layouts come with micro-batches rising.
+    Where states alone do not fit, no batch does; where a micro-batch does not, no larger one does. Legal layouts come with micro-batches
+    rising.
     """
     grid: tuple[int, ...] = ()
     full = False

@@ -125,7 +125,9 @@ def check(question: Question) -> None:
 
 
 def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
-    """The values that each setting of a layout may take; one that is fixed has one. `lean` ones need the least memory: one sample, no interleaving."""
+    """The values that each setting of a layout may take; one that is fixed has one. `lean` ones need the least memory: one sample, no
+    interleaving.
+    """
     shape, gpus, seq = question.shape, question.gpus, question.seq_len
     torch = question.backend == "torch"
     degrees: dict[str, list[int]] = {
@@ -151,7 +153,8 @@ def enumerated(question: Question) -> int:
 def layouts(question: Question, *, lean: bool = False) -> Iterator[Plan]:
     """Every legal layout, or the `lean` ones, with the options that all share.
 
-    Expert tensor parallelism is 1 or as wide as tensor parallelism. Megatron-FSDP is not among them unless it is fixed: on four H200s it ran at
+    Expert tensor parallelism is 1 or as wide as tensor parallelism. Megatron-FSDP is not among them unless it is fixed: on four H200s it
+    ran at
     half of what its time adds up to (`docs/experiments/peers-on-four-h200s.md`).
     """
     base, of, gpus, batch = question.base, axes(question, lean=lean), question.gpus, question.global_batch

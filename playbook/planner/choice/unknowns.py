@@ -33,9 +33,12 @@ def ladder(shape: Shape, backend: str) -> list[tuple[str, ...]]:
 def chunks(plan: Plan) -> tuple[int, ...]:
     """Chunks of layers of a stage (`vpp`) that a run may have where it names none, the likeliest first.
 
-    Where layers divide over the stages: 1, as trainers have it by default, or the most that divide too. Where they do not, megatron-core runs only a
-    layout that lists them, and whoever lists the layers balances the stages: the most chunks whose fullest stage has the least, with embedding and
-    output layer as one layer each. Llama 3 405B has 126 layers on 16 stages so, one layer a chunk (arXiv 2407.21783, section 3.3.2). torchtitan
+    Where layers divide over the stages: 1, as trainers have it by default, or the most that divide too. Where they do not, megatron-core
+    runs only a
+    layout that lists them, and whoever lists the layers balances the stages: the most chunks whose fullest stage has the least, with
+    embedding and
+    output layer as one layer each. Llama 3 405B has 126 layers on 16 stages so, one layer a chunk (arXiv 2407.21783, section 3.3.2).
+    torchtitan
     splits any number of layers, and has one chunk by default.
     """
     layers, pp = plan.shape.layers, plan.pp
@@ -81,7 +84,8 @@ def fits(plan: Plan, gpu_gib: float) -> bool:
 
 
 def fitted(plan: Plan, gpu_gib: float, stated: Container[str]) -> tuple[Plan, tuple[str, ...]]:
-    """A plan with the least recompute that fits, then with the narrowest states, as far as neither is `stated`; and what was taken for granted.
+    """A plan with the least recompute that fits, then with the narrowest states, as far as neither is `stated`; and what was taken for
+    granted.
 
     Where nothing fits, the plan that needs the least comes back.
     """

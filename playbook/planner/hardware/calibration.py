@@ -20,8 +20,10 @@ _MOST_ROWS = 20_000
 _ABOVE = 1.02
 """No kernel is faster than its peak, by more than the clock's own error."""
 _KINDS = {
-    "linear": "products", "linear_fp8": "8-bit products", "grouped": "experts' products (torch)", "megatron_grouped": "experts' products (megatron)",
-    "attention": "attention", "loss": "loss", "norm": "kernels that move bytes", "optimizer": "optimizer", "host_launch": "host", "collective": "links",
+    "linear": "products", "linear_fp8": "8-bit products", "grouped": "experts' products (torch)", "megatron_grouped": "experts' products "
+                                                                                                                      "(megatron)",
+    "attention": "attention", "loss": "loss", "norm": "kernels that move bytes", "optimizer": "optimizer", "host_launch": "host",
+    "collective": "links",
 }  # fmt: skip
 """Kinds of row that an answer names, in its words."""
 _RING = ("all_gather", "reduce_scatter")
@@ -135,7 +137,8 @@ def _check_peaks(calibration: Calibration, base: Cluster) -> None:
         if isinstance(rate, str) or rate > _ABOVE * peak:
             shown = rate if isinstance(rate, str) else f"{rate / 1e12:.0f} TFLOP/s"
             raise ConfigError(
-                f"{calibration.label}: rows[{place}] has {_shown(shown)}, and the peak of {base.name} is {peak / 1e12:.0f}; is it a calibration of this GPU?"
+                f"{calibration.label}: rows[{place}] has {_shown(shown)}, and the peak of {base.name} is {peak / 1e12:.0f}; is it a "
+                f"calibration of this GPU?"
             )
 
 

@@ -67,7 +67,8 @@ _BEFORE, _AFTER = re.compile(r"([0-9]{1,7}) ?x ?(\S.*)", re.I), re.compile(r"(\S
 
 
 def counted(hardware: str, gpus: int | None = None) -> tuple[str, int | None]:
-    """The kind of GPU that `64xH100`, `h100x64` or `h100` names, and how many: those named there, else `gpus`. A file says nothing of their number.
+    """The kind of GPU that `64xH100`, `h100x64` or `h100` names, and how many: those named there, else `gpus`. A file says nothing of their
+    number.
 
     Raises:
         ConfigError: it names another number than `gpus`, or none.
@@ -172,7 +173,10 @@ def _stated(stated: Hardware, file: str, measured: str | None, name: str) -> Clu
         return replace(stated_cluster, nic_bytes_per_s=stated.network_gb_s * _GIGA / NIC_RING.value, network=network_words)
     if stated.adapters_per_gpu:
         rate = stated_cluster.nic_bytes_per_s * stated.adapters_per_gpu
-        network_words = f"network: {rate / _GIGA:.3g} GB/s for each GPU between nodes, {stated.adapters_per_gpu:g} adapters of the data sheet; --network names another"
+        network_words = (
+            f"network: {rate / _GIGA:.3g} GB/s for each GPU between nodes, {stated.adapters_per_gpu:g} adapters of the data sheet;"
+            " --network names another"
+        )
         return replace(stated_cluster, nic_bytes_per_s=rate, network=network_words)
     return stated_cluster
 
@@ -187,7 +191,8 @@ _PLAIN = {
 """Keys of the file, and the figures of a cluster that they are."""
 _WORDS = {
     "gpus_per_node": "{} GPUs in a node", "nvlink_domain": "{} in one NVLink domain", "link_gb_s": "{:g} GB/s over its links",
-    "adapters_per_gpu": "{:g} adapters for a GPU", "host_speed": "a host {:g} times as fast as the calibrated one", "memory_gib": "{:g} GiB of memory",
+    "adapters_per_gpu": "{:g} adapters for a GPU", "host_speed": "a host {:g} times as fast as the calibrated one",
+    "memory_gib": "{:g} GiB of memory",
 }  # fmt: skip
 """What an answer says of each key."""
 

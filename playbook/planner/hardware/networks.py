@@ -21,9 +21,11 @@ _GIGA = 1e9
 
 
 def on_network(cluster: Cluster, network: str) -> Cluster:
-    """The cluster with its nodes joined by a network such as `100GbE`, `RoCE-200`, `IB-400` or `EFA-3200`; `none` says that there is no InfiniBand.
+    """The cluster with its nodes joined by a network such as `100GbE`, `RoCE-200`, `IB-400` or `EFA-3200`; `none` says that there is no
+    InfiniBand.
 
-    InfiniBand and RoCE are rates of an adapter, of which a GPU has one unless a file says otherwise; Ethernet and EFA are rates of a node, which its GPUs share.
+    InfiniBand and RoCE are rates of an adapter, of which a GPU has one unless a file says otherwise; Ethernet and EFA are rates of a node,
+    which its GPUs share.
 
     Raises:
         ConfigError: no such network is known.

@@ -43,7 +43,9 @@ _RUN = 0.09
 
 @dataclass(frozen=True)
 class Anchor:
-    """A run with the logarithm of measured over predicted speed, the spread of that prediction, and what the step's parts take, as `spread.weights` has them."""
+    """A run with the logarithm of measured over predicted speed, the spread of that prediction, and what the step's parts take, as
+    `spread.weights` has them.
+    """
 
     run: Run
     error: float
@@ -161,7 +163,9 @@ def _key(anchor: Anchor, columns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _batch(run: Run) -> str:
-    """Nothing where the batch is stated, else the run's own name: where it is a guess, the error is the guess's, and no other run shares it."""
+    """Nothing where the batch is stated, else the run's own name: where it is a guess, the error is the guess's, and no other run shares
+    it.
+    """
     return "" if run.word("mbs") or run.word("gbs") else run.id
 
 

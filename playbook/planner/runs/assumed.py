@@ -70,7 +70,9 @@ _SHARDING = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """A run as plans that are equally likely, the cluster, and what was taken for granted; `guesses` counts what no other plan tries otherwise."""
+    """A run as plans that are equally likely, the cluster, and what was taken for granted; `guesses` counts what no other plan tries
+    otherwise.
+    """
 
     plans: tuple[Plan, ...]
     cluster: Cluster
@@ -224,7 +226,8 @@ def _found(name: str, folder: str) -> Shape:
 @lru_cache(maxsize=4096)
 def _gpt_shape(layers: int, heads: int, hidden: int, positions: int) -> Shape:
     return Shape(
-        layers, heads, heads, 0, "a GPT of stated sizes", hidden, _VOCAB, head_dim=hidden // heads, ffn=4 * hidden, dense_layers=layers, gated=False,
+        layers, heads, heads, 0, "a GPT of stated sizes", hidden, _VOCAB, head_dim=hidden // heads, ffn=4 * hidden, dense_layers=layers,
+        gated=False,
         tied=True, positions=positions, norm_bias=True, mlp_bias=True, attention_bias=True, output_bias=True,
     )  # fmt: skip
 
@@ -237,6 +240,11 @@ def _gpt(run: Run) -> Shape:
 
 
 def _precision(run: Run, machine: Cluster, words: list[str]) -> str:
+    """The recipe of 8-bit products that a run's precision stands for, empty for 16 bits; what it is taken for goes to `words`.
+
+    Raises:
+        Unexpressed: no plan has it, or the GPU has no 8-bit products.
+    """
     precision = re.sub(r"[\s-]+", "_", run.word("precision").lower())
     name = next((k for k in sorted(_PRECISIONS, key=len, reverse=True) if precision.startswith(k)), None)
     if name is None and precision:
@@ -262,6 +270,11 @@ def _assume(words: list[str], column: str, value: int) -> int:
 
 
 def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
+    """GPUs and degrees of parallelism by name; those that are silent are 1, and said in `words`.
+
+    Raises:
+        Unexpressed: they do not divide one another, the GPUs, or the model.
+    """
     cells = {k: run.count(k) for k in ("gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
     by_name = {k: cells[k] or 1 for k in ("tp", "cp", "pp")}
     gpus = cells["gpus"] or (cells["dp"] * by_name["tp"] * by_name["cp"] * by_name["pp"] if cells["dp"] else None)

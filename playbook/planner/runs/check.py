@@ -76,7 +76,8 @@ class Row:
 def check(path: Path, *, on: Cluster | None = None, anchor: Path | None = None, leave_out: str = "") -> list[Row]:
     """The rows of a table with their predictions, scaled to another table's runs or, with `leave_out`, to the table's own.
 
-    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it; what was predicted before a row was measured stands as it was written. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
+    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it; what was predicted before a row was measured stands
+    as it was written. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
 
     Raises:
         ConfigError: a file is no table of runs, or its predictions were sealed and something would scale them.
@@ -241,6 +242,7 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _entry(row: Row) -> dict[str, Any]:
+    """One row as plain data. Units: tokens and 1e12 model FLOPs per second and GPU, GiB."""
     prediction = row.prediction
     if prediction is None:
         return {"id": row.run.id, "predicted": None, "why": row.why}

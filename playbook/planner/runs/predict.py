@@ -25,7 +25,9 @@ _ASSUMED = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it; `parts` as `spread.weights`."""
+    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it; `parts` as
+    `spread.weights`.
+    """
 
     tokens_per_s_per_gpu: float
     flops_per_token: float

@@ -1,4 +1,6 @@
-"""The published runs that ship as anchors: what each showed beside its prediction, from a file, because predicting them takes as long as a plan."""
+"""The published runs that ship as anchors: what each showed beside its prediction, from a file, because predicting them takes as long as a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from playbook.yaml_files import did_you_mean
 
 RUNS = "published_runs.csv"
 ERRORS = "published_errors.json"
-"""By id of a run: the logarithm of measured over predicted speed, its spread, and what the parts contribute to it, as `spread.weights` has them."""
+"""By id of a run: the logarithm of measured over predicted speed, its spread, and what the parts contribute to it, as `spread.weights` has
+them."""
 
 
 @cache
@@ -58,7 +61,8 @@ def others(run: Run, prediction: Prediction) -> float:
 
 
 def one(name: str) -> dict[str, Any]:
-    """A published run as plain data: its cells, its page, and tokens per second and GPU as predicted, from constants alone and scaled to the others, or why not.
+    """A published run as plain data: its cells, its page, and tokens per second and GPU as predicted, from constants alone and scaled to
+    the others, or why not.
 
     Raises:
         ConfigError: there is no such run.

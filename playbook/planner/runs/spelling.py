@@ -16,20 +16,26 @@ _NOTHING = frozenset({"", "-", "--", "–", "—", "?", "n/a", "na", "null", "un
 _OFF = ("off", "no", "false", "none", "disabled")
 _ON = ("on", "yes", "true", "enabled")
 _WORDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "dispatcher": {"": _OFF, "alltoall": ("alltoall", "a2a", "all2all"), "allgather": ("allgather",), "deepep": ("deepep",), "hybridep": ("hybridep",)},
+    "dispatcher": {"": _OFF, "alltoall": ("alltoall", "a2a", "all2all"), "allgather": ("allgather",), "deepep": ("deepep",),
+    "hybridep": ("hybridep",)},
     "fsdp": {
-        "0": ("0", "off", "no", "false", "disabled"), "on": (*_ON, "megatronfsdp", "fullshard"), "zero3": ("zero3",), "none": ("none", "ddp"),
-        "optimizer": ("optimizer", "distributedoptimizer", "distopt"), "zero1": ("zero1",), "zero2": ("zero2", "shardgradop"), "hsdp": ("hsdp", "hybridshard"),
+        "0": ("0", "off", "no", "false", "disabled"), "on": (*_ON, "megatronfsdp", "fullshard"), "zero3": ("zero3",), "none": ("none",
+        "ddp"),
+        "optimizer": ("optimizer", "distributedoptimizer", "distopt"), "zero1": ("zero1",), "zero2": ("zero2", "shardgradop"),
+        "hsdp": ("hsdp", "hybridshard"),
     },
-    "recompute": {"none": (*_OFF, "0"), "full": ("full", "all", *_ON), "selective": ("selective",), "core_attn": ("attention", "attn", "coreattention")},
+    "recompute": {"none": (*_OFF, "0"), "full": ("full", "all", *_ON), "selective": ("selective",), "core_attn": ("attention", "attn",
+    "coreattention")},
     "cuda_graph": {"none": (*_OFF, "0"), "on": (*_ON, "1"), "full_iteration": ("full", "fulliteration")},
     "offload": {"none": (*_OFF, "0")},
     "precision": {
         "bf16": ("bf16", "bfloat16", "bf16mixed"), "fp8": ("fp8", "fp8hybrid"), "mxfp8": ("mxfp8", "fp8mx"), "nvfp4": ("nvfp4", "fp4"),
         "fp8_cs": ("fp8cs", "fp8currentscaling", "fp8tensorwise"), "fp8_ds": ("fp8ds", "fp8delayed", "fp8delayedscaling"),
-        "fp8_blockwise": ("fp8blockwise", "fp8block", "blockwisefp8"), "fp8_sc": ("fp8sc", "fp8subchannel"), "fp16": ("fp16", "float16", "half"),
+        "fp8_blockwise": ("fp8blockwise", "fp8block", "blockwisefp8"), "fp8_sc": ("fp8sc", "fp8subchannel"), "fp16": ("fp16", "float16",
+        "half"),
     },
-    "backend": {"megatron": ("megatron", "megatroncore", "mcore", "megatronlm", "megatronbridge", "nemo"), "torch": ("torch", "pytorch"), **{name: (name,) for name in FRAMEWORKS if FRAMEWORKS[name].backend == "torch"}},
+    "backend": {"megatron": ("megatron", "megatroncore", "mcore", "megatronlm", "megatronbridge", "nemo"), "torch": ("torch", "pytorch"),
+    **{name: (name,) for name in FRAMEWORKS if FRAMEWORKS[name].backend == "torch"}},
     "attention": {"cudnn": ("cudnn", "fused"), "flash2": ("flash2", "fa2", "flashattention2"), "flash1": ("flash1", "fa1")},
     "status": {"ok": ("ok", "success", "done", "completed")},
     "mem_unit": {"GB": ("gb",), "GiB": ("gib",), "MB": ("mb",), "MiB": ("mib",)},

@@ -23,14 +23,17 @@ _MAX_CELL = 2_000
 _MEASURED = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct", "mem_gb")
 _ABOUT = ("mem_unit", "mem_kind", "quality", "status", "other", "source", "params_total_B", "params_active_B")
 _SET = (
-    "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp",
-    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts", "lora", "lora_targets", "base", "loss", "ulysses",
+    "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp",
+    "vpp",
+    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts",
+    "lora", "lora_targets", "base", "loss", "ulysses",
 )  # fmt: skip
 _NEEDED = ("model", "hardware", "gpus")
 _COLUMNS = {name.lower(): name for name in (*_SET, *_MEASURED, *_ABOUT)}
 _UNITS = {"": 1.0, "GiB": 1.0, "GB": 1e9 / 2**30, "MiB": 1 / 1024, "MB": 1e6 / 2**30}
 _VTRAIN = {
-    "# GPUs": "gpus", "global batch": "gbs", "micro batch": "mbs", "hidden size": "hidden", "attention heads": "heads", "# layers": "layers",
+    "# GPUs": "gpus", "global batch": "gbs", "micro batch": "mbs", "hidden size": "hidden", "attention heads": "heads",
+    "# layers": "layers",
     "sequence length": "seq_len", "tensor parallelism": "tp", "data parallelism": "dp", "pipeline parallelism": "pp",
     "iteration time (ms)": "step_time_ms",
 }  # fmt: skip
@@ -38,7 +41,8 @@ _VTRAIN = {
 
 
 _VTRAIN_RUNS = {
-    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "cp": "1", "source_group": "vTrain",
+    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "cp": "1",
+    "source_group": "vTrain",
 }  # fmt: skip
 
 
@@ -74,7 +78,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run showed; None where the table does not say. Units: tokens per second and GPU, 1e12 FLOP/s per GPU, seconds, GB or GiB as stated."""
+    """What a run showed; None where the table does not say. Units: tokens per second and GPU, 1e12 FLOP/s per GPU, seconds, GB or GiB as
+    stated.
+    """
 
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
@@ -173,6 +179,11 @@ def _check_header(path: Path, names: list[str], vtrain: bool) -> None:
 
 
 def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool) -> tuple[Run, Measured]:
+    """One line of a table as what was set and what was measured, by the columns' names.
+
+    Raises:
+        ConfigError: another number of cells than the header has, or no number where one is expected.
+    """
     if len(cells) != len(names):
         raise ConfigError(f"{path}: line {line}: {len(cells)} cells; expected {len(names)}, as in the header")
     ours = [_VTRAIN.get(name, "") for name in names] if vtrain else names

@@ -28,8 +28,10 @@ _MICRO = 1e-6
 class Cluster:
     """One kind of GPU with its host and networks; bandwidths are for one GPU and one direction.
 
-    `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to the
-    calibrated machine. `rings` has, by number of GPUs in one domain, seconds that a gather takes to start and its rate, where they were measured.
+    `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to
+    the
+    calibrated machine. `rings` has, by number of GPUs in one domain, seconds that a gather takes to start and its rate, where they were
+    measured.
     `transferred` says that the laws were measured on another kind of GPU,
     `host_known` that the host's speed was measured or published. `provenance` has the source of each figure.
     Units: FLOP/s, bytes per second, GiB.
@@ -108,7 +110,8 @@ def _names() -> dict[str, str]:
 
 
 _SILENT = re.compile(r"\b(?:nvidia|amd|instinct|[hd]gx|sxm[0-9]?|nvl72|hbm[0-9]e?|[0-9]+ ?x)\b|(?<=[0-9]) ?gi?b?\b")
-"""What of a product's name says nothing of its speed: vendor, board, rack, kind of memory, number of GPUs, and the unit of the memory's size."""
+"""What of a product's name says nothing of its speed: vendor, board, rack, kind of memory, number of GPUs, and the unit of the memory's
+size."""
 
 
 def _plain(name: str) -> str:
@@ -135,6 +138,7 @@ def _reference_laws(bf16: float, fp8: float, bandwidth: float) -> Laws:
 
 @cache
 def _load(name: str) -> Cluster:
+    """The cluster of one row of the table of GPUs, in bytes and FLOPs per second; its laws are the reference GPU's, scaled."""
     data = _file()
     row = data["gpus"][name]
     figures = {key: value for key, (value, _) in ((k, v) for k, v in row.items() if k != "names")}

@@ -21,18 +21,22 @@ BF16 = 2
 _FP32 = 4
 _CASTS = {"mxfp8": (2, 3), "blockwise": (4, 4)}
 _SCALED_CASTS = (6, 6)
-"""Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read where no norm or
+"""Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read
+where no norm or
 activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
 _SCORES_FORWARD, _SCORES_BACKWARD = 13, 19
 """Bytes moved for each score: written, read and written by softmax and by dropout with its mask, and read; backwards likewise."""
 _BIASED_GLU = 18
-"""Widths that an expert's activation reads and writes where it has biases and clamps, which only the kernel of MXFP8 experts fuses: two biases, two
+"""Widths that an expert's activation reads and writes where it has biases and clamps, which only the kernel of MXFP8 experts fuses: two
+biases, two
 clamps, sigmoid, two products."""
 _NARROW = 0.5
 """Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _TORCH_EXPERTS = 64
-"""The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them: with it three
-runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that shards nothing has one launch."""
+"""The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them:
+with it three
+runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that
+shards nothing has one launch."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
 
@@ -114,14 +118,17 @@ def work(plan: Plan) -> Work:
     torch = o.backend == "torch" or o.sharding == "fsdp2"
     return Work(
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
-        0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
+        0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch,
+        o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
         o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled, o.heads_apart(plan.cp),
     )  # fmt: skip
 
 
 def searched(plan: Plan) -> float:
-    """The share of experts' products for which cuBLAS looks for a kernel, where their rows differ: sizes come again within a step the sooner, the more products it has and the fewer rows."""
+    """The share of experts' products for which cuBLAS looks for a kernel, where their rows differ: sizes come again within a step the
+    sooner, the more products it has and the fewer rows.
+    """
     if not plan.shape.experts or (plan.even_rows and plan.imbalance == 1):
         return 0.0
     experts = plan.shape.experts / plan.ep
@@ -177,7 +184,8 @@ def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
     """`host` as what the host adds to the device's time: both are busy at once, but each waits for the other at times.
 
-    Where the host can run ahead, the longer of the two counts. Where it must read how many tokens each expert has before it goes on, it is the root
+    Where the host can run ahead, the longer of the two counts. Where it must read how many tokens each expert has before it goes on, it is
+    the root
     of the sum of squares, between perfect overlap and none. A graph of the whole step needs no host.
     """
     if "full_iteration" in w.graphs:
@@ -278,6 +286,7 @@ def _projections(shape: Shape, mixer: str, tp: int) -> list[tuple[str, float, fl
 
 
 def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Seconds of a layer's first half, both passes: projections, attention, norm and rotation, and what TP and CP send."""
     rows, local = _tokens(w)
     products = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
@@ -348,7 +357,9 @@ def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, f
 
 
 def _unfused(cluster: Cluster, rows: float, keys: float, causal_flops: float) -> tuple[float, float]:
-    """Attention as two batched products around a softmax and a dropout over all scores, which memory holds; nothing is skipped above the diagonal."""
+    """Attention as two batched products around a softmax and a dropout over all scores, which memory holds; nothing is skipped above the
+    diagonal.
+    """
     product = 2 * causal_flops / (_NARROW * cluster.laws.forward.share * cluster.bf16_flops_per_s)
     return product + _bytes(cluster, _SCORES_FORWARD * rows * keys), 2 * product + _bytes(cluster, _SCORES_BACKWARD * rows * keys)
 
@@ -368,7 +379,8 @@ def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
 def _gathers_back(w: Work, gather: float, first: Cost) -> float:
     """Exposed seconds of TP's transfers in a block's backward pass, whose `first` products are split by columns.
 
-    With sequence parallelism the gradient of the block's output is gathered before anything else; its input is gathered beside the first products' gradient of
+    With sequence parallelism the gradient of the block's output is gathered before anything else; its input is gathered beside the first
+    products' gradient of
     the input, which is scattered beside their gradients of weights. FSDP2's trainers send without anything beside it.
     Source: Megatron-LM, `megatron/core/tensor_parallel/layers.py` (`LinearWithGradAccumulationAndAsyncCommunication.backward`).
     """
@@ -401,7 +413,8 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     gather = _tensor(cluster, shape, w)
     first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w.fp8)
     return Cost(
-        products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, constants.HOST_MLP[0].value), tp=2 * gather),
+        products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster,
+        constants.HOST_MLP[0].value), tp=2 * gather),
         products.backward._replace(
             elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
             tp=_gathers_back(w, gather, first),
@@ -421,6 +434,7 @@ def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) 
 
 
 def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
+    """Seconds of an expert layer's second half, both passes: router, experts, permutation, and what EP and TP send."""
     rows, local = _tokens(w)
     routed, fp8, h = local * shape.top_k * w.imbalance, w.fp8, shape.hidden
     experts, wide = shape.experts / w.ep, shape.expert_hidden
@@ -438,7 +452,8 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     costs = _sum(iter(products))
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
     act = BF16 * routed * w.etp * width * passes
-    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core sorts twice on one rank too.
+    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core
+    # sorts twice on one rank too.
     sorts = 1 if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 2
     sorted_ = BF16 * wide * routed * 2 * sorts
     norm = BF16 * 5 * local * h + 3 * _FP32 * local * shape.experts
@@ -459,7 +474,8 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 
 
 def _launched(experts: float, w: Work) -> tuple[float, float]:
-    """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows are a new number.
+    """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows
+    are a new number.
 
     That is cuBLAS, the default; one CUTLASS kernel for all experts is not modelled.
     """

@@ -1,4 +1,6 @@
-"""Bytes that kernels move beside a layer's compiled ones: adapters, a base in 4 bits, and the separate operations of transformers' layers."""
+"""Bytes that kernels move beside a layer's compiled ones: adapters, a base in 4 bits, and the separate operations of transformers'
+layers.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from playbook.planner.shapes import Shape
 
 _BF16 = 2
 _NORM, _TURN, _GATE = 32, 12, 4
-"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back, weight), and
+"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back,
+weight), and
 rotation for each of queries and keys, and the activation for each of an MLP's inner values."""
 
 
 def uncompiled(shape: Shape, mixer: str, ffn: str, rows: float, local: float, tp: int) -> float:
-    """What a layer of transformers moves in its forward pass beyond a compiled one; `rows` are tokens of a CP rank, `local` those of a TP rank.
+    """What a layer of transformers moves in its forward pass beyond a compiled one; `rows` are tokens of a CP rank, `local` those of a TP
+    rank.
 
     Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
     """
@@ -27,7 +31,8 @@ def uncompiled(shape: Shape, mixer: str, ffn: str, rows: float, local: float, tp
 def beside(shape: Shape, index: int, options: Options, rows: float, local: float, tp: int, grid: int) -> tuple[float, float]:
     """What adapters beside a layer's products move in both passes, and a 4-bit base that is made bf16 for each; `grid` is EP x ETP.
 
-    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has them, unfused.
+    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has
+    them, unfused.
     Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
     """
     pairs = [(_BF16 * (local * a.passed if a.passed > 1 else rows / tp), a.wide_in, a.wide_out) for a in adapters(shape, index, options)]

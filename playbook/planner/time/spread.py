@@ -14,7 +14,8 @@ QUANTILE = 1.2816
 """Standard deviations of a normal distribution that 80 % lie within."""
 
 _LAW = 0.05
-"""Of a product's law beside its calibration's rows; of attention and of grouped products, whose shapes are fewer, twice and three times as much."""
+"""Of a product's law beside its calibration's rows; of attention and of grouped products, whose shapes are fewer, twice and three times as
+much."""
 _BYTES = 0.25
 """Of counted bytes: which kernels a backend fuses is not known."""
 _RESTS_ON = {
@@ -33,7 +34,8 @@ _RESTS_ON = {
     "optimizer": (_BYTES, c.HOST_STEP.spread / 2),
     "stragglers": (c.STRAGGLERS.spread,),
 }
-"""Standard deviations of the logarithms of what each part rests on: the constants of a part are off together, those of different parts by themselves."""
+"""Standard deviations of the logarithms of what each part rests on: the constants of a part are off together, those of different parts by
+themselves."""
 _PART = {name: hypot(*spreads) for name, spreads in _RESTS_ON.items()}
 _HOST_KNOWN = 0.5
 """What is left of the host's spread where its speed was measured or published."""
@@ -85,7 +87,8 @@ def _crossing(plan: Plan, cluster: Cluster) -> list[str]:
         return []
     rate = c.NIC_DISPATCH if names[-1].startswith("EP") and plan.options.dispatcher in FLEX else c.NIC_ALL_TO_ALL
     return [
-        f"{' and '.join(names)} cross{'es' if len(names) == 1 else ''} NVLink domains of {cluster.domain}: {rate.value:.0%} of an adapter's rate, {rate.kind};"
+        f"{' and '.join(names)} cross{'es' if len(names) == 1 else ''} NVLink domains of {cluster.domain}: {rate.value:.0%} of an "
+        f"adapter's rate, {rate.kind};"
         " no run here had several nodes"
     ]
 
