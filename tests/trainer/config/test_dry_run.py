@@ -15,7 +15,7 @@ from playbook.paths import data_root, repo_root, sources
 from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
 from playbook_app.cli import app
-from playbook_bench.statements import table
+from playbook_bench import statements
 from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.dry_run import dry_run, predicted
 from playbook_trainer.config.tree import load
@@ -274,11 +274,11 @@ def test_what_cannot_be_built_is_one_line(capsys, words, says):
 
 def test_the_claim_fails_where_a_fault_is_none():
     case = load_case("dry-run-of-1024-gpus")
-    holds, sentence, figures = table.run(case)
+    holds, sentence, figures = statements.run(case)
     assert holds, sentence
     assert len(figures["refused"]) == len(case.arguments["illegal"])
     wrong = case.model_copy(update={"arguments": {**case.arguments, "illegal": [{"train.steps": 30}]}})
-    assert not table.run(wrong)[0]
+    assert not statements.run(wrong)[0]
 
 
 def test_the_speed_of_attention_is_that_of_the_kernel_that_runs():
