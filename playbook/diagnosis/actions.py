@@ -197,7 +197,8 @@ def _batch(where: Setting, base: Plan) -> Iterator[Action]:
                 best = Action(
                     "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on,
                     tried[0],
-                    also=("W4.b",), peak_bytes=tried[1], note="changes the optimization: learning rate and number of steps go with the batch",
+                    also=("W4.b",), peak_bytes=tried[1],
+                    note="changes the optimization: learning rate and number of steps go with the batch",
                 )  # fmt: skip
                 break
     if best:

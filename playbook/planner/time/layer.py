@@ -8,14 +8,15 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
+from playbook.planner import parameters
+from playbook.planner.memory import BASE_BYTES
 from playbook.planner.options import FLEX, Options
-from playbook.planner.parameters import parts
+from playbook.planner.parameters import adapters, parts
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.laws import TILE, Product
-from playbook.planner.time.moved import beside, uncompiled
 
 BF16 = 2
 _FP32 = 4
@@ -39,6 +40,12 @@ runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a
 shards nothing has one launch."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
+
+
+_NORM, _TURN, _GATE = 32, 12, 4
+"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back,
+weight), and
+rotation for each of queries and keys, and the activation for each of an MLP's inner values."""
 
 
 class Work(NamedTuple):
@@ -160,7 +167,7 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
     if not w.compiled:
-        more = Parts(elementwise=_bytes(cluster, uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
+        more = Parts(elementwise=_bytes(cluster, _uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
         forward, backward = forward.plus(more), backward.plus(more, 2)
         blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
@@ -177,7 +184,7 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Adapters beside a layer's products, and its base in 4 bits: both only move bytes."""
     options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
-    moved = beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
+    moved = _beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
     return Cost(*(Parts(elementwise=_bytes(cluster, each)) for each in moved))
 
 
@@ -528,3 +535,29 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     if "shared_experts" in names and shape.shared_ffn:
         recomputed = recomputed.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
     return recomputed
+
+
+def _uncompiled(shape: Shape, mixer: str, ffn: str, rows: float, local: float, tp: int) -> float:
+    """What a layer of transformers moves in its forward pass beyond a compiled one; `rows` are tokens of a CP rank, `local` those of a TP
+    rank.
+
+    Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
+    """
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim / tp
+    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if mixer == "attention" else 0.0
+    gated = _GATE * rows * shape.ffn / tp if ffn == "mlp" else 0.0
+    return _NORM * local * shape.hidden * (bool(mixer) + bool(ffn)) + turned + gated
+
+
+def _beside(shape: Shape, index: int, options: Options, rows: float, local: float, tp: int, grid: int) -> tuple[float, float]:
+    """What adapters beside a layer's products move in both passes, and a 4-bit base that is made bf16 for each; `grid` is EP x ETP.
+
+    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has
+    them, unfused.
+    Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
+    """
+    pairs = [(BF16 * (local * a.passed if a.passed > 1 else rows / tp), a.wide_in, a.wide_out) for a in adapters(shape, index, options)]
+    weights = parameters.layer(shape, index)
+    unpacked = (weights.sharded / tp + weights.experts / grid) * (BASE_BYTES[options.base] + BF16) if options.base else 0.0
+    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
+    return forward + unpacked, sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs) + unpacked
