@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import default_results
+from playbook.paths import data_root, default_results
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
+from playbook.records.read import read
 from playbook_app.cli.options import AsJson, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
@@ -82,9 +83,8 @@ def tune(
         told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
         case = tuning.case_of_command(words, machine, told, metric, request.loss, to_seconds(timeout, "--timeout") or 0.0)
         chosen = machine.name
-    if knobs is None:
-        raise ConfigError("name the file of the knobs: --knobs FILE")
-    plan, order = tuning.planned(case, chosen, files.load_knobs(knobs), machine, request, place, command)
+    chosen_knobs = files.load_knobs(knobs) if knobs else tuning.ready(case, read([data_root("results")]), machine)
+    plan, order = tuning.planned(case, chosen, chosen_knobs, machine, request, place, command)
     if explain:
         _explain(order, as_json)
         return
