@@ -23,12 +23,12 @@ from playbook.records.evidence import Evidence
 from playbook.records.read import Reader, Record, speaks_for
 from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
-from playbook_bench.judge import curve_rules, receipt
+from playbook_bench import statements
+from playbook_bench.judge import effects, receipt
 from playbook_bench.judge.effects import threshold
 from playbook_bench.machine.requirements import check_name, shares_a_gpu
 from playbook_bench.metrics import METRICS
 from playbook_bench.run import replay
-from playbook_bench.statements import table as logic
 from playbook_bench.variants.resolve import configurations, resolve_all, trainer_path
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
@@ -109,7 +109,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
     found += _recipes(cards)
-    records, unreadable = _records(data_root("results"), thorough=not paths)
+    records, unreadable = _records(data_root("results"))
     if not paths:  # a check of one's own cards does not judge everybody's records anew
         findings += unreadable + replay.unsound(records)
     found += _expired(cards, records, day)
@@ -117,15 +117,15 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
 
 
 @cache
-def _reader(thorough: bool) -> Reader:
+def _reader() -> Reader:
     """Keeps the records that it has read, since a process may check many cards."""
-    return Reader(thorough)
+    return Reader()
 
 
-def _records(folder: Path, thorough: bool) -> tuple[list[Record], list[Finding]]:
+def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return _reader(thorough).read([folder]), []
+        return _reader().read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 
@@ -243,7 +243,7 @@ def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, Load
         and claim.kind in ("sweep", "interaction", "prediction")
         and not case_problems(loaded.case)
     ):
-        for message in curve_rules.problems(claim.expect, list(loaded.case.variants), claim.kind):
+        for message in effects.problems(claim.expect, list(loaded.case.variants), claim.kind):
             yield entry.finding((*here, "expect"), message)
 
 
@@ -322,7 +322,7 @@ def _delta(values: Mapping[str, Any]) -> str:
 
 def _function(loaded: LoadedCase) -> Iterator[Finding]:
     case = loaded.case
-    table = logic.names(case.kind)
+    table = statements.names(case.kind)
     if case.function not in table:
         yield loaded.finding(
             ("function",), f"function '{case.function}' is not in the harness's table{did_you_mean(str(case.function), table)}"
