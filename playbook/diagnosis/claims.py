@@ -87,12 +87,11 @@ class Knowledge:
         best = rows[0]
         stale = best.stale(self.today, claim)
         return Said(
-            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits,
-            _effect(best)
+            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits, speed_effect(best)
         )  # fmt: skip
 
 
-def _effect(record: Record) -> tuple[float, float, float] | None:
+def speed_effect(record: Record) -> tuple[float, float, float] | None:
     """How much faster its candidate was; None where it compares no speed."""
     shown = record.content.derived.comparison if isinstance(record.content, Evidence) else None
     if shown is None or shown.scale != "log_ratio" or not any(word in shown.metric for word in ("tokens_per_s", "step")):
