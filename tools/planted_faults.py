@@ -51,13 +51,13 @@ STATISTICS = ("bench/judge/test_stats.py",)
 
 FAULTS = (
     # Verdicts and their statistics.
-    Fault(JUDGE + "curve_rules.py", "return True if low >= m else", "return True if high >= m else", "noise confirms a claim", VERDICTS),
-    Fault(JUDGE + "curve_rules.py", "return True if -m <= low and high <= m else", "return True if -m <= low or high <= m else", "unequal counts as equal", VERDICTS),
+    Fault(JUDGE + "effects.py", "return True if low >= m else", "return True if high >= m else", "noise confirms a claim", VERDICTS),
+    Fault(JUDGE + "effects.py", "return True if -m <= low and high <= m else", "return True if -m <= low or high <= m else", "unequal counts as equal", VERDICTS),
     Fault(JUDGE + "verdict.py", "if curve.look is None or n < 2:", "if n < 2:", "a series is judged after any pair", VERDICTS),
     Fault(JUDGE + "verdict.py", "        if quiet and not quiet.ok:", "        if False:", "a noisy machine gives verdicts", VERDICTS),
     Fault(JUDGE + "verdict.py", "        elif not steady.ok:", "        elif False:", "a drifting series gives verdicts", VERDICTS),
     Fault(JUDGE + "verdict.py", "    if other is not None:", "    if False:", "a crash counts as out of memory", VERDICTS),
-    Fault(JUDGE + "statistics.py", "wanted = alpha * (look / looks[-1]) ** SPENDING - spent", "wanted = alpha", "each look spends the whole error rate", STATISTICS),
+    Fault(JUDGE + "statistics.py", "rate = alpha * (look / looks[-1]) ** SPENDING - spent", "rate = alpha", "each look spends the whole error rate", STATISTICS),
     Fault(JUDGE + "design.py", "after = code[[variants if", "after = 0 * code[[variants if", "what a launch leaves behind counts as an effect", VERDICTS),
     Fault(JUDGE + "statistics.py", "return _ppf(1 - alpha / 2, freedom)", "return _ppf(1 - alpha, freedom)", "intervals of half the error rate", STATISTICS),
     Fault(JUDGE + "statistics.py", "return most if off[most] > t_q", "return None if off[most] > t_q", "an odd launch of the noise stays", STATISTICS),

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from playbook_bench.judge import statistics
-from playbook_bench.judge.effects import Question, decide
+from playbook_bench.judge.effects import ClaimRule, decide
 from playbook_bench.judge.verdict import RULES
 from playbook_bench.judge.verdict_rules import Rules
 
@@ -30,7 +30,7 @@ def answer(rules: Rules, looks: Sequence[int], look: int, differences: np.ndarra
     """What a claim `>= 0` gets at one look."""
     rows = np.column_stack([np.zeros(look), differences[:look]])
     (found,) = rules.intervals(rows.tolist(), [], PAIR, rules.level(looks, ALPHA, look), noise.tolist())
-    return decide(Question(">=", ["baseline", "candidate"], 0.0), [(found.low, found.high)])
+    return decide(ClaimRule(">=", ["baseline", "candidate"], 0.0), [(found.low, found.high)])
 
 
 def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray) -> tuple[bool | None, int]:

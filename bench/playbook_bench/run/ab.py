@@ -31,7 +31,7 @@ from playbook_bench.run.options import Options
 from playbook_bench.run.store import Outcome
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import Tail, Walls, walls
-from playbook_bench.variants.command import Command
+from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import resolve_all
 
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
@@ -225,7 +225,7 @@ def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
     found: dict[Variant, Walls] = {}
     with interruptible(), TemporaryDirectory(prefix="playbook-trace-") as name:
         for variant, run in resolve_all(traced, profile).items():
-            assert isinstance(run, Command)
+            assert isinstance(run, CommandVariant)
             folder = Path(name) / variant
             folder.mkdir()
             if by_nsys:
@@ -233,7 +233,7 @@ def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
             ended = run.ready(Path(name) / "cache", proves=True).launch(LocalLauncher(), folder, {}, case.budget.launch_timeout_s)
             if ended.outcome != "ok":
                 raise LaunchError(f"the traced launch of the {variant} failed: {ended.message}")
-            report = run.here / fill(_REPORT if by_nsys else tracer.file, {"run": str(folder)})
+            report = run.started_in / fill(_REPORT if by_nsys else tracer.file, {"run": str(folder)})
             found[variant] = walls(timeline_from_file(report), _timed(folder))
     return found
 

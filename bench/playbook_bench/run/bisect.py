@@ -23,7 +23,7 @@ from typing import Any
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook.records.case import Case, load_case
-from playbook_bench.judge.bisection import NONE, SLOWER, UNKNOWN, Found, Judged, search
+from playbook_bench.judge.bisection import NONE, SLOWER, UNKNOWN, BisectResult, Judged, search
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
 from playbook_bench.run import ab, confirm, gate
@@ -45,7 +45,7 @@ def run(
     told: Callable[[Judged, int], None] | None = None,
     root: Path | None = None,
     limits: gate.Limits | None = None,
-) -> Found:
+) -> BisectResult:
     """The first commit after `good`, up to `bad`, at which the case's baseline configuration is slower or fails.
 
     The budget is for each commit, and so are the gate's `limits`. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
@@ -110,7 +110,7 @@ def subject(commit: str, root: Path | None = None) -> str:
     return checkout.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
 
 
-def as_json(found: Found, kind: str = "commit") -> dict[str, Any]:
+def as_json(found: BisectResult, kind: str = "commit") -> dict[str, Any]:
     """The result as plain data; `kind` is what was judged, commit or version."""
     return {
         "schema": "bisect/1",
@@ -176,7 +176,7 @@ def run_packages(
     command: str,
     margin: float,
     told: Callable[[Judged, int], None] | None = None,
-) -> Found:
+) -> BisectResult:
     """The first version after the good one under which the command is slower by more than `margin`, or fails. The budget is for each version.
 
     Raises:

@@ -248,7 +248,7 @@ def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[D
     `suffices` says of an effect without a claim whether it is known well enough to stop.
     """
     settled: dict[int, Settled] = {}
-    running.infeasible = frozenset(n for r in records if r.claim for n in effects.named(r.claim.expect.infeasible))
+    running.infeasible = frozenset(n for r in records if r.claim for n in effects.variant_names(r.claim.expect.infeasible))
     counted = all(_metric(r, running.case).deterministic for r in records)
     if not (counted and _counted(running, records)):
         _timed(running, records, settled, suffices)

@@ -28,7 +28,7 @@ from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Request, Series, Silent
 from playbook_bench.variants import checkout
-from playbook_bench.variants.command import Command
+from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
 from playbook_trainer import revision
 from playbook_trainer.config.tree import flatten
@@ -203,7 +203,7 @@ def _default_journal(
 ) -> Journal | None:
     """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by launches."""
     candidate = variants["candidate"]
-    state = candidate.files.tree if isinstance(candidate, Command) and candidate.files else checkout.state_of(repository)
+    state = candidate.files.tree if isinstance(candidate, CommandVariant) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
     words = ["gate", digest(case.model_dump(mode="json"), 16), str(options.pairs), str(options.seed)]
     return options.journal_of(words, [*commits, state])
@@ -224,7 +224,7 @@ def _commands(case: Case, profile: str, repository: Path, states: Mapping[str, s
         state = states[variant]
         tree = checkout.tree_of(repository, str(state)) if state else checkout.working_tree(repository)
         command = resolve(case, "baseline", profile, here, tree)
-        found[variant] = replace(command, variant=variant) if isinstance(command, Command) else command
+        found[variant] = replace(command, variant=variant) if isinstance(command, CommandVariant) else command
     return found
 
 
@@ -346,7 +346,7 @@ def _rest(running: Series, limits: Limits, reference: str) -> slowdown.Slowdown 
     blocks = guards.blocks_of(running.runs, list(running.variants))
     if len(blocks) < 2:
         return None
-    return _judged(running, blocks, slowdown.rest_rows(blocks, reference, running.strict), reference, _allowed_rest(limits))
+    return _judged(running, blocks, slowdown.overhead_rows(blocks, reference, running.strict), reference, _allowed_rest(limits))
 
 
 def _judged(
@@ -425,7 +425,7 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if found is None or rest is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
     sentence, needed = slowdown.in_words(found, metric, limits.limit, runs, len(pairs))
-    told = slowdown.rest_in_words(rest, _allowed_rest(limits))
+    told = slowdown.overhead_in_words(rest, _allowed_rest(limits))
     if rest.answer != "pass":
         sentence = f"{sentence}; {told}"
         needed = max(needed or 0, rest.pairs_needed or 0) or None

@@ -128,7 +128,7 @@ def _check(task: Task, cases: Mapping[str, Case]) -> None:
     if claim.expect.op not in model.OPS[case.kind]:
         expected = ", ".join(model.OPS[case.kind])
         raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")
-    problems = [] if case.kind == "pair" else effects.problems(claim.expect, list(case.variants), case.kind)
+    problems = [] if case.kind == "pair" else effects.claim_problems(claim.expect, list(case.variants), case.kind)
     if problems:
         raise ConfigError(f"claim {claim.id}, case {case.id}: {'; '.join(problems)}")
     for variant, told in (("baseline", claim.comparison.baseline), ("candidate", claim.comparison.candidate)):

@@ -138,9 +138,9 @@ class Resolved:
 
     def settings(self, threads: int, cache: Path) -> dict[str, str]:
         """Threads of a rank, and the folders of compiled kernels. Triton keeps there which form of a kernel was the fastest, too."""
-        kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
         # Trying the forms of Transformer Engine's permutation takes 4 s, and each launch might choose another one.
-        return {"OMP_NUM_THREADS": str(threads), "TRITON_CACHE_AUTOTUNING": "1", **kept}
+        return {"OMP_NUM_THREADS": str(threads), "TRITON_CACHE_AUTOTUNING": "1", **caches}
 
     def facts(self, machine: Machine) -> dict[str, Any]:
         """The machine, and the layout and model of the configuration."""
@@ -210,8 +210,8 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
 def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
-    own = case.variant_profiles.get(profile, {}).get(variant, {})
-    merged: dict[str, Any] = {**case.profiles[profile], **case.variants[variant], **own}
+    profile_delta = case.variant_profiles.get(profile, {}).get(variant, {})
+    merged: dict[str, Any] = {**case.profiles[profile], **case.variants[variant], **profile_delta}
     ranks = merged.pop("ranks", 1)
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
@@ -224,8 +224,8 @@ def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, An
     return merged, ranks
 
 
-def resolve(case: Case, variant: Variant, profile: str, here: Path | None = None, tree: str | None = None) -> Runnable:
-    """The variant's configuration, or its command; a command runs in `here`, and may be of another commit, by the hash of its files.
+def resolve(case: Case, variant: Variant, profile: str, started_in: Path | None = None, tree: str | None = None) -> Runnable:
+    """The variant's configuration, or its command; a command runs in `started_in`, and may be of another commit, by the hash of its files.
 
     Raises:
         ConfigError, FileError: as `resolve_variant`, or the command's template cannot be filled.
@@ -234,9 +234,9 @@ def resolve(case: Case, variant: Variant, profile: str, here: Path | None = None
         return resolve_variant(case, variant, profile)
     merged, ranks = _overrides(case, variant, profile)
     # It brings readers of logs and traces: a tenth of a second for who launches no command.
-    from playbook_bench.variants.command import Command
+    from playbook_bench.variants.command import CommandVariant
 
-    return Command.of(case, variant, merged, ranks, here or Path.cwd(), tree)
+    return CommandVariant.of(case, variant, merged, ranks, started_in or Path.cwd(), tree)
 
 
 def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
@@ -262,20 +262,20 @@ def resolve_all(case: Case, profile: str) -> dict[Variant, Runnable]:
     Raises:
         ConfigError: an undeclared difference, with the keys.
     """
-    found = {v: resolve(case, v, profile) for v in case.variants}
+    variants = {v: resolve(case, v, profile) for v in case.variants}
     place = f"case '{case.id}', profile '{profile}'"
-    (_, first), *others = found.items()
+    (_, first), *others = variants.items()
     for other in others:
         keys = undeclared(case, first.dump, other[1].dump)
         if keys:
             raise ConfigError(f"{place}: the variants differ in {', '.join(keys)}, which neither variant declares")
         if first.ranks != other[1].ranks and not case.delta.ranks:
             raise ConfigError(f"{place}: {first.ranks} and {other[1].ranks} ranks; declare delta.ranks with a reason")
-    runs = {(r.sha, r.ranks, tuple(sorted(r.environment.items()))) for r in found.values()}
-    if len(runs) < len(found):
-        both = "both variants resolve" if len(found) == 2 else "two of the variants resolve"
+    runs = {(r.sha, r.ranks, tuple(sorted(r.environment.items()))) for r in variants.values()}
+    if len(runs) < len(variants):
+        both = "both variants resolve" if len(variants) == 2 else "two of the variants resolve"
         raise ConfigError(f"{place}: {both} to the same run; nothing would be compared")
-    return found
+    return variants
 
 
 def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
@@ -302,9 +302,9 @@ def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ; where results are written does not count."""
-    left, right = flatten(a), flatten(b)
-    keys = sorted(left.keys() | right.keys())
-    return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
+    first, second = flatten(a), flatten(b)
+    keys = sorted(first.keys() | second.keys())
+    return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and first.get(k, _Absent) != second.get(k, _Absent)]
 
 
 class _Absent:
