@@ -196,7 +196,7 @@ def versions() -> dict[str, str]:
 
 def reason(ranks: Sequence[outcome.Ended]) -> str:
     """Why a run failed, in one line without paths."""
-    failed = next((r for r in ranks if r.own), ranks[0])
+    failed = next((r for r in ranks if r.exit_code), ranks[0])
     lines = (
         [line.strip() for line in failed.log.read_text(errors="replace")[-_TAIL:].splitlines() if line.strip()]
         if failed.log.is_file()
@@ -208,7 +208,7 @@ def reason(ranks: Sequence[outcome.Ended]) -> str:
         if start is not None
         else next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|rank \d+:)", line)), "")
     )
-    return re.sub(r"(/[\w.+-]+){2,}", "...", said or f"ended with code {failed.own}")[:400]
+    return re.sub(r"(/[\w.+-]+){2,}", "...", said or f"ended with code {failed.exit_code}")[:400]
 
 
 def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: float, fork: bool, done: Any) -> int:

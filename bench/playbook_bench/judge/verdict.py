@@ -96,7 +96,7 @@ class _JudgedSeries:
         name = claim.metric if claim else case.metric or ""
         # Where memory was measured beside times, there is an A/A, and the intervals say the same.
         row = metrics.get(name) if measured.aa else metrics.on(name, gpus=bool(measured.machine.gpus))
-        self.metric = metrics.as_told(row, case, measured.runs)
+        self.metric = metrics.as_measured(row, case, measured.runs)
         self.expect = claim.expect if claim else Expect(op="inside") if case.kind == "prediction" else None
         excused = effects.variant_names(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}

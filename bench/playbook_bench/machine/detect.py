@@ -163,16 +163,16 @@ _OF_A_HOOK = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMO
 def detect() -> Machine:
     """The machine with the GPUs that this process may use, from NVML or nvidia-smi where one answers, else its CPU alone."""
     gpus = _gpus()
-    mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
-    topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
-    return machine_of([gpus[i] for i in mine], topology, _cpu_model(), cores(), mine, _host_memory_gib())
+    indices = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
+    topology = _nvidia_smi(["topo", "-m"]) if len(indices) > 1 else ""
+    return machine_of([gpus[i] for i in indices], topology, _cpu_model(), cores(), indices, _host_memory_gib())
 
 
 def _gpus() -> list[list[str]]:
     """Name, MiB, driver, power limit and UUID of each GPU of this machine."""
-    found = gpus()
-    if found is not None:
-        return found
+    by_nvml = gpus()
+    if by_nvml is not None:
+        return by_nvml
     rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     return [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
 
@@ -186,13 +186,13 @@ def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
     if variable is None:
         return list(range(len(uuids)))
     words = [word.strip() for word in variable.split(",")]
-    found: list[int] = []
+    indices: list[int] = []
     for word in words:
         named = [i for i, uuid in enumerate(uuids) if (uuid.startswith(word) if word.startswith("GPU-") else word == str(i))]
         if len(named) != 1 or word.startswith("GPU-") != words[0].startswith("GPU-"):
             break
-        found += named
-    return found if len(set(found)) == len(found) else []
+        indices += named
+    return indices if len(set(indices)) == len(indices) else []
 
 
 def place() -> list[str]:
@@ -247,10 +247,12 @@ def interconnect(topology: str, gpus: int, which: Sequence[int] | None = None) -
     """NVLink where every pair of the GPUs in `nvidia-smi topo -m` is joined by it, PCIe where one is not, none for a single GPU."""
     if gpus < 2:
         return "none"
-    mine = sorted(range(gpus) if which is None else which)
+    places = sorted(range(gpus) if which is None else which)
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
-    rows = [r for r in rows if r and r[0] in {f"GPU{i}" for i in mine} and len(r) > mine[-1] + 1 and not re.fullmatch(r"GPU[0-9]+", r[1])]
-    cells = [cell for r in rows for cell in (r[i + 1] for i in mine) if cell != "X"]
+    rows = [
+        r for r in rows if r and r[0] in {f"GPU{i}" for i in places} and len(r) > places[-1] + 1 and not re.fullmatch(r"GPU[0-9]+", r[1])
+    ]
+    cells = [cell for r in rows for cell in (r[i + 1] for i in places) if cell != "X"]
     return "nvlink" if len(rows) >= gpus and cells and all(re.fullmatch(r"NV[0-9]+", c) for c in cells) else "pcie"
 
 
@@ -341,11 +343,11 @@ def digest_of(texts: Sequence[str]) -> str:
 
 def commit(folder: Path | None = None) -> str | None:
     """The repository's commit, with `+` where files are changed; None outside a repository."""
-    root, own = folder or repo_root(), git_environment()
-    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"], own).strip()
+    root, environment = folder or repo_root(), git_environment()
+    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"], environment).strip()
     if not head:
         return None
-    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], own).strip() else "")
+    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], environment).strip() else "")
 
 
 def trainer_digest() -> str:
@@ -353,7 +355,7 @@ def trainer_digest() -> str:
     spec = importlib.util.find_spec("playbook_trainer")
     folders = [Path(f) for f in (spec.submodule_search_locations or [])] if spec else []
     stats = [(path, path.stat()) for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return digest_of([f"{path} {found.st_size} {found.st_mtime_ns}" for path, found in stats])
+    return digest_of([f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats])
 
 
 def git_environment() -> dict[str, str]:

@@ -60,19 +60,19 @@ def expected(cluster: Cluster) -> dict[str, float]:
     """What a healthy GPU of this kind reaches, by metric; host figures only where they were measured on this kind."""
     laws = cluster.laws
     product = laws.forward.seconds(_PRODUCT_FLOPS, _PRODUCT_BYTES, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s)
-    found = {
+    rates = {
         "product_flops_per_s": _PRODUCT_FLOPS / product,
         "memory_bytes_per_s": laws.memory_share * cluster.memory_bytes_per_s,
     }
     if cluster.domain > 1:
-        found["link_bytes_per_s"] = LINK_RING.value * cluster.link_bytes_per_s
+        rates["link_bytes_per_s"] = LINK_RING.value * cluster.link_bytes_per_s
     if not cluster.transferred:
-        found |= {
+        rates |= {
             "launches_per_s": 1 / laws.launch,
             "host_to_device_bytes_per_s": laws.host_to_device,
             "device_to_host_bytes_per_s": laws.host_to_device,
         }
-    return found
+    return rates
 
 
 def faults(readings: Sequence[Reading], healthy: Mapping[str, float], *, cpu: bool = False) -> list[str]:
@@ -86,8 +86,8 @@ def faults(readings: Sequence[Reading], healthy: Mapping[str, float], *, cpu: bo
     slow: list[tuple[float, str]] = []
     for metric, limit in LIMITS.items():
         for across in (False, True):
-            same = [r for r in readings if r.metric == metric and _across(r) == across and not _repeats(r)]
-            slow += _slow(same, limit, None if across else healthy.get(metric), _CPU_PEERS if cpu else limit.peers)
+            comparable = [r for r in readings if r.metric == metric and _across(r) == across and not _repeats(r)]
+            slow += _slow(comparable, limit, None if across else healthy.get(metric), _CPU_PEERS if cpu else limit.peers)
     return [text for _, text in sorted(slow)] + list(_conditions(readings))
 
 
@@ -101,14 +101,14 @@ def _repeats(reading: Reading) -> bool:
     return reading.other is not None and (reading.host, reading.gpu) > reading.other
 
 
-def _slow(same: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
+def _slow(readings: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
     """Readings of one metric that are below what the kind reaches, or else below the others, with their share of it."""
-    middle = statistics.median(r.value for r in same) if same else 0.0
-    for reading in same:
+    middle = statistics.median(r.value for r in readings) if readings else 0.0
+    for reading in readings:
         if healthy is not None and reading.value < limit.expected * healthy:
             reference, of = healthy, "what this kind of GPU reaches"
         elif reading.value < peers * middle:
-            reference, of = middle, f"the median of {len(same)}"
+            reference, of = middle, f"the median of {len(readings)}"
         else:
             continue
         share, shown = reading.value / reference, (f"{v / limit.scale:,.3g}" for v in (reading.value, reference))
@@ -126,11 +126,11 @@ def _conditions(readings: Sequence[Reading]) -> Iterator[str]:
 
 def _where(reading: Reading) -> str:
     """The GPU, or the two ends of the link."""
-    here = f"{reading.host} GPU {reading.gpu}"
+    source = f"{reading.host} GPU {reading.gpu}"
     if reading.other is None:
-        return here
+        return source
     host, gpu = reading.other
-    return f"{here} to {'' if host == reading.host else f'{host} '}GPU {gpu}"
+    return f"{source} to {'' if host == reading.host else f'{host} '}GPU {gpu}"
 
 
 def table(readings: Sequence[Reading]) -> list[dict[str, str]]:

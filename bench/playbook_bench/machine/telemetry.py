@@ -28,7 +28,7 @@ _STAT = Path("/proc/stat")
 class Ticks:
     """Processor time since the machine started, in ticks of all its processors: what they worked or wanted to, and what of it other machines had."""
 
-    wanted: int
+    demanded: int
     stolen: int
 
 
@@ -47,9 +47,9 @@ def ticks(path: Path = _STAT) -> Ticks | None:
 
 def stolen_percent(before: Ticks | None, after: Ticks | None) -> float | None:
     """Of the processor time that was wanted between two counts, the percentage that other machines on the same hardware had."""
-    if before is None or after is None or after.wanted <= before.wanted:
+    if before is None or after is None or after.demanded <= before.demanded:
         return None
-    return round(100 * max(0, after.stolen - before.stolen) / (after.wanted - before.wanted), 2)
+    return round(100 * max(0, after.stolen - before.stolen) / (after.demanded - before.demanded), 2)
 
 
 class Telemetry:

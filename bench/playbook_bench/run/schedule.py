@@ -61,16 +61,16 @@ def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iter
 
     A pair, or a block, is the n-th launch of each variant; the two launches of a pair need not be neighbours. No limit moves them: a second command goes on with them.
     """
-    known = list(variants)
+    names = list(variants)
     counted: Counter[int] = Counter()
-    drawn = design.order(seed, len(known), looks)
-    for at in range(0, len(drawn), len(known)):
-        group = drawn[at : at + len(known)]
+    drawn = design.order(seed, len(names), looks)
+    for at in range(0, len(drawn), len(names)):
+        group = drawn[at : at + len(names)]
         specs = []
         for v in group:
-            specs.append(RunSpec(known[v], "measure", counted[v]))
+            specs.append(RunSpec(names[v], "measure", counted[v]))
             counted[v] += 1
-        yield "".join("AB"[v] for v in group) if tuple(known) == PAIR else " ".join(known[v] for v in group), specs
+        yield "".join("AB"[v] for v in group) if tuple(names) == PAIR else " ".join(names[v] for v in group), specs
 
 
 def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:

@@ -31,7 +31,7 @@ class Outcome:
 
     evidence: Evidence
     path: Path
-    asked: bool = True
+    counts: bool = True
     """Whether it counts for the exit code. A mechanism check that ran because its claim was named does not."""
 
     @property

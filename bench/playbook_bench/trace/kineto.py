@@ -154,8 +154,8 @@ class Document:
             return False
         if len(self._text) > _MAX_VALUE:
             self._refuse(f"no value ends within {_MAX_VALUE >> 20} million characters")
-        wanted, pieces, size = max(_CHUNK, len(self._text)), [self._text], 0
-        while size < wanted:
+        target, pieces, size = max(_CHUNK, len(self._text)), [self._text], 0
+        while size < target:
             data = self._stream.read(_CHUNK)
             if not data:
                 self._over = True
@@ -325,14 +325,14 @@ def of_document(document: Document, stream: Unpacked) -> Timeline:
     Raises:
         PlaybookError: too large, not JSON, or no Chrome trace.
     """
-    seen = _Recorded()
-    seen.read(document.events(), stream.name)
-    spans = [span._replace(name=_range_name(span.name)) for span in seen.annotations if _is_range(span.name)]
-    _check_one_rank(seen, spans, stream.name)
-    stacks, amount = Stacks(close_backward(spans)), _amount(seen)
-    timeline = _device_timeline(spans, stacks, seen) if seen.device else _host_timeline(spans, stacks, seen)
-    timeline.marks = [span for span in seen.annotations if not _is_range(span.name)]
-    timeline.device_marks = seen.marks
+    recorded = _Recorded()
+    recorded.read(document.events(), stream.name)
+    spans = [span._replace(name=_range_name(span.name)) for span in recorded.annotations if _is_range(span.name)]
+    _check_one_rank(recorded, spans, stream.name)
+    stacks, amount = Stacks(close_backward(spans)), _amount(recorded)
+    timeline = _device_timeline(spans, stacks, recorded) if recorded.device else _host_timeline(spans, stacks, recorded)
+    timeline.marks = [span for span in recorded.annotations if not _is_range(span.name)]
+    timeline.device_marks = recorded.marks
     about = document.head.get("distributedInfo")
     timeline.rank = _int(about.get("rank")) if isinstance(about, dict) else None
     if document.cut or stream.cut:
@@ -340,21 +340,21 @@ def of_document(document: Document, stream: Unpacked) -> Timeline:
     return timeline
 
 
-def _amount(seen: _Recorded) -> str:
+def _amount(recorded: _Recorded) -> str:
     """How much of a trace there is."""
-    return f"{len(seen.device):,} operations of the GPU" if seen.device else f"{len(seen.operators):,} operators"
+    return f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
 
 
-def _check_one_rank(seen: _Recorded, spans: list[Span], name: str) -> None:
+def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
     """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of another."""
     merged = "as where traces of several ranks were merged; expected the trace of one rank, as it was written"
-    processes = sorted(seen.processes)
+    processes = sorted(recorded.processes)
     if len(processes) > 1:
         named = ", ".join(processes[:4])
         raise PlaybookError(
             f"{name}: holds the work of {len(processes)} processes (pid {named}); expected the trace of one rank, as it was written"
         )
-    devices = seen.devices - {"None"}
+    devices = recorded.devices - {"None"}
     if len(devices) > 1:
         raise PlaybookError(f"{name}: holds kernels of {len(devices)} GPUs, {merged}")
     steps = sorted((s.start, s.end) for s in spans if s.name == "step")
@@ -392,14 +392,14 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _device_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeline:
-    climb = _Climb(seen.operators, stacks, seen.flows) if spans else None
+def _device_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
+    climb = _Climb(recorded.operators, stacks, recorded.flows) if spans else None
     ops: list[Op] = []
     unlaunched: list[Op] = []
-    seen.device.reverse()
-    while seen.device:  # each goes as its operation comes, so that memory holds them once
-        e = seen.device.pop()
-        call = None if e.correlation is None else seen.calls.get(e.correlation)
+    recorded.device.reverse()
+    while recorded.device:  # each goes as its operation comes, so that memory holds them once
+        e = recorded.device.pop()
+        call = None if e.correlation is None else recorded.calls.get(e.correlation)
         if call is None:
             unlaunched.append(Op(0, e.start, e.start, e.end, e.kind, e.name, (), e.group))
         else:
@@ -412,12 +412,12 @@ def _kind(name: str) -> Kind:
     return "communication" if communicates(name) else "compute"
 
 
-def _host_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeline:
+def _host_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
     """Operator time on the host's threads, in pieces during which the open ranges do not change."""
-    climb = _Climb(seen.operators, stacks, seen.flows)
+    climb = _Climb(recorded.operators, stacks, recorded.flows)
     main = main_thread(spans)
     by_thread: defaultdict[int, list[Event]] = defaultdict(list)
-    for e in seen.operators:
+    for e in recorded.operators:
         if _works(e.name):
             by_thread[e.thread].append(e)
     ops: list[Op] = []
@@ -427,7 +427,7 @@ def _host_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeli
             for piece in _cut(outer, stacks, thread, (start, end)):
                 name = outer[max(0, bisect_right(outer, piece[0], key=lambda e: e.start) - 1)].name
                 ops.append(Op(thread, piece[0], *piece, _kind(name), name, climb.hint(thread, piece[0])))
-    for span in seen.annotations:
+    for span in recorded.annotations:
         # Gloo works on threads of its own while the main thread waits: its time belongs where the main thread is.
         if span.name.startswith("gloo:"):
             ops.append(Op(span.thread if main is None else main, span.start, span.start, span.end, "communication", span.name))
@@ -478,14 +478,14 @@ class _Climb:
 
     def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int, int]:
         """Autograd's number of each forward thread, to the thread's number in the trace."""
-        known: dict[int, int] = {}
+        threads: dict[int, int] = {}
         for (end, number), (thread, moment) in flows.items():
             source = flows.get(("s", number))
             wrapper = self._wrapper(thread, moment) if end == "f" else None
             forward = wrapper.forward if wrapper else None
             if source is not None and forward is not None:
-                known.setdefault(forward, source[0])
-        return known
+                threads.setdefault(forward, source[0])
+        return threads
 
     def _wrapper(self, thread: int, moment: int) -> Event | None:
         wrappers = self._wrappers.get(thread, [])

@@ -271,8 +271,8 @@ def _updates(ops: Sequence[Op]) -> list[int]:
 
 def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
     """When some thread of the rank fetched data; None where no range tells."""
-    found = [s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name)]
-    return union((max(s.start, window[0]), min(s.end, window[1])) for s in found) if found else None
+    ranges = [s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name)]
+    return union((max(s.start, window[0]), min(s.end, window[1])) for s in ranges) if ranges else None
 
 
 def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
@@ -307,9 +307,9 @@ def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, .
     """Classes, the largest first."""
     time: Counter[str] = Counter()
     count: Counter[str] = Counter()
-    for op, own in zip(ops, exclusive(ops), strict=True):
+    for op, share in zip(ops, exclusive(ops), strict=True):
         kind = {"communication": "collectives", "copy": "copies"}.get(op.kind) or kernel_class(op.name)
-        time[kind] += own
+        time[kind] += share
         count[kind] += 1
     return tuple(ClassTime(name, ns / NS_PER_MS / num_steps, ns / span, count[name] / num_steps) for name, ns in time.most_common())
 
@@ -414,9 +414,9 @@ def _parts(walls: Walls) -> dict[str, tuple[float, float]]:
     """Time and number of operations by class, and idle time by cause, that no two share."""
     parts = {c.name: (c.ms, c.count) for c in walls.classes}
     causes = {name: share for name, key in _IDLE.items() if (share := getattr(walls, key))}
-    left = max(0.0, walls.idle - sum(causes.values()))
-    if left * walls.span_ms > 1e-6:
-        causes["idle"] = left
+    unexplained = max(0.0, walls.idle - sum(causes.values()))
+    if unexplained * walls.span_ms > 1e-6:
+        causes["idle"] = unexplained
     return parts | {name: (share * walls.span_ms, 0.0) for name, share in causes.items()}
 
 

@@ -31,7 +31,7 @@ from playbook.errors import LaunchError, LogError, PlaybookError
 from playbook.processes import adopting
 from playbook.records.commands import Steps
 from playbook_bench import logs
-from playbook_bench.launch.local import GRACE_S, Rank, end, held, started
+from playbook_bench.launch.local import GRACE_S, Rank, deferred_signals, end, started
 from playbook_bench.launch.outcome import Result, out_of_memory, tail
 from playbook_bench.logs import StepLog
 from playbook_bench.logs.checks import in_bursts
@@ -143,15 +143,15 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
         printed.start()
         stopped = _wait(process, printed, program.timeout_s, on_step)
     finally:
-        with held() as came:
-            end([process] if process else [], GRACE_S, came)
+        with deferred_signals() as signals:
+            end([process] if process else [], GRACE_S, signals)
             kill_orphans()
         printed.finish()
     wall = time.monotonic() - clock
     if stopped:
         return Result("hang", None, f"{stopped}\n{tail(printed.path)}", began, wall)
-    if process.own:
-        return _failed(process.own, printed.path, began, wall)
+    if process.exit_code:
+        return _failed(process.exit_code, printed.path, began, wall)
     try:
         for path, before in states.items():
             if before and _state(path) == before:
