@@ -62,7 +62,7 @@ def tasks_of(target: str) -> list[Task]:
     chosen = [t for t in tasks if t.claim and match["claim"] in (t.claim.id, t.claim.mechanism_of)]
     if not chosen:
         raise ConfigError(f"card '{match['card']}' has no claim '{match['claim']}'{did_you_mean(match['claim'], ids)}")
-    return [replace(t, asked=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
+    return [replace(t, counts=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
 
 
 def tasks_of_card(card: model.Card) -> list[Task]:
