@@ -18,7 +18,7 @@ is the claimed margin. Refuted means that the interval rules the claim out, so e
 | `band` | every value is within m of the first: all of L, U(j, first) inside [-m, m]; some L > m or U < -m |
 | `rising` | each step gains m: every L(next, previous) >= m; some U < m |
 | `knee` | steps gain m up to a knee (one of `at`, if given), and at most m after: L >= m, then U <= m; steps rule out every knee |
-| `reaches` | only the last value is within m of `at`: L(at, j) >= m for the others, U(at, last) <= m; some U(at, j) < m, or L(at, last) > m |
+| `reaches` | only the last value is within m of `at`: L(at, j) >= m for others, U(at, last) <= m; some U(at, j) < m, or L(at, last) > m |
 | `crossover` | the first factor gains m at the second's low level and loses m at its high one: both L >= m; one U < m |
 | `inside` | each value lies in the interval that was predicted for it: both ends of each inside; some L > high or U < low |
 | `excludes` | exactly the variants of `infeasible` cannot run: all their launches were refused or out of memory; one of them ran |

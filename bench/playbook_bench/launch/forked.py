@@ -1,9 +1,9 @@
 """Launching ranks by forking: the harness's end of `playbook_trainer.fork_server`.
 
 A fork server is a process that has imported what ranks of one backend import, with their environment, so that libraries which read
-variables at import read the same ones as in a fresh process; configurations that ask for the same variables share it. It forks a rank for each line that this module writes to it, so a launch starts as many
-seconds sooner as the imports take. Everything after the imports is a rank's own: CUDA, process groups, compiled code. What the two say to each other
-stands in the fork server's docstring.
+variables at import read the same ones as in a fresh process; configurations that ask for the same variables share it. It forks a rank for
+each line that this module writes to it, so a launch starts as many seconds sooner as the imports take. Everything after the imports is a
+rank's own: CUDA, process groups, compiled code. What the two say to each other stands in the fork server's docstring.
 """
 
 from __future__ import annotations
@@ -147,6 +147,9 @@ class ForkLauncher(LocalLauncher):
         return Rank(index, forked, log, None, forked=True) if forked else super()._start(spec, config, environment, index)
 
     def _start_server(self, config: Path, environment: Mapping[str, str]) -> ForkServer | None:
+        """A server that has imported what the configuration needs; None where it has not done so within `_IMPORT_S`, or says that it must
+        not fork.
+        """
         server = ForkServer(
             subprocess.Popen(
                 [sys.executable, "-m", "playbook_trainer.fork_server", str(config)],

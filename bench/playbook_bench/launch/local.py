@@ -137,6 +137,7 @@ class LocalLauncher:
         return retry_if_port_taken(lambda: self._once(spec, on_step), spec.folder)
 
     def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
+        """Launch once: start the ranks, wait, end what is left, and judge how they ended."""
         config = write_config(spec)
         environment = rank_environment(spec)
         started, clock = time.time(), time.monotonic()
@@ -226,8 +227,8 @@ def rank_environment(spec: Spec) -> dict[str, str]:
 def place(rank: int, ranks: int, first: int = 0, *, shared: bool = False) -> dict[str, str]:
     """The variables that say where a rank of several runs: on a GPU of its own, from `first` on, or all in turns on the first.
 
-    NCCL refuses two ranks on one GPU of one host. Ranks that call themselves hosts of their own it connects by sockets, which makes of one machine
-    as many nodes of one GPU. What they compute, exchange and hold is what nodes would, and how long they take says nothing.
+    NCCL refuses two ranks on one GPU of one host. Ranks that call themselves hosts of their own it connects by sockets, which makes of one
+    machine as many nodes of one GPU. What they compute, exchange and hold is what nodes would, and how long they take says nothing.
     """
     alone = shared and ranks > 1
     local, of = (0, 1) if alone else (first + rank, ranks)
@@ -261,7 +262,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def interruptible(*, resumes: bool = False) -> Iterator[None]:
-    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are ignored.
+    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are
+    ignored.
 
     `resumes` says that the command keeps a journal, which the user is then told.
     """
@@ -288,7 +290,8 @@ def interruptible(*, resumes: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """A context in which Ctrl-C and SIGTERM are only collected, in the list that it yields, and take effect after it: code that ends processes is not cut off half-way.
+    """A context in which Ctrl-C and SIGTERM are only collected, in the list that it yields, and take effect after it: code that ends
+    processes is not cut off half-way.
 
     Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
     """
@@ -386,7 +389,9 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
 
 
 def end(ranks: Sequence[Rank], grace_s: float, signals: Sequence[int]) -> None:
-    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts short."""
+    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts
+    short.
+    """
     for rank in ranks:
         rank.exit_code = rank.process.poll()
     alive = [r for r in ranks if r.exit_code is None]

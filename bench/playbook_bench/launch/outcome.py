@@ -181,6 +181,11 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _samples(path: Path) -> list[Sample]:
+    """The steps in metrics.jsonl; none without the file. A last line that is cut does not count.
+
+    Raises:
+        ValueError: another line is no step, or there are more than `MAX_LINES`.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -61,7 +61,8 @@ code=$?
 echo "$code" > "$folder/rank$RANK.exit"
 exit "$code"
 """
-"""What each task of a step runs. The shell outlives SIGTERM, so that the rank may end in order; its code is written where srun would merge all."""
+"""What each task of a step runs. The shell outlives SIGTERM, so that the rank may end in order; its code is written where srun would merge
+all."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class SrunLauncher:
         return {**rank_environment(spec), **place, **spec.environment, **self.variables}
 
     def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
+        """Run one step of srun to its end, and judge it: by its ranks, by what srun says, and by the nodes that Slurm has lost."""
         config = write_config(spec)
         command = self.step(spec.ranks, spec.folder, [*self.command, str(config)])
         started, clock = time.time(), time.monotonic()
@@ -194,7 +196,9 @@ class SrunLauncher:
         return self._with_loss(result, srun_log, spec.ranks)
 
     def _with_loss(self, result: Result, srun_log: str, ranks: int) -> Result:
-        """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to it."""
+        """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to
+        it.
+        """
         if result.outcome not in ("hang", "crash", "killed"):
             return result
         loss = self._lost_node(srun_log, ranks) or _lost_rank(srun_log)
@@ -338,7 +342,8 @@ def _tool(command: Sequence[str]) -> str:
 # What a cluster's file says, and the batch job that follows from it. The script itself is written by submitit.
 
 _SIGNAL_S = 120
-"""How long before its time limit a job is told, so that it can save and queue itself again; Slurm may tell it a minute sooner than asked."""
+"""How long before its time limit a job is told, so that it can save and queue itself again; Slurm may tell it a minute sooner than
+asked."""
 _LEAST_MINUTES = 5
 """Of a shorter job that notice leaves nothing: it would queue itself again as soon as it starts."""
 _Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
@@ -357,8 +362,8 @@ PLATFORMS: Mapping[Platform, Mapping[str, str]] = {
 }
 """Variables of every run on a platform.
 
-Source: the environments of Megatron-Bridge's performance recipes for H100, B200 and GB200 (memory that grows in segments, no NVLS buffers, the
-NVLink domain for HybridEP). `playbook_trainer.config.environment` adds what a configuration asks for.
+Source: the environments of Megatron-Bridge's performance recipes for H100, B200 and GB200 (memory that grows in segments, no NVLS buffers,
+the NVLink domain for HybridEP). `playbook_trainer.config.environment` adds what a configuration asks for.
 """
 
 

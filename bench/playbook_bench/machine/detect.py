@@ -82,7 +82,9 @@ def _power_limit(nvml: Any, handle: Any) -> str:
 
 
 class Sampler:
-    """A thread that writes a line per second and GPU into a file, as `nvidia-smi --query-gpu=timestamp,... --format=csv,noheader,nounits` does."""
+    """A thread that writes a line per second and GPU into a file, as `nvidia-smi --query-gpu=timestamp,... --format=csv,noheader,nounits`
+    does.
+    """
 
     def __init__(self, devices: Sequence[str], path: Path) -> None:
         self._devices, self._path = devices, path
@@ -208,7 +210,9 @@ def machine_of(
     which: Sequence[int] | None = None,
     memory_gib: float | None = None,
 ) -> Machine:
-    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in that."""
+    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in
+    that.
+    """
     if not gpus:
         return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores, memory_gib=memory_gib)
     name, memory, driver = gpus[0][0], gpus[0][1], gpus[0][2]
@@ -321,7 +325,9 @@ def exported() -> dict[str, str]:
 
 
 def surroundings(machine: Machine) -> dict[str, str]:
-    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the first node."""
+    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the
+    first node.
+    """
     rows, ids = (_gpus(), device_ids(machine)) if machine.gpus else ([], [])
     limits = sorted(
         row[3] for i, row in enumerate(rows) if any(d == str(i) or (d.startswith("GPU-") and row[-1].startswith(d)) for d in ids)
@@ -330,7 +336,9 @@ def surroundings(machine: Machine) -> dict[str, str]:
 
 
 def context() -> dict[str, Any]:
-    """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their surroundings."""
+    """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their
+    surroundings.
+    """
     slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}
     about = {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
     return {**about, **slurm, "env": _steering(os.environ)}
@@ -367,7 +375,9 @@ def git_environment() -> dict[str, str]:
 
 
 def device_ids(machine: Machine) -> list[str]:
-    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names, where it is set."""
+    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names,
+    where it is set.
+    """
     gpus = gpus_per_node(machine)
     variable = os.environ.get(_VISIBLE)
     have = [str(i) for i in range(gpus)] if variable is None else [word.strip() for word in variable.split(",") if word.strip()]

@@ -17,7 +17,8 @@ _HELD_DOWN = {
     0x8: "its hardware holds its clocks down",
     0x80: "a power brake holds its clocks down",
 }
-"""Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML, nvmlClocksEventReasons."""
+"""Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML,
+nvmlClocksEventReasons."""
 _TAKEN_BYTES = 1e9
 """A context of CUDA takes about 0.55e9 on an H100; what is above belongs to another process."""
 
@@ -121,7 +122,9 @@ def _conditions(readings: Sequence[Reading]) -> Iterator[str]:
         if reading.metric == "throttle_reasons":
             yield from (f"{_where(reading)}: {text}" for bits, text in _HELD_DOWN.items() if int(reading.value) & bits)
         if reading.metric == "memory_taken_bytes" and reading.value > _TAKEN_BYTES:
-            yield f"{_where(reading)}: {reading.value / GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
+            yield (
+                f"{_where(reading)}: {reading.value / GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
+            )
 
 
 def _where(reading: Reading) -> str:
@@ -146,10 +149,16 @@ def table(readings: Sequence[Reading]) -> list[dict[str, str]]:
 
 
 _SHOWN = {
-    "clock_mhz": ("MHz", 1.0), "power_w": ("W", 1.0), "temperature_c": ("°C", 1.0), "product_flops_per_s": ("TFLOP/s", 1e12),
-    "memory_bytes_per_s": ("memory GB/s", 1e9), "launches_per_s": ("launches/ms", 1e3), "host_to_device_bytes_per_s": ("from host GB/s", 1e9),
-    "device_to_host_bytes_per_s": ("to host GB/s", 1e9), "link_bytes_per_s": ("link GB/s", 1e9),
-}  # fmt: skip
+    "clock_mhz": ("MHz", 1.0),
+    "power_w": ("W", 1.0),
+    "temperature_c": ("°C", 1.0),
+    "product_flops_per_s": ("TFLOP/s", 1e12),
+    "memory_bytes_per_s": ("memory GB/s", 1e9),
+    "launches_per_s": ("launches/ms", 1e3),
+    "host_to_device_bytes_per_s": ("from host GB/s", 1e9),
+    "device_to_host_bytes_per_s": ("to host GB/s", 1e9),
+    "link_bytes_per_s": ("link GB/s", 1e9),
+}
 """Columns of the table, and what their unit is of the metric's."""
 
 

@@ -38,7 +38,8 @@ class Noise:
 
 
 def run(case_id: str, options: Options | None = None, progress: Progress | None = None) -> Noise:
-    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is contaminated.
+    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is
+    contaminated.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
@@ -79,7 +80,8 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     """A/A launches; where one stands out, its pair is set aside, which takes its number, and one more pair is measured in its place.
 
     One bad launch in four pairs makes their deviation three times what the rest of them say. Where one stands out of the ten as well, all
-    of them count: that is this machine's noise. So they do where the budget has no room for the pair. A launch that fails is the last one returned.
+    of them count: that is this machine's noise. So they do where the budget has no room for the pair. A launch that fails is the last one
+    returned.
     """
     runs = series.measure_aa(running, pairs, first, variant)
     odd = guards.odd_pair(runs, metric) if len(runs) == 2 * pairs and all(r.outcome == "ok" for r in runs) else None

@@ -1,7 +1,7 @@
 """Two commands against each other without a file: the case that they make, and the answer of its series.
 
-The series is that of any case: discarded launches, then pairs in an order drawn from the seed, with a look after 4, 6, 8, 10 and 12. It ends at the first look at which
-the interval gives an answer, and its record is kept like any other.
+The series is that of any case: discarded launches, then pairs in an order drawn from the seed, with a look after 4, 6, 8, 10 and 12. It
+ends at the first look at which the interval gives an answer, and its record is kept like any other.
 """
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
     by_nsys = tracer.file == NSYS
     if by_nsys and not shutil.which(NSYS):
         raise ConfigError(
-            "--trace nsys: nsys is not on PATH; install it, or let the command write a trace of torch.profiler: --trace '{run}/trace.json' --trace-with --profile"
+            "--trace nsys: nsys is not on PATH; install it, or let the command write a trace of torch.profiler: --trace "
+            "'{run}/trace.json' --trace-with --profile"
         )
     traced = case if by_nsys else case.model_copy(update={"trace": Traced(file=tracer.file, arguments=list(tracer.words))})
     by_variant: dict[Variant, Walls] = {}

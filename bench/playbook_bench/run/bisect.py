@@ -1,10 +1,12 @@
 """Which commit, or which version of a package, made a run slower or made it fail: a binary search with the gate, or `ab`, as the judge.
 
-Every commit is compared with the good one in a series of its own, by the rules of the gate. A commit that cannot be judged (it does not read
-the configuration, fails in another way than the bad one, or differs by too little for the noise) is passed over, as `git bisect skip` does.
+Every commit is compared with the good one in a series of its own, by the rules of the gate. A commit that cannot be judged (it does not
+read the configuration, fails in another way than the bad one, or differs by too little for the noise) is passed over, as `git bisect skip`
+does.
 
-Each version of a package is installed into a virtual environment of its own and compared with the oldest one by `playbook ab`. Where pip takes
-wheels from, and which other packages it holds to a version, its own variables say: PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS, PIP_CONSTRAINT.
+Each version of a package is installed into a virtual environment of its own and compared with the oldest one by `playbook ab`. Where pip
+takes wheels from, and which other packages it holds to a version, its own variables say: PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS,
+PIP_CONSTRAINT.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def run(
 ) -> BisectResult:
     """The first commit after `good`, up to `bad`, at which the case's baseline configuration is slower or fails.
 
-    The budget is for each commit, and so are the gate's `limits`. `on_judged` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
+    The budget is for each commit, and so are the gate's `limits`. `on_judged` hears of each judgement and of how many commits are left.
+    Merges are one step, with all they bring.
 
     Raises:
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
@@ -162,7 +165,8 @@ def releases(package: PackageSpan) -> list[str]:
     inside = [v for v in versions if _version_key(package.good) <= _version_key(v) <= _version_key(package.bad)]
     if not inside or (_version_key(inside[0]), _version_key(inside[-1])) != (_version_key(package.good), _version_key(package.bad)):
         raise ConfigError(
-            f"--packages: pip lists {', '.join(versions[-20:]) or 'no version'} of {package.name}; expected {package.good} and {package.bad} among them"
+            f"--packages: pip lists {', '.join(versions[-20:]) or 'no version'} of {package.name}; expected {package.good} and "
+            f"{package.bad} among them"
         )
     return inside
 
@@ -177,7 +181,8 @@ def run_packages(
     margin: float,
     on_judged: Callable[[Judged, int], None] | None = None,
 ) -> BisectResult:
-    """The first version after the good one under which the command is slower by more than `margin`, or fails. The budget is for each version.
+    """The first version after the good one under which the command is slower by more than `margin`, or fails. The budget is for each
+    version.
 
     Raises:
         ConfigError: the versions are not there, or the command's program is in no environment.

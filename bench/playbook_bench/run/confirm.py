@@ -1,4 +1,6 @@
-"""Tests claims and stores the evidence. In this order: tasks, what the machine lacks, a series for each case, a verdict for each claim, its record, a trace."""
+"""Tests claims and stores the evidence. In this order: tasks, what the machine lacks, a series for each case, a verdict for each claim, its
+record, a trace.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
 def bench_run(
     case_id: str | Case, options: Options | None = None, progress: Progress | None = None, command: str | None = None
 ) -> list[Outcome]:
-    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is the command line that repeats it.
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is the command
+    line that repeats it.
 
     Raises:
         PlaybookError, Interrupted: as `run`.
@@ -96,7 +99,9 @@ def bench_run(
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """The exit code for the claims that were asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
+    """The exit code for the claims that were asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4
+    only when none applies.
+    """
     codes = {EXIT_CODES[o.status] for o in outcomes if o.counts}
     return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
 
@@ -263,7 +268,8 @@ def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[D
 
 
 def _counted(running: Series, records: Sequence[Measured]) -> bool:
-    """Launch each variant once, and a command's twice; False where launches of a command differ in what is counted, which then takes a series.
+    """Launch each variant once, and a command's twice; False where launches of a command differ in what is counted, which then takes a
+    series.
 
     What was launched counts as discarded there.
     """

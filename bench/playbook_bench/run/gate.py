@@ -1,8 +1,8 @@
 """The regression gate: a case's baseline configuration at two commits, run as matched pairs. It fails closed.
 
-The commit that is compared with runs again in the same series: figures of another day are no baseline. Each tree resolves the trainer's file and
-the case's overrides with its own code. Where the case has an anchor, an older commit whose speed was accepted, the tree is compared with that too,
-so that small slowdowns add up.
+The commit that is compared with runs again in the same series: figures of another day are no baseline. Each tree resolves the trainer's
+file and the case's overrides with its own code. Where the case has an anchor, an older commit whose speed was accepted, the tree is
+compared with that too, so that small slowdowns add up.
 """
 
 from __future__ import annotations
@@ -98,10 +98,12 @@ def run(
     judged: str | Path | None = None,
     anchor: str | None = None,
 ) -> GateResult:
-    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with what is `judged` instead, a commit or a folder of files, on the case's baseline configuration.
+    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with what is `judged` instead, a commit or a folder
+    of files, on the case's baseline configuration.
 
     A case named by its file is that of the baseline: a change that edits its case too is judged by both, and the worse answer counts.
-    A case that launches a command is judged in the repository around the working folder, any other in that of this code, unless `root` names one.
+    A case that launches a command is judged in the repository around the working folder, any other in that of this code, unless `root`
+    names one.
 
     Raises:
         ConfigError: a reference or the case does not fit.
@@ -132,6 +134,7 @@ def _run(
     judged: str | Path | None,
     anchor: str | None,
 ) -> GateResult:
+    """The gate on one case: both commits, and the anchor, launched in one series, and the answer that follows."""
     case = _as_gate_case(case)
     metric = metrics.get(case.metric or "")
     machine = detect.detect()
@@ -188,7 +191,8 @@ def _changed(repository: Path, baseline: str, judged: str | Path | None) -> bool
 
 
 def repository_of(case: Case, root: Path | None) -> Path:
-    """The repository whose commits are compared: the one given, else that around the working folder for a command, and that of this code for our trainer.
+    """The repository whose commits are compared: the one given, else that around the working folder for a command, and that of this code
+    for our trainer.
 
     Raises:
         ConfigError: there is none.
@@ -201,7 +205,9 @@ def repository_of(case: Case, root: Path | None) -> Path:
 def _default_journal(
     case: Case, repository: Path, variants: Mapping[str, Runnable], references: Mapping[str, str], options: Options
 ) -> Journal | None:
-    """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by launches."""
+    """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by
+    launches.
+    """
     candidate = variants["candidate"]
     state = candidate.files.tree if isinstance(candidate, CommandVariant) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
@@ -333,7 +339,9 @@ def _against(runs: Sequence[Run], reference: str) -> list[Run]:
 
 
 def _slowdown(running: Series, metric: Metric, limits: Limits, reference: str) -> slowdown.Slowdown | None:
-    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value is missing."""
+    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value
+    is missing.
+    """
     blocks = guards.blocks_of(running.runs, list(running.variants))
     if len(blocks) < 2 or any(metric.value(run) is None for block in blocks for run in block.values()):
         return None
@@ -342,7 +350,9 @@ def _slowdown(running: Series, metric: Metric, limits: Limits, reference: str) -
 
 
 def _overhead(running: Series, limits: Limits, reference: str) -> slowdown.Slowdown | None:
-    """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is allowed."""
+    """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is
+    allowed.
+    """
     blocks = guards.blocks_of(running.runs, list(running.variants))
     if len(blocks) < 2:
         return None
@@ -373,7 +383,9 @@ def _worst(*answers: Status) -> Status:
 def _judge_all(
     running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None, changed: Mapping[str, Sequence[str]]
 ) -> GateResult:
-    """The answer against the baseline, and against the anchor; the worse of the two counts. `changed` are the trainer's files that differ from each."""
+    """The answer against the baseline, and against the anchor; the worse of the two counts. `changed` are the trainer's files that differ
+    from each.
+    """
     result = _judge(running, metric, limits, blank, "baseline", changed.get("baseline", ()))
     if anchor is None or result.status == "error":
         return result
@@ -391,6 +403,9 @@ def _judge_all(
 
 
 def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str, changed: Sequence[str]) -> GateResult:
+    """The answer against one older commit, `reference`. In this order: what cannot be used or compared, costs, then steps and the time
+    beside them.
+    """
     runs = _against(running.runs, reference)
     blank = replace(blank, runs=list(running.runs))
     if problem := _problem(running, runs, metric):
@@ -452,7 +467,9 @@ def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, effect: Comp
 
 
 def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Sequence[guards.Pair], reference: str) -> list[Condition]:
-    """The conditions that make runs of two commits comparable, which one pair can show. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
+    """The conditions that make runs of two commits comparable, which one pair can show. Configurations may differ, since the difference is
+    printed first; against the anchor, so may losses.
+    """
     if reference == "anchor":
         return [guards.work(running.case, metric, pairs)]
     measured = running.measured().model_copy(update={"runs": list(runs)})

@@ -35,7 +35,9 @@ _JOURNAL_LIFE_S = 86_400.0
 
 
 class SealedLines:
-    """A file of JSON objects, one a line, each with a hash of itself and of the hash before it: a line that was changed, moved or left out is noticed."""
+    """A file of JSON objects, one a line, each with a hash of itself and of the hash before it: a line that was changed, moved or left out
+    is noticed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,6 +165,11 @@ class Journal:
     """
 
     def __init__(self, folder: Path, place: Sequence[str], exported: Mapping[str, str] | None = None) -> None:
+        """Take the folder for this process, and read the verdicts that it holds.
+
+        Raises:
+            StoreError: as the class says.
+        """
         self.folder = folder
         self.place = list(place)
         self.exported = dict(exported or {})
@@ -190,14 +197,17 @@ class Journal:
         self._settled.add({key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
     def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[Outcome]:
-        """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still there."""
+        """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still
+        there.
+        """
         paths = [self.settled.get(task.name) for task in tasks]
         stored = [Outcome(store.load(p), p, t.counts) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
         current = [answers(o.evidence.measured, t.claim, case, profile, pairs) for o, t in zip(stored, tasks, strict=False)]
         return stored if len(current) == len(tasks) and all(current) else []
 
     def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
-        """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if not the case's own.
+        """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if
+        not the case's own.
 
         Raises:
             StoreError: it cannot be written, or its runs had other variables.
@@ -219,7 +229,8 @@ class Journal:
 
 
 def of_command(results: Path, words: Sequence[str], place: Sequence[str], exported: Mapping[str, str]) -> Journal | None:
-    """The journal that a command keeps by itself, in `<results>/journal/`; None where the same command is at work there, or the folder cannot be written.
+    """The journal that a command keeps by itself, in `<results>/journal/`; None where the same command is at work there, or the folder
+    cannot be written.
 
     A command that is stopped leaves it, and the same command goes on from it within a day; one that ends removes it.
     """
@@ -235,7 +246,9 @@ def of_command(results: Path, words: Sequence[str], place: Sequence[str], export
 
 
 def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None, pairs: int | None) -> bool:
-    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have been mended since."""
+    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have
+    been mended since.
+    """
 
     def content(of: ClaimRef | None) -> dict[str, Any] | None:
         return None if of is None else of.model_dump(mode="json", exclude={"card_sha"})

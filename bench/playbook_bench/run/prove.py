@@ -78,6 +78,7 @@ def prove(
 def _launch(
     case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str], full_length: bool
 ) -> Proof:
+    """Launch a variant once, shortened unless `full_length`, and judge its receipt."""
     folder.mkdir()
     if isinstance(run, Resolved):
         environment = {"OMP_NUM_THREADS": str(threads), **environment}

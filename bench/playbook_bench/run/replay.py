@@ -60,7 +60,8 @@ def replay(path: Path) -> tuple[bool, list[str]]:
 
 
 def unsound(records: Iterable[Record]) -> list[Finding]:
-    """What is wrong with records that are read as evidence: altered, in contradiction with themselves, or with a verdict that their runs do not give.
+    """What is wrong with records that are read as evidence: altered, in contradiction with themselves, or with a verdict that their runs do
+    not give.
 
     Statements that are computed, and not measured, are left to `playbook bench replay`: some of them train.
     """
@@ -104,7 +105,8 @@ def _differences(a: Any, b: Any, where: str, tolerance: float = _FIGURE_TOLERANC
 
 
 def rejudge(path: Path, results: Path | None = None) -> Path | None:
-    """Judge a record's runs again by the newest rules for its design, as a new record that names the old one; None where verdict and figures are the same.
+    """Judge a record's runs again by the newest rules for its design, as a new record that names the old one; None where verdict and
+    figures are the same.
 
     A record that was made with an older playbook, and counts for nothing because it claims the rules of that one, is always judged anew.
 
@@ -128,7 +130,8 @@ def accept(path: Path) -> Path:
     """Copy a record that replays into `bench/results/<machine>/`.
 
     Raises:
-        StoreError: it does not replay, is of another claim than today's, is dated in the future, or is there already; or there is no repository here that could take it.
+        StoreError: it does not replay, is of another claim than today's, is dated in the future, or is there already; or there is no
+        repository here that could take it.
     """
     folder = data_root("results")
     if in_package(folder):
@@ -165,7 +168,8 @@ def _folder(evidence: Evidence, origin: str) -> str:
 
 
 def of_another_claim(evidence: Evidence, claims: Claims, words: bool = True) -> str:
-    """What sets the claim that was tested apart from the claim of that card and id as it stands today; "" where nothing does, or there is no such claim.
+    """What sets the claim that was tested apart from the claim of that card and id as it stands today; "" where nothing does, or there is
+    no such claim.
 
     With `words` off, a statement that is worded otherwise does not count.
     """
@@ -177,7 +181,8 @@ def of_another_claim(evidence: Evidence, claims: Claims, words: bool = True) -> 
 
 
 def _admissible(path: Path, words: bool) -> Evidence:
-    """The record, once it agrees with its hash, with itself, with its runs and with the claim as it stands, and is of no later day than today.
+    """The record, once it agrees with its hash, with itself, with its runs and with the claim as it stands, and is of no later day than
+    today.
 
     `words` asks for today's statement of the claim, too.
 

@@ -279,7 +279,10 @@ def print_noise(noise: Noise, out: Console) -> None:
     """An A/A in one line, and what became of it."""
     aside = sum(r.pair is None for r in noise.baseline.runs) // 2
     pairs = len(noise.baseline.runs) // 2 - aside
-    text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, deviation {100 * noise.deviation:.2f} %"
+    text = (
+        f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, "
+        f"deviation {100 * noise.deviation:.2f} %"
+    )
     text += "; one pair was set aside, since a launch of it stood out" if aside else ""
     out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
     out.print(
@@ -387,6 +390,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _claim_json(outcome: Outcome) -> dict[str, Any]:
+    """One verdict as plain data, with its figures and the path of its record."""
     evidence = outcome.evidence
     measured, derived = evidence.measured, evidence.derived
     claim, comparison = measured.claim, derived.comparison

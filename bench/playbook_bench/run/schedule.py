@@ -57,9 +57,11 @@ def aa(pairs: int, first: int = 0, variant: Variant = "baseline") -> list[RunSpe
 
 
 def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iterator[tuple[str, list[RunSpec]]]:
-    """The launches of a series as `design.order` draws them, two at a time (A is the first variant) or a block of all variants, each group with its label.
+    """The launches of a series as `design.order` draws them, two at a time (A is the first variant) or a block of all variants, each group
+    with its label.
 
-    A pair, or a block, is the n-th launch of each variant; the two launches of a pair need not be neighbours. No limit moves them: a second command goes on with them.
+    A pair, or a block, is the n-th launch of each variant; the two launches of a pair need not be neighbours. No limit moves them: a second
+    command goes on with them.
     """
     names = list(variants)
     counted: Counter[int] = Counter()
@@ -79,7 +81,9 @@ def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
 
 
 def contradictions(measured: Measured) -> list[str]:
-    """Where the order of a series that was planned with these looks is not the one that its seed gives; a metric that repeats takes one launch of each variant."""
+    """Where the order of a series that was planned with these looks is not the one that its seed gives; a metric that repeats takes one
+    launch of each variant.
+    """
     plan, case = measured.plan, measured.case
     if plan is None or case is None or plan.rules < _DRAWN_HERE or len(plan.order) < 2:
         return []

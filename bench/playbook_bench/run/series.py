@@ -112,7 +112,8 @@ class Series:
     progress: Progress
     deadline: float | None = None
     own_time: bool = False
-    """Whether the case's `budget.minutes` sets the deadline, instead of `--budget`. A command that continues a journal gets no new minutes."""
+    """Whether the case's `budget.minutes` sets the deadline, instead of `--budget`. A command that continues a journal gets no new
+    minutes."""
     telemetry: Telemetry | None = None
     runs: list[Run] = field(default_factory=list)
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -134,7 +135,8 @@ class Series:
     @classmethod
     @contextlib.contextmanager
     def open(cls, request: Request) -> Iterator[Self]:
-        """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs there.
+        """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs
+        there.
 
         Raises:
             StoreError: the folder or the journal cannot be written.
@@ -225,7 +227,9 @@ class Series:
         return self.deadline is None or not due or time.monotonic() + self.seconds_for(due) <= self.deadline
 
     def seconds_for(self, specs: Sequence[RunSpec]) -> float:
-        """How long these launches will take: each as long as its variant's last one; a variant's first, as long as the longest of the others."""
+        """How long these launches will take: each as long as its variant's last one; a variant's first, as long as the longest of the
+        others.
+        """
         longest = max(self._took.values(), default=0.0)
         return sum(self._took.get(s.variant, longest) for s in specs)
 
@@ -253,7 +257,9 @@ class Series:
         )
 
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
-        """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs mostly idle."""
+        """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs
+        mostly idle.
+        """
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
         over, begin, end = outcome.window(result, folder)
         readings = self.telemetry.between(begin, end) if self.telemetry else {}
@@ -262,6 +268,7 @@ class Series:
     def _record(
         self, spec: RunSpec, resolved: Runnable, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
     ) -> Run:
+        """The `Run` of a launch that has ended, from the files in its folder; files that cannot be read make it a crash."""
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         base: dict[str, Any] = {
             "run_id": folder.name,
@@ -313,7 +320,9 @@ def threads_per_rank(machine: Machine, variants: Sequence[Runnable]) -> int:
 
 
 def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
-    """Launch `pairs` pairs of one variant, numbered from `first`. Stops at the first launch that fails, or when the budget has no room for a further pair."""
+    """Launch `pairs` pairs of one variant, numbered from `first`. Stops at the first launch that fails, or when the budget has no room for
+    a further pair.
+    """
     runs: list[Run] = []
     for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
         if not series.has_time_for([one, other]):
@@ -331,7 +340,8 @@ def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
 
 
 def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups: Iterable[tuple[str, list[RunSpec]]] | None = None) -> None:
-    """Launch pairs, or blocks of all variants, until `enough` says so where they are complete, a run fails, the limit is reached or the budget is spent.
+    """Launch pairs, or blocks of all variants, until `enough` says so where they are complete, a run fails, the limit is reached or the
+    budget is spent.
 
     `groups` are those of `blocks` unless given.
     """
@@ -366,7 +376,8 @@ def note_if_short(running: Series) -> None:
         launches = f"the {len(running.to_come(specs))} launches to the first look"
         if running.own_time:
             running.progress.note(
-                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes "
+                "says how many it has"
             )
             return
         running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {_later(running, specs[: len(running.alive)])}")
@@ -375,7 +386,10 @@ def note_if_short(running: Series) -> None:
 def _later(running: Series, pair: Sequence[RunSpec]) -> str:
     """What a second command would go on from. Half a pair is never kept, so one whose budget holds no pair would come no further."""
     if running.journal is None and running.case.command:
-        return "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin in a git repository"
+        return (
+            "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin "
+            "in a git repository"
+        )
     if running.journal is None:
         return "with `playbook confirm --journal FOLDER` a second one goes on"
     least = (

@@ -98,7 +98,8 @@ def _tasks_of_file(path: Path) -> list[Task]:
 
 
 def checked(tasks: Sequence[Task], loaded: Mapping[str, Case], machine: Machine, requested: str | None) -> dict[str, Case]:
-    """The cases of the tasks, those that are `loaded` and the others loaded, once each fits its claims and can be resolved for the profile that would run.
+    """The cases of the tasks, those that are `loaded` and the others loaded, once each fits its claims and can be resolved for the profile
+    that would run.
 
     Raises:
         FileError: a case is invalid.

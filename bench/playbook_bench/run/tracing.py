@@ -56,8 +56,8 @@ def run(
 ) -> TraceResult:
     """Trace every variant of a case, and write the record to `<results>/traces/<case>-<profile>-<id>.json`.
 
-    `launcher` starts the ranks where Kineto observes: forked ones always, for nsys has to start a process itself. `progress` gets one line per
-    stage. A launch that fails is an outcome in the record.
+    `launcher` starts the ranks where Kineto observes: forked ones always, for nsys has to start a process itself. `progress` gets one line
+    per stage. A launch that fails is an outcome in the record.
 
     Raises:
         ConfigError: the case has nothing to launch, or not on this machine.
@@ -149,7 +149,9 @@ def between(before: Path, after: Path) -> Difference:
 
 
 def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:
-    """Trace the variants once more where a timed verdict from GPUs has been reached: what its effect is made of. A trace changes no verdict."""
+    """Trace the variants once more where a timed verdict from GPUs has been reached: what its effect is made of. A trace changes no
+    verdict.
+    """
     measured = records[0].measured
     if not any(r.timed_on_gpus for r in records) or case.command or isinstance(options.launcher, SrunLauncher):
         return None

@@ -59,7 +59,8 @@ def batch_pressure(*, gpus: int, pp: int, tp: int, micro_batch_size: int, global
     first_accumulation, shrunk = first["accumulation"], last["batch_at_first_accumulation"]
     sentence = (
         f"from {first['seq_len']} to {last['seq_len']} tokens on {gpus} GPUs, dp goes {first['dp']} -> {last['dp']}: a global batch of"
-        f" {global_batch_size} takes {first_accumulation} -> {last['accumulation']} micro-batches per rank, or at {first_accumulation} it shrinks to {shrunk}"
+        f" {global_batch_size} takes {first_accumulation} -> {last['accumulation']} micro-batches per rank, or at {first_accumulation} "
+        f"it shrinks to {shrunk}"
     )
     return grows and shrinks and len(rows) > 1, sentence, {"rows": rows}
 
@@ -176,7 +177,10 @@ def interleaving(*, pp: int, vpp: Sequence[int], microbatches: Sequence[int]) ->
         f"{group[0]['microbatches']} micro-batches: " + ", ".join(f"{r['bubble']:.1%} at vpp {r['vpp']}" for r in group)
         for group in by_count
     ]
-    sentence = f"pp {pp}, share of the step spent idle, {'; '.join(parts)}; boundaries between chunks {rows[0]['boundaries']} -> {rows[-1]['boundaries']}"
+    sentence = (
+        f"pp {pp}, share of the step spent idle, {'; '.join(parts)}; boundaries between chunks {rows[0]['boundaries']} -> "
+        f"{rows[-1]['boundaries']}"
+    )
     return holds, sentence, {"rows": rows}
 
 
@@ -228,7 +232,8 @@ def hot_inside(
     figures = {"axis_bytes": of_axis, "pp_bytes": of_pp, "axis_inside_s": inner, "pp_inside_s": outer}
     name = axis if of_axis >= of_pp else "pp"
     sentence = (
-        f"{model}, {axis} {degree} x pp {pp}, domains of {domain}: a microbatch sends {of_axis / 1e6:.0f} MB on {axis} and {of_pp / 1e6:.0f} MB"
+        f"{model}, {axis} {degree} x pp {pp}, domains of {domain}: a microbatch sends {of_axis / 1e6:.0f} MB on {axis} and "
+        f"{of_pp / 1e6:.0f} MB"
         f" on pp; with {name} inside the domain that takes {hot_first * 1e3:.2f} ms, with the other one {cold_first * 1e3:.2f} ms"
     )
     return hot_first < cold_first, sentence, figures

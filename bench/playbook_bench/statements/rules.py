@@ -1,4 +1,6 @@
-"""Rules that the harness, a dry run and megatron-core enforce: records, layouts and settings that are refused, and the search that finds a commit."""
+"""Rules that the harness, a dry run and megatron-core enforce: records, layouts and settings that are refused, and the search that finds a
+commit.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +62,8 @@ def planted(metric: str, tokens: int, data: str, delta: Delta | None = None) -> 
 
 
 def _run(variant: Variant, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:
+    """A planted launch: `_STEPS` steps of `step_s` seconds, each with `1000 * tokens` tokens, on data with that hash."""
+
     # A ripple of 0.1 % from step to step and run to run: equal figures to the last digit are nothing that a machine gives.
     def seconds(step: int) -> float:
         return step_s * (1 + 0.001 * ((7 * step + 3 * position) % 5 - 2) + 1e-6 * position)
@@ -96,7 +100,9 @@ def _judge(measured: Measured) -> Verdict:
 
 
 def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> Statement:
-    """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do not."""
+    """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do
+    not.
+    """
     statuses = {
         "equal work": _judge(planted(metric, 1, "same")),
         "unequal work": _judge(planted(metric, factor, "same")),
@@ -185,7 +191,8 @@ _RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}
 def megatron_core_refuses(rows: Sequence[Mapping[str, Any]]) -> Statement:
     """Whether megatron-core's `TransformerConfig` refuses exactly the settings that `rows` mark as refused, for dropless routing.
 
-    Each row has `settings`, fields of that class, and `refused`. Source: megatron-core, `transformer/transformer_config.py`, `__post_init__`.
+    Each row has `settings`, fields of that class, and `refused`. Source: megatron-core, `transformer/transformer_config.py`,
+    `__post_init__`.
     """
     config = _class()
     refusals = {}

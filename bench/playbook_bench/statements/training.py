@@ -83,7 +83,8 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def finetune_saves_and_evaluates(words: Sequence[str] = (), checkpoint_format: str = "") -> Statement:
-    """Whether a run from saved weights evaluates, leaves a checkpoint (of that format, where one is named), and is continued from it by a second run.
+    """Whether a run from saved weights evaluates, leaves a checkpoint (of that format, where one is named), and is continued from it by a
+    second run.
 
     `words` override the configuration of all runs.
     """
@@ -115,7 +116,8 @@ _CONFIG = "qwen3_vl_moe_tiny"
 
 
 def first_step_from_trained_weights(steps: int, rate: float, least_ratio: float) -> Statement:
-    """Whether the gradient norm of the first step on images is so many times that of the first on text alone, once the decoder has learned text for `steps` steps.
+    """Whether the gradient norm of the first step on images is so many times that of the first on text alone, once the decoder has learned
+    text for `steps` steps.
 
     The tower stays as it was drawn, so decoder and tower do not fit each other, as in a model whose weights were put together.
     """

@@ -1,4 +1,6 @@
-"""Statements about time that is used and lost, by counting: published figures, the interval between saves, reinforcement learning, sharding, logits."""
+"""Statements about time that is used and lost, by counting: published figures, the interval between saves, reinforcement learning,
+sharding, logits.
+"""
 
 from __future__ import annotations
 
@@ -86,10 +88,12 @@ _MANY = 10
 
 
 def published_runs_predicted(*, leave_one_out: bool, bounds: Mapping[str, Sequence[float]]) -> Statement:
-    """Whether each figure of `playbook plan check` on the shipped table lies within its two bounds; with `leave_one_out`, scaled to the others.
+    """Whether each figure of `playbook plan check` on the shipped table lies within its two bounds; with `leave_one_out`, scaled to the
+    others.
 
-    Figures: `median_error`, `p90_error`, `covered`, `width` (median of high over low), `winner_within_5_percent`, `mean_regret`, `impossible` (runs
-    that are said not to fit), and `behind_constant_mfu` (groups of more than ten runs whose 90th percentile a constant share of the peak beats).
+    Figures: `median_error`, `p90_error`, `covered`, `width` (median of high over low), `winner_within_5_percent`, `mean_regret`,
+    `impossible` (runs that are said not to fit), and `behind_constant_mfu` (groups of more than ten runs whose 90th percentile a constant
+    share of the peak beats).
     """
     figures = _figures(leave_one_out)
     checked = {name: {"value": figures[name], "at_least": low, "at_most": high} for name, (low, high) in bounds.items()}
@@ -112,8 +116,8 @@ def _figures(leave_one_out: bool) -> dict[str, Any]:
 def save_interval(
     *, waits_s: Sequence[float], failures_h: Sequence[float], slack: float, at_h: float, before_s: float, after_s: float, gain: float
 ) -> Statement:
-    """Whether Young's interval loses at most `slack` more of the time than the best interval, for each wait per save and each time between failures;
-    and whether, with `at_h` hours between failures, a wait of `after_s` in place of `before_s` loses at least `gain` less.
+    """Whether Young's interval loses at most `slack` more of the time than the best interval, for each wait per save and each time between
+    failures; and whether, with `at_h` hours between failures, a wait of `after_s` in place of `before_s` loses at least `gain` less.
 
     Sources: Young 1974 for the interval sqrt(2 x wait x time between failures); Daly 2006 for what is lost at any interval.
     """
@@ -185,9 +189,11 @@ def engine_room(*, model: str, gpu_gib: float, share: float, tps: Sequence[int],
 def full_sharding_break_even(
     *, models: Sequence[str], gb_per_s: float, tflops: float, seq_len: int, at_least: float, at_most: float
 ) -> Statement:
-    """Tokens that a GPU must compute in each micro-batch for full sharding's transfers to hide behind it, for each model, whether within the two bounds.
+    """Tokens that a GPU must compute in each micro-batch for full sharding's transfers to hide behind it, for each model, whether within
+    the two bounds.
 
-    Two gathers of bf16 parameters and a scatter of fp32 gradients, (n - 1) / n taken as one, at `gb_per_s` for each GPU; computing at `tflops`.
+    Two gathers of bf16 parameters and a scatter of fp32 gradients, (n - 1) / n taken as one, at `gb_per_s` for each GPU; computing at
+    `tflops`.
     """
     rows: list[dict[str, Any]] = []
     for model in models:
@@ -200,20 +206,25 @@ def full_sharding_break_even(
 
 
 def sharding_inside_nodes(*, gpus: int, per_node: int, microbatches: int, at_least: float) -> Statement:
-    """Whether sharding inside each node and copies across nodes sends at least so many times fewer bytes over a node's links than sharding over all.
+    """Whether sharding inside each node and copies across nodes sends at least so many times fewer bytes over a node's links than sharding
+    over all.
 
-    Over all: each micro-batch gathers bf16 parameters twice and scatters fp32 gradients, and a ring crosses each node's edge once with all of them.
-    Inside: an all-reduce of fp32 gradients crosses it, once a step. Bytes for each parameter that cross an edge; `n` nodes.
+    Over all: each micro-batch gathers bf16 parameters twice and scatters fp32 gradients, and a ring crosses each node's edge once with all
+    of them. Inside: an all-reduce of fp32 gradients crosses it, once a step. Bytes for each parameter that cross an edge; `n` nodes.
     """
     nodes = gpus // per_node
     everywhere = microbatches * (2 * _BF16 + _FP32) * (gpus - 1) / gpus
     inside = 2 * _FP32 * (nodes - 1) / nodes
-    words = f"{everywhere:.2f} against {inside:.2f} bytes for each parameter leave a node of {per_node}, {microbatches} micro-batches on {gpus} GPUs"
+    words = (
+        f"{everywhere:.2f} against {inside:.2f} bytes for each parameter leave a node of {per_node}, {microbatches} micro-batches on "
+        f"{gpus} GPUs"
+    )
     return everywhere / inside >= at_least, f"{words}: {everywhere / inside:.1f} times fewer", {"over_all": everywhere, "inside": inside}
 
 
 def tokens_between_nodes(*, model: str, nodes: int, at_least: float) -> Statement:
-    """Whether sending a token once to each node of its experts moves at least so many times fewer copies than once to each expert, with random routing.
+    """Whether sending a token once to each node of its experts moves at least so many times fewer copies than once to each expert, with
+    random routing.
 
     Copies that stay in a token's own node are left out of both.
     """

@@ -74,6 +74,11 @@ class Unpacked(io.RawIOBase):
         return self._filled(size)
 
     def _filled(self, size: int) -> bytes:
+        """Up to `size` bytes more, counted against the quota and the limit of the archive; none at the end, or where the file is cut.
+
+        Raises:
+            PlaybookError: the file is damaged, or larger than the limit.
+        """
         if self.cut:
             return b""
         try:
@@ -157,6 +162,9 @@ def _of_zip(name: str, stream: IO[bytes], budget: list[int]) -> Iterator[Unpacke
 
 
 def _of_tar(name: str, stream: Unpacked, budget: list[int]) -> Iterator[Unpacked]:
+    """Members of a .tar, read as a stream: a header may name any size, so that what lies between members is limited to `_MAX_HEADERS`
+    bytes.
+    """
     count = 0
     try:
         stream.quota = _MAX_HEADERS

@@ -1,7 +1,8 @@
 """PyTorch's flight recorder: of a run that hangs, which rank never came to which collective.
 
-Source: the dump of `torch.distributed`, version 2 (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`): one file for each rank, whose entries
-number a group's collectives by `collective_seq_id`. A collective that a rank has and another member of its group has not is what they wait for.
+Source: the dump of `torch.distributed`, version 2 (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`): one file for each rank, whose
+entries number a group's collectives by `collective_seq_id`. A collective that a rank has and another member of its group has not is what
+they wait for.
 """
 
 from __future__ import annotations
@@ -204,7 +205,9 @@ def _opened(calls: Mapping[int, list[_Call]], members: Mapping[str, set[int]]) -
 
 
 def _cause(open_: Sequence[_Open], calls: Mapping[int, list[_Call]]) -> tuple[str, _Open | None, tuple[int, ...]]:
-    """The cause, its collective, and the ranks to look at: first where ranks call different things, then where one is missing that itself waits nowhere."""
+    """The cause, its collective, and the ranks to look at: first where ranks call different things, then where one is missing that itself
+    waits nowhere.
+    """
     for each in open_:
         kinds: defaultdict[str, list[int]] = defaultdict(list)
         for rank, call in each.calls.items():
@@ -241,13 +244,17 @@ def _ranks(numbers: Sequence[int]) -> str:
 def _sentence(
     cause: str, label: str, ranks: Sequence[int], waiting: Sequence[int], chosen: _Open, standings: Mapping[int, RankStanding]
 ) -> str:
+    """The answer in words: what `ranks` did, at which collective (`label`), and who waits for them."""
     who = _ranks(ranks)
     who = who[0].upper() + who[1:]
     match cause:
         case "different":
             other = {rank: call for rank, call in chosen.calls.items() if rank not in ranks}
             usual = next(iter(other.values())).what if other else ""
-            return f"{who} call{'s' if len(ranks) == 1 else ''} {chosen.calls[ranks[0]].what} as collective {chosen.sequence} of {chosen.group}, where {_ranks(list(other))} call{'s' if len(other) == 1 else ''} {usual}."
+            return (
+                f"{who} call{'s' if len(ranks) == 1 else ''} {chosen.calls[ranks[0]].what} as collective {chosen.sequence} of "
+                f"{chosen.group}, where {_ranks(list(other))} call{'s' if len(other) == 1 else ''} {usual}."
+            )
         case "missing":
             first = standings[ranks[0]]
             did = (
@@ -257,6 +264,9 @@ def _sentence(
             )
             return f"{who} never came to {label}, in which {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}; {did}."
         case "not started":
-            return f"{who} called {label} and {'has' if len(ranks) == 1 else 'have'} not started it: earlier work of the GPU is not done; {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in it."
+            return (
+                f"{who} called {label} and {'has' if len(ranks) == 1 else 'have'} not started it: earlier work of the GPU is not done; "
+                f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in it."
+            )
         case _:
             return f"All members have come to {label} and none gets out of it: look at the network and the GPUs of {_ranks(ranks)}."

@@ -1,7 +1,7 @@
 """Kineto's Chrome trace (torch.profiler) as a stream of its events, and those as a Timeline.
 
-One event is in memory at a time, whatever the file's size. The events are the list `traceEvents` of a document, or the whole document. Each is
-decoded by json's own scanner out of a piece of text that grows where an event goes on behind it.
+One event is in memory at a time, whatever the file's size. The events are the list `traceEvents` of a document, or the whole document. Each
+is decoded by json's own scanner out of a piece of text that grows where an event goes on behind it.
 
 Kernels carry the correlation of the call that launched them. On a machine without GPU there are only operators on the host's threads;
 the time in which at least one runs is then what `busy` means. Backward work outside every `.bwd` range is traced to the forward
@@ -77,6 +77,11 @@ class Document:
             )
 
     def _members(self) -> Iterator[Any]:
+        """The events of a document that is an object; its other values go into `head`.
+
+        Raises:
+            PlaybookError: it is no Chrome trace.
+        """
         self._at += 1
         listed = False
         while (c := self._need()) != "}":
@@ -130,6 +135,7 @@ class Document:
                 return ""
 
     def _value(self) -> Any:
+        """The next value of the document, read on until it is whole."""
         while True:
             try:
                 value, end = _DECODE(self._text, self._at)
@@ -248,6 +254,7 @@ class _Recorded:
             )
 
     def _keep(self, e: dict[str, Any]) -> None:
+        """Keep one event if it is an operator, an annotation, device work, the call that launched it, or an end of a flow."""
         kind, category = e.get("ph"), e.get("cat")
         if kind in ("s", "f") and category == "fwdbwd":
             number, moment, tid = _int(e.get("id")), _ns(e.get("ts")), _int(e.get("tid"))
@@ -346,7 +353,9 @@ def _amount(recorded: _Recorded) -> str:
 
 
 def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
-    """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of another."""
+    """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of
+    another.
+    """
     merged = "as where traces of several ranks were merged; expected the trace of one rank, as it was written"
     processes = sorted(recorded.processes)
     if len(processes) > 1:
@@ -460,6 +469,7 @@ class _Climb:
     """
 
     def __init__(self, events: list[Event], stacks: Stacks, flows: dict[tuple[str, int], tuple[int, int]]) -> None:
+        """Index forward operators by thread and number, and the wrappers of backward work by thread, both in order of time."""
         self._stacks = stacks
         self._wrappers: defaultdict[int, list[Event]] = defaultdict(list)
         self._forward: defaultdict[tuple[int, int], list[int]] = defaultdict(list)

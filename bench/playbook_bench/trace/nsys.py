@@ -77,6 +77,7 @@ def _guarded(db: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _timeline(db: sqlite3.Connection, path: Path, ranges: bool) -> Timeline:
+    """The timeline of the process that ran the steps, from the tables of an open export; without `ranges`, of the busiest process."""
     tables = _tables(db)
     _check(tables, path, ranges)
     strings = _strings(db, tables)
@@ -148,6 +149,11 @@ def _times(path: Path, table: str, *values: object) -> tuple[int, ...]:
 
 
 def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], path: Path) -> list[Span]:
+    """NVTX ranges by thread, in nanoseconds; a range that nothing closed lasts until the latest time in the table.
+
+    Raises:
+        PlaybookError: a time or a thread is no number.
+    """
     text_id = "textId" if "textId" in tables["NVTX_EVENTS"] else "NULL"
     ranges: list[tuple[int, str, int, int | None]] = []
     latest = 0

@@ -20,7 +20,8 @@ from playbook_bench.trace.table import NS_PER_MS, Timeline
 from playbook_bench.trace.walls import Stretch, Walls, of_stretch, stretch
 
 _HOLDS_UP = 0.05
-"""Share of the step by which the least and the most waiting rank must differ for one to hold up the others: GPUs of one kind differ in clocks by a few percent."""
+"""Share of the step by which the least and the most waiting rank must differ for one to hold up the others: GPUs of one kind differ in
+clocks by a few percent."""
 _RANK = re.compile(r"rank[-_ ]?(\d{1,6})", re.IGNORECASE)
 _TELLING = 0.5
 """Share of a difference that its largest part must have to be named as its cause."""
@@ -113,7 +114,8 @@ def compare(summaries: Iterable[_RankSummary], notes: Iterable[str] = ()) -> Ran
     by_rank = _numbered(list(summaries))
     if any(s.walls.wall == "no GPU" for s in by_rank.values()):
         raise PlaybookError(
-            "ranks are compared by their GPUs' collectives, and there is a trace without GPU; trace a run on GPUs, each rank into its own file"
+            "ranks are compared by their GPUs' collectives, and there is a trace without GPU; trace a run on GPUs, each rank into its "
+            "own file"
         )
     remarks = list(notes)
     waiting, transfer = _waits(by_rank, remarks)
@@ -140,7 +142,9 @@ def _members(by_rank: Mapping[int, _RankSummary]) -> dict[_Key, list[int]]:
 
 
 def _least(by_rank: Mapping[int, _RankSummary], key: _Key, members: list[int]) -> tuple[float, bool]:
-    """What the transfers of a group take in a step, in nanoseconds: the shortest of each collective, or where ranks have not equally many, the shortest sum."""
+    """What the transfers of a group take in a step, in nanoseconds: the shortest of each collective, or where ranks have not equally many,
+    the shortest sum.
+    """
     runs = [by_rank[n].sent[key] for n in members]
     steps = [by_rank[n].walls.num_steps for n in members]
     if len({len(r) for r in runs}) == 1 and len(set(steps)) == 1:

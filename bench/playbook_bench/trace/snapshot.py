@@ -1,7 +1,7 @@
 """PyTorch's memory snapshots: what was allocated at the peak, by the planner's parts and by the lines that asked for it.
 
-Source: the format of `torch.cuda.memory._dump_snapshot`. What was allocated before the record began is known by its free, or by its block at the
-end. A part is told by the functions that an allocation was made in; an allocation without them is `unrecorded`.
+Source: the format of `torch.cuda.memory._dump_snapshot`. What was allocated before the record began is known by its free, or by its block
+at the end. A part is told by the functions that an allocation was made in; an allocation without them is `unrecorded`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
         re.compile(r":(__init__|_apply|to|to_empty|cuda|reset_parameters|from_pretrained|load_state_dict|_load_\w+|materialize\w*)$"),
     ),
 )
-"""By the file and function of any of an allocation's frames, the first part that fits. What is computed forward inside the backward pass is computed again: an activation."""
+"""By the file and function of any of an allocation's frames, the first part that fits. What is computed forward inside the backward pass is
+computed again: an activation."""
 
 
 class _Allocation(NamedTuple):
@@ -176,6 +177,7 @@ def _part(frames: Any) -> tuple[str, str]:
 
 
 def _answer(document: Mapping[str, Any], device: int, live: list[_Allocation], recorded: bool) -> Snapshot:
+    """The answer from the allocations that are live at the peak: bytes by part and by line, and what the GPU had reserved."""
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     memo: dict[int, tuple[str, str]] = {}

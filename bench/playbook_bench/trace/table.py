@@ -102,6 +102,7 @@ class Stacks:
             self._sweep(thread, members)
 
     def _sweep(self, thread: int, spans: list[Span]) -> None:
+        """Follow the begins and ends of a thread's ranges, and note which are open after each moment."""
         spans.sort(key=lambda s: (s.start, -s.end))
         # At one moment, ends come before starts: a range that ends where another begins does not enclose it.
         edges = sorted([(s.start, 1, i) for i, s in enumerate(spans)] + [(s.end, 0, i) for i, s in enumerate(spans)])
@@ -279,6 +280,7 @@ class _Table:
     """The sums behind the rows, in nanoseconds over all steps."""
 
     def __init__(self, ops: list[Op], places: list[Place], window: Interval, num_steps: int) -> None:
+        """Sum up operations by place. `ops` and `places` belong together; `window` is in nanoseconds."""
         self.ops, self.places, self.window, self.num_steps = ops, places, window, num_steps
         self.shares = exclusive(ops)
         compute = union((o.start, o.end) for o in ops if o.kind == "compute")

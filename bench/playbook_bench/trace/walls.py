@@ -1,4 +1,5 @@
-"""What holds a step back, from the trace of any trainer: which wall it runs into, by stated thresholds, and what changed between two traces.
+"""What holds a step back, from the trace of any trainer: which wall it runs into, by stated thresholds, and what changed between two
+traces.
 
 Source: idle time is the host's where the next kernel was launched only after the device had run dry, the test of HolisticTraceAnalysis
 (https://hta.readthedocs.io, "Idle Time Breakdown", host wait), here on the union of all streams.
@@ -23,17 +24,20 @@ Wall = Literal[
 ]
 
 DATA_WAIT = 0.10
-"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is above what tracing itself adds."""
+"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is
+above what tracing itself adds."""
 HOST_BOUND = 0.10
-"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us
-for each operator), so a smaller share may be the profiler's own."""
+"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU
+bounds (1 to 3 us for each operator), so a smaller share may be the profiler's own."""
 UNKNOWN_IDLE = 0.10
-"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the trace: as much as of
-the idle time whose cause is known."""
+"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the
+trace: as much as of the idle time whose cause is known."""
 EXPOSED = 0.15
-"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the slowest rank."""
+"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a
+collective also waits for the slowest rank."""
 BUSY = 0.80
-"""Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its threshold says enough."""
+"""Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its
+threshold says enough."""
 MOST = 0.50
 """Share of the computing time that a class of kernels needs to name the wall: more than all others together."""
 
@@ -46,7 +50,8 @@ _UPDATE = re.compile(r"adam|sgd|lamb(?!da)|(^|_)lion|adagrad|adafactor|Pointwise
 _FEWEST_UPDATES = 2
 """Fewer mark no step: a trace may begin or end in the middle of one."""
 _LAUNCH_NS = 10_000
-"""From a launching call's begin to its kernel's, at most, where the device has nothing else to do: 5 us, and as much again for the profiler."""
+"""From a launching call's begin to its kernel's, at most, where the device has nothing else to do: 5 us, and as much again for the
+profiler."""
 _UNKNOWN = -(1 << 63)
 """The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
 _PRODUCTS = frozenset({"products", "grouped products", "attention"})
@@ -54,7 +59,9 @@ _PRODUCTS = frozenset({"products", "grouped products", "attention"})
 
 @dataclass(frozen=True)
 class ClassTime:
-    """Time of one class of kernels. Units: milliseconds for each step; where streams overlap, computation counts first, so that the classes add up to the busy time."""
+    """Time of one class of kernels. Units: milliseconds for each step; where streams overlap, computation counts first, so that the classes
+    add up to the busy time.
+    """
 
     name: str
     ms: float
@@ -122,8 +129,8 @@ def stretch(trace: Timeline, tail: Tail | None = None) -> Stretch:
     notes = [note for note in trace.notes if "left out" not in note]
     if not any(op.end > op.start for op in ops):
         raise PlaybookError(
-            "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run makes steps"
-            + "".join(f" ({note})" for note in notes if "cut off" in note)
+            "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run "
+            "makes steps" + "".join(f" ({note})" for note in notes if "cut off" in note)
         )
     if trace.unlaunched:
         notes.append(
@@ -217,8 +224,8 @@ def _steps(trace: Timeline) -> list[Span]:
 def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tail | None, notes: list[str]) -> tuple[Interval, int]:
     """Whole steps by the GPU's own marks, or what stands for them; and their number.
 
-    The host runs ahead: its mark of a step's begin may lie in the work of the step before. On the GPU a step begins with the first kernel that
-    was launched in it, so that from the first of these begins to the last lie whole steps, one fewer than there are marks.
+    The host runs ahead: its mark of a step's begin may lie in the work of the step before. On the GPU a step begins with the first kernel
+    that was launched in it, so that from the first of these begins to the last lie whole steps, one fewer than there are marks.
     """
     begins = [] if trace.measures == "host" else _begins(trace, ops, steps)
     if len(begins) > 1 and begins[-1] > begins[0]:
@@ -238,7 +245,9 @@ def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tai
 
 
 def _begins(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span]) -> list[int]:
-    """When the GPU began each step: with the first kernel launched in it, or where launches are not in the trace, by the profiler's marks on the busiest stream."""
+    """When the GPU began each step: with the first kernel launched in it, or where launches are not in the trace, by the profiler's marks
+    on the busiest stream.
+    """
     hosts = sorted((s.start, s.end) for s in steps)
     starts = [s for s, _ in hosts]
     first: dict[int, int] = {}
@@ -288,7 +297,9 @@ def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
 
 
 def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
-    """Whether the operation that ends an idle gap was launched after the gap began, or ran as soon as a launch can; a gap that nothing ends is the host's too."""
+    """Whether the operation that ends an idle gap was launched after the gap began, or ran as soon as a launch can; a gap that nothing ends
+    is the host's too.
+    """
     i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
     return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > min(gap[0], gap[1] - _LAUNCH_NS)
 
@@ -348,19 +359,41 @@ def _sentence(
     largest = classes[0].name if classes else "nothing"
     match wall:
         case "data wait":
-            return f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, prefetching, or cheaper collation."
+            return (
+                f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
+                "prefetching, or cheaper collation."
+            )
         case "host-bound":
-            return f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, torch.compile, fused kernels, or larger micro-batches."
+            return (
+                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, "
+                "torch.compile, fused kernels, or larger micro-batches."
+            )
         case "idle of unknown cause":
-            return f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for waits between streams and for other ranks."
+            return (
+                f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next "
+                "kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for "
+                "waits between streams and for other ranks."
+            )
         case "exposed communication":
-            return f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, or another layout or dispatcher."
+            return (
+                f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, "
+                "or another layout or dispatcher."
+            )
         case "memory-bound kernels":
-            return f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try fusion, by torch.compile or fused norms, rotary and optimizer."
+            return (
+                f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try "
+                "fusion, by torch.compile or fused norms, rotary and optimizer."
+            )
         case "compute-bound":
-            return f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer FLOPs (recomputation, padding) or faster ones (FP8)."
+            return (
+                f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer "
+                "FLOPs (recomputation, padding) or faster ones (FP8)."
+            )
         case "no GPU":
-            return f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for {waited or 0:.0%}."
+            return (
+                f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for "
+                f"{waited or 0:.0%}."
+            )
         case "mixed":
             idle = f"idle {1 - shares['busy']:.0%}, exposed communication {shares['exposed']:.0%}, computing {shares['computing']:.0%}"
             return f"Mixed: no single cause is above its threshold ({idle}; the largest class is {largest})."

@@ -81,7 +81,8 @@ def repository(root: Path | None) -> Path:
 
 @contextlib.contextmanager
 def files_of(root: Path, reference: str) -> Iterator[Path]:
-    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree; a folder that a killed process left, the next one removes.
+    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree; a folder that a killed process left, the next one
+    removes.
 
     Raises:
         ConfigError: the reference is no commit of this repository.
@@ -104,7 +105,9 @@ def files_of(root: Path, reference: str) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """A lock on the folder until this process ends, however it does. Its file has its name once it is locked, and never where no lock can be had."""
+    """A lock on the folder until this process ends, however it does. Its file has its name once it is locked, and never where no lock can
+    be had.
+    """
     lock = (folder / f".{_LOCK}").open("wb")
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +170,9 @@ def case_at(root: Path, reference: str, file: Path) -> Case | None:
 
 
 def anchor_of(case: str, root: Path, reference: str) -> str | None:
-    """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was none."""
+    """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was
+    none.
+    """
     path = Path(KINDS["baselines"]) / _ANCHORS
     text = _text_at(root, reference, path)
     if text is None and (root / path).is_file():
@@ -192,7 +197,9 @@ def source_of(folder: Path) -> str | None:
 
 
 def code_of(launcher: object, commands: bool) -> list[str] | None:
-    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source around here; None without git, where nobody can tell whether their files are as they were."""
+    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source
+    around here; None without git, where nobody can tell whether their files are as they were.
+    """
     words = [str(w) for w in (*getattr(launcher, "command", ()), detect.trainer_digest())]
     if commands:
         source = source_of(Path.cwd())

@@ -99,7 +99,9 @@ class CommandVariant:
         return 0
 
     def timed_steps(self, first: int) -> int:
-        """As many as the first launch had; after a longer warm-up half of them. Only a log tells, since a line of it may be of several steps."""
+        """As many as the first launch had; after a longer warm-up half of them. Only a log tells, since a line of it may be of several
+        steps.
+        """
         return first - first // 2 if self.longer else first
 
     @property

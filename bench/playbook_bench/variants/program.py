@@ -1,7 +1,9 @@
-"""Launches a command, and writes the files of a run from its log and its trace: those of our trainer, as `docs/trainer-files.md` describes them.
+"""Launches a command, and writes the files of a run from its log and its trace: those of our trainer, as `docs/trainer-files.md` describes
+them.
 
-The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it started ends
-with it, in sessions of their own too: the harness adopts them. What it prints is kept up to a limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
+The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it
+started ends with it, in sessions of their own too: the harness adopts them. What it prints is kept up to a limit. Its exit code alone says
+nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
 """
 
 from __future__ import annotations
@@ -312,6 +314,7 @@ def _with_tokens(log: StepLog, tokens: int | None) -> StepLog:
 
 
 def _rows(log: StepLog, step_settings: Steps, longer: bool) -> list[dict[str, Any]]:
+    """The steps of a log as lines of metrics.jsonl; those after the warm-up, which is longer if `longer`, are timed."""
     first = step_settings.first_timed(len(log.steps), log.every, longer)
     return [
         {
@@ -351,11 +354,13 @@ _BIAS = 0.01
 _ON_GRID = 1e-3
 _TWO_VALUES = 0.9
 """Where two values make up this share of the steps, they vary by less than the rounding, which then does not average out.
-Source: B. Widrow, I. Kollar, Quantization Noise, 2008: the bias falls with exp(-2 pi^2 (deviation / unit)^2), to 0.04 of half a unit at 0.4 units."""
+Source: B. Widrow, I. Kollar, Quantization Noise, 2008: the bias falls with exp(-2 pi^2 (deviation / unit)^2), to 0.04 of half a unit at 0.4
+units."""
 
 
 def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
-    """What the other clocks say of a launch, by name: seconds of a timed step between arrivals of lines, where lines were printed one by one, and seconds outside of all steps.
+    """What the other clocks say of a launch, by name: seconds of a timed step between arrivals of lines, where lines were printed one by
+    one, and seconds outside of all steps.
 
     `first` is the index of the first timed line, `wall_s` the seconds of the whole launch.
 
@@ -378,7 +383,8 @@ def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
     share = statistics.fmean(step.seconds for step in lines[1:]) / clocks[WALL_STEP]
     if _THOUSANDTH[0] < share < _THOUSANDTH[1]:
         raise LogError(
-            f"its steps take {share * clocks[WALL_STEP]:.3g} s by its log, and its lines arrive {clocks[WALL_STEP]:.3g} s apart, a thousand times as much; "
+            f"its steps take {share * clocks[WALL_STEP]:.3g} s by its log, and its lines arrive {clocks[WALL_STEP]:.3g} s apart, a "
+            "thousand times as much; "
             "expected as much. Log seconds, or name the figure after its unit, such as ms for milliseconds"
         )
     return clocks

@@ -63,7 +63,9 @@ class Runnable(Protocol):
         ...
 
     def timed_steps(self, first: int) -> int:
-        """Timed steps of a launch. A command that does not state them has `first`, those of the series' first launch, which is 0 before that launch."""
+        """Timed steps of a launch. A command that does not state them has `first`, those of the series' first launch, which is 0 before
+        that launch.
+        """
         ...
 
     @property
@@ -196,7 +198,8 @@ def trainer_path(case: Case) -> Path:
 
 
 def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
-    """A variant's overrides of the trainer's file, and its number of ranks. The profile comes first, then the variant's delta, then its delta for this profile; later ones win.
+    """A variant's overrides of the trainer's file, and its number of ranks. The profile comes first, then the variant's delta, then its
+    delta for this profile; later ones win.
 
     Raises:
         ConfigError: the case has no such profile, `ranks` is not a positive whole number, or ranks share a GPU and time is judged.
@@ -208,6 +211,7 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
 
 
 def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
+    """As `overrides`, without the device: profile, delta of the variant, and its delta for this profile; later ones win."""
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
     profile_delta = case.variant_profiles.get(profile, {}).get(variant, {})
@@ -218,7 +222,8 @@ def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, An
     timed = [name for name in (case.metric, *case.also) if name and not metrics.get(name).is_counted]
     if timed and requirements.shares_a_gpu(profile, ranks):
         raise ConfigError(
-            f"case '{case.id}', profile '{profile}': {ranks} ranks take turns on one GPU, where time says nothing, and {', '.join(timed)} rests on it; "
+            f"case '{case.id}', profile '{profile}': {ranks} ranks take turns on one GPU, where time says nothing, and "
+            f"{', '.join(timed)} rests on it; "
             "name counted metrics alone, such as state_bytes_per_rank or peak_memory_bytes, or as many GPUs as ranks"
         )
     return merged, ranks
