@@ -17,11 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 NO_TORCH = (
     "package torch is not installed; run pip install '.[train]' in a clone of Playbook, or pip install 'FILE.whl[train]' with a wheel"
 )
 """Said by whatever trains or measures kernels."""
+
+
+class ExitCode(IntEnum):
+    """How a command ends, for all commands; `docs/guide/exit-codes.md` has them for readers."""
+
+    DONE = 0
+    """Confirmed, passed or done."""
+    REFUTED = 1
+    """Refuted, slower, a regression, a fault of the machine."""
+    USAGE = 2
+    """Wrong usage, an invalid file, or a fault that a check found."""
+    UNDECIDED = 3
+    INAPPLICABLE = 4
+    """What was asked cannot be tried on this machine."""
+    FAILED = 5
+    """A run failed, a replay differs, or playbook itself is at fault."""
 
 
 class PlaybookError(Exception):

@@ -1,8 +1,13 @@
-"""Words that every reader of the terminal gets alike: control characters written out, counts with their nouns."""
+"""Words and units that every reader gets alike: control characters written out, counts with their nouns, settings, GiB."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+GIB = 1 << 30
+"""Bytes of a GiB."""
 
 _CONTROLS = {c: f"\\x{c:02x}" for c in [*range(32), 127, *range(128, 160)] if chr(c) not in "\n\t"}
 _SPACE = re.compile(r"\s+")
@@ -24,3 +29,18 @@ def in_markdown(value: object) -> str:
 def count(number: int, noun: str) -> str:
     """`3 cards`, `1 card`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    """`ep 8, tp 2`."""
+    return ", ".join(f"{k} {v}" for k, v in values.items())
+
+
+def key_of(setting: str) -> str:
+    """The key of a setting such as `ep=8`: `ep`. A word without `=` is its own key."""
+    return setting.partition("=")[0]
+
+
+def keys_of(settings: Iterable[str]) -> frozenset[str]:
+    """The keys of settings such as `ep=8`."""
+    return frozenset(map(key_of, settings))

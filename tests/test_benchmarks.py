@@ -24,12 +24,12 @@ from mcp import Client
 
 from playbook.cards import search
 from playbook.cards.load import load_all
-from playbook.cards.questions import load_asked
+from playbook.cards.terms import load_asked
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root, sources
 from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import server
 from playbook_app.services.check import check_all
 from playbook_bench.launch.forked import ForkLauncher

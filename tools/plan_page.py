@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "t
 from playbook_app.cli import exit_codes  # noqa: E402
 from playbook_app.cli.app import app  # noqa: E402
 from playbook_app.cli.output import folded  # noqa: E402
-from playbook_app.site.planned import answers, doors  # noqa: E402
+from playbook_app.site import diagnosed, doors  # noqa: E402
 
 TABLES = ROOT / "docs" / "plans.jsonl"
 CHOICES = ROOT / "docs" / "decisions.jsonl"
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
     if not page_alone:
-        TABLES.write_text("".join(f"{answers.line(answers.ask(asked))}\n" for asked in answers.questions()), encoding="utf-8")
+        TABLES.write_text("".join(f"{diagnosed.line(diagnosed.ask(asked))}\n" for asked in diagnosed.questions()), encoding="utf-8")
         CHOICES.write_text("".join(f"{doors.line(doors.ask(asked))}\n" for asked in doors.questions()), encoding="utf-8")

@@ -80,7 +80,7 @@ FAULTS = (
     Fault(RUN + "store.py", "[] if sha == evidence.sha256 else", "[] if sha else", "an altered record counts", ("bench/run/test_store.py", "records", "whole/test_replay.py")),
     Fault(RUN + "replay.py", "return [] if a == b else", "return [] if True else", "any figures replay", ("bench/run/test_store.py", "whole/test_replay.py")),
     Fault("playbook/records/consistency.py", "if plan.looks != looks:", "if False:", "a record chooses its own looks", ("records",)),
-    Fault("playbook/records/staleness.py", "if _minor(was) != _minor(here.packages[name])", "if was is None", "verdicts outlive their libraries", ("records/test_staleness.py",)),
+    Fault("playbook/records/machine.py", "if _minor(was) != _minor(here.packages[name])", "if was is None", "verdicts outlive their libraries", ("records/test_staleness.py",)),
     Fault(JUDGE + "design.py", "slow = (at - at.mean())[:, None]", "slow = 0 * at[:, None]", "a drift counts as an effect", STATISTICS),
     # Traces.
     Fault(TRACE + "table.py", "_PRIORITY[ops[i].kind], ops[i].start", "0, ops[i].start", "hidden communication counts as exposed", ("bench/trace/test_table.py",)),

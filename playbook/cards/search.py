@@ -1,7 +1,7 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it answers. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.questions` judges it, is answered with the reason
+claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.terms` judges it, is answered with the reason
 and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
@@ -18,11 +18,27 @@ from dataclasses import asdict, dataclass, field
 from math import log, log1p, sqrt
 from typing import Any
 
-from playbook.cards import sizes
 from playbook.cards.model import Card, guidance
-from playbook.cards.questions import LEAST, MOST, Asked, Likeness, Signs, against, covered, kinds, likeness, load_asked, odds
-from playbook.cards.scope import unmet
-from playbook.cards.terms import Facts, facts, foreign_share, opening, phrases, terms
+from playbook.cards.scope import follow, unmet
+from playbook.cards.terms import (
+    LEAST,
+    MOST,
+    Asked,
+    Facts,
+    Likeness,
+    Signs,
+    against,
+    covered,
+    facts,
+    foreign_share,
+    kinds,
+    likeness,
+    load_asked,
+    odds,
+    opening,
+    phrases,
+    terms,
+)
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 
@@ -355,7 +371,7 @@ def _hit(found: Index, ranked: Ranked, words: list[str], run: Facts, only: froze
         why=f"{best.kind}{' ' + best.claim if best.claim else ''}: {best.text}",
         applies=not whole and any(not v for v in limits.values()),
         limits=[f"the card: {'; '.join(whole)}"] if whole else [f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
-        sizes=sizes.follow(card, run),
+        sizes=follow(card, run),
     )
 
 

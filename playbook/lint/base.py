@@ -11,12 +11,10 @@ from typing import Any
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Claim
+from playbook.cards.scope import COMPARE, RANGE
 from playbook.errors import Finding
 from playbook.yaml_files import Path_
 
-_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?"
-_COMPARE = re.compile(rf"\s*(>=|<=|==|>|<)?\s*({_NUMBER})\s*\Z")
-_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*\Z")
 _GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
 
 
@@ -177,10 +175,10 @@ def _span(value: Any) -> tuple[float, float] | None:
 
 @cache  # a few hundred cards are compared pair by pair, and their predicates are few
 def _read_span(text: str) -> tuple[float, float] | None:
-    match = _RANGE.match(text)
+    match = RANGE.match(text)
     if match:
         return float(match[1]), float(match[2])
-    match = _COMPARE.match(text)
+    match = COMPARE.match(text)
     if match is None:
         return None
     bound = float(match[2])

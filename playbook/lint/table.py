@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from playbook.cards.load import Cards, LoadedCard
 from playbook.errors import Finding
-from playbook.lint import conflicts, figures, labels, layout, work
+from playbook.lint import conflicts, figures, labels, layout
 from playbook.lint.base import Rule, Shelf
 
 RULES: Sequence[Rule] = (
@@ -16,7 +16,7 @@ RULES: Sequence[Rule] = (
     *figures.RULES,
     *conflicts.RULES,
     *conflicts.DECISION_RULES,
-    *work.RULES,
+    *conflicts.WORK_RULES,
 )
 """Every rule over cards alone; `playbook_app.services.check` adds those that need cases or evidence."""
 

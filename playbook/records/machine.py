@@ -1,13 +1,18 @@
-"""What a machine is: its kind decides for whom a verdict speaks, its name is a label."""
+"""What a machine is, from which figures on a reader is told of its condition, and what has moved on since it was measured.
+
+A machine's kind decides for whom a verdict speaks; its name is a label.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
-from typing import Any
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
-from playbook.records.evidence import Machine
+from playbook.records.evidence import FIRST_REVISION, Machine, Measured
 
 CPU = "cpu"
 
@@ -48,3 +53,119 @@ def told_apart(name: str, own: tuple[Any, ...], others: Collection[tuple[Any, ..
 
 def _slug(text: str) -> str:
     return "-".join(re.findall(r"[a-z0-9]+", text.lower())) or "unknown"
+
+
+NOTABLE_DATA = 0.03
+"""Share of the step spent on data."""
+NOTABLE_STOLEN = 2.0
+"""Percent of a run's processor time that other machines on the same hardware had."""
+_NOTABLE_NOISE = 0.03
+"""Deviation of A/A pairs, about a share: from here on the host is what keeps a series from seeing more."""
+_NOTABLE_LIMITED = 10.0
+"""Percent of the GPUs' readings in timed steps with clocks held down."""
+TIMED_STEPS = "timed steps"
+"""Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be start-up."""
+
+
+def host_limit(found: Mapping[str, Any]) -> str:
+    """A clause where launches differ so much that this host is the limit of what a series can see; else nothing. `found`: a comparison or curve.
+
+    By the A/A, or since rules of version 3, which have none, by the launches that are compared.
+    """
+    first = next(iter(found.get("contrasts") or ()), found)
+    noise = found.get("floor") if found.get("floor") is not None else first.get("deviation")
+    if not isinstance(noise, int | float) or found.get("scale") != "log_ratio" or noise < _NOTABLE_NOISE:
+        return ""
+    return f"this host is the limit: pairs of launches differ by {100 * noise:.1f} %"
+
+
+def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
+    """For each limit that held GPUs' clocks down in the timed steps, a clause with its share of the readings and the clock. `runs`: (variant, telemetry) of the measured runs."""
+    shares: dict[str, dict[str, list[float]]] = {}
+    clocks: dict[str, list[float]] = {}
+    for variant, telemetry in runs:
+        if not isinstance(telemetry, Mapping) or telemetry.get("over") != TIMED_STEPS:
+            continue
+        clock = mapping_of(telemetry.get("clock_sm_mhz")).get("p50")
+        if _finite(clock):
+            clocks.setdefault(variant, []).append(float(clock))
+        for limit, share in mapping_of(telemetry.get("limited_percent")).items():
+            if _finite(share):
+                shares.setdefault(str(limit), {}).setdefault(variant, []).append(float(share))
+    found = []
+    for limit, each in shares.items():
+        medians = {variant: statistics.median(values) for variant, values in sorted(each.items())}
+        if max(medians.values()) >= _NOTABLE_LIMITED:
+            at = {v: f" ({statistics.median(clocks[v]):,.0f} MHz)" if v in clocks else "" for v in medians}
+            found.append(f"{limit} in {', '.join(f'{round(m)} % of {v}{at[v]}' for v, m in medians.items())}")
+    return found
+
+
+def mapping_of(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one: records of others may hold anything."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+Paths = Callable[[Mapping[str, Any], int], Collection[str]]
+"""The paths through the trainer that a run takes, by its resolved configuration and its ranks."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """The reader's machine, as far as verdicts depend on it."""
+
+    gpu: str | None
+    """The name of its GPUs; None where it has none."""
+    packages: Mapping[str, str]
+    """Versions of what can move a step time, by name of package."""
+    driver: str | None = None
+
+
+def updates_since(strict: Mapping[str, Any], here: Here) -> list[str]:
+    """Libraries of another minor version and the driver, each as `then -> now`, where the reader's GPUs are those of the record or neither has any.
+
+    `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends on.
+    """
+    machine, packages = _part(strict, "machine"), _part(strict, "packages")
+    if not machine or machine.get("gpu") != here.gpu:
+        return []
+    then = {name: packages[name] for name in here.packages if isinstance(packages.get(name), str)}
+    out = [f"{name} {was} -> {here.packages[name]}" for name, was in then.items() if _minor(was) != _minor(here.packages[name])]
+    driver = machine.get("driver")
+    return out + ([f"driver {driver} -> {here.driver}"] if here.driver and driver not in (None, here.driver) else [])
+
+
+def revised(measured: Measured, today: Mapping[str, int], paths: Paths) -> list[str]:
+    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks has none.
+
+    A run has the paths that it names and those that its configuration takes today. An older record has the number of its backend alone.
+    """
+    then: dict[str, set[int]] = {}
+    taken: dict[tuple[str, int], Collection[str]] = {}
+    for run in measured.runs:
+        if run.performance_revision is None:
+            continue
+        config, key = measured.configs.get(run.config_sha, {}), (run.config_sha, run.ranks)
+        if key not in taken:
+            taken[key] = paths(config, run.ranks)
+        backend = {str(config.get("backend", "torch")): run.performance_revision}
+        for path, number in {**dict.fromkeys(taken[key], FIRST_REVISION), **run.revisions, **backend}.items():
+            if number != today.get(path, number):
+                then.setdefault(path, set()).add(number)
+    return [
+        f"the trainer's path {path} is at performance revision {today[path]}, the runs at {', '.join(map(str, sorted(found)))}"
+        for path, found in sorted(then.items())
+    ]
+
+
+def _part(strict: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = strict.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])

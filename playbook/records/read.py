@@ -24,8 +24,7 @@ from playbook.errors import FileError, Finding, PlaybookError
 from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
-from playbook.records.machine import kind, told_apart
-from playbook.records.staleness import Here, Paths, revised, updates_since
+from playbook.records.machine import Here, Paths, kind, revised, told_apart, updates_since
 from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean
@@ -42,7 +41,8 @@ MODELS: Mapping[str, type[Evidence] | type[TraceResult] | type[Baseline]] = {
 MAX_BYTES = 64_000_000
 UNTESTED = "untested"
 _STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
-_DECIDED = ("confirmed", "refuted")
+DECIDED = ("confirmed", "refuted")
+"""Statuses that settle a claim."""
 FROM = "@"
 """Between a machine's name and that of who measured there, in the name of a folder of imported records: `h100x8@acme`."""
 
@@ -439,7 +439,7 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
     for r in records:
         if r.claim == claim and r.schema == EVIDENCE and not r.altered:
             chosen[r.kind] = max(chosen.get(r.kind, r), r, key=lambda each: each.precedence)
-    return sorted(chosen.values(), key=lambda r: (r.status not in _DECIDED, -r.gpus, r.machine))
+    return sorted(chosen.values(), key=lambda r: (r.status not in DECIDED, -r.gpus, r.machine))
 
 
 def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:

@@ -12,7 +12,7 @@ from playbook.cards.scope import MACHINE_KEYS
 from playbook.records.case import load_case
 from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU, short_gpu
-from playbook.records.read import FROM, UNTESTED, Claims, Record, earlier, verdicts
+from playbook.records.read import DECIDED, FROM, UNTESTED, Claims, Record, earlier, verdicts
 from playbook.records.trace import TraceResult
 
 _Basis = Literal["measured", "refuted", "hypothesis"]
@@ -74,8 +74,6 @@ def _machine(record: Record) -> str:
 
 # Which claims wait for a verdict on a machine class, the most valuable first, and which verdicts for a trace.
 
-_DECIDED = ("confirmed", "refuted")
-
 
 def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> list[str]:
     """Claims and mechanism checks, as `CARD/CLAIM`, that have no fresh verdict from this profile and whose case has it, or needs no run.
@@ -89,7 +87,7 @@ def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profil
         for claim in card.claims:
             for asked in (c for c in (claim, claim.mechanism_check) if c):
                 own = [r for r in earlier(records, asked.id) if not r.altered and _profile(r) in (profile, None)]
-                if _has(asked, profile) and not any(r.status in _DECIDED and not r.stale(today, asked) for r in own):
+                if _has(asked, profile) and not any(r.status in DECIDED and not r.stale(today, asked) for r in own):
                     last = max(own, key=lambda r: r.measured, default=None)
                     waiting.append(((_lateness(last, today, asked), -rules[claim.id]), f"{card.id}/{asked.id}"))
     return [target for _, target in sorted(waiting, key=lambda w: w[0])]

@@ -16,8 +16,7 @@ from playbook.cards.model import Card, by_claim
 from playbook.errors import PlaybookError
 from playbook.records.read import Record, verdicts
 from playbook.records.standing import bases, in_words
-from playbook.skills.check import LINK, claim_ids, links, outside
-from playbook.skills.model import FILE, Skill
+from playbook.skills.model import FILE, LINK, Skill, claim_ids, links, outside
 from playbook.yaml_files import did_you_mean
 
 CARD_FILE = "card.yaml"

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import fit_coverage
 import pytest
 
-from playbook.cards.questions import MOST, Signs, kinds, load_weights
+from playbook.cards.terms import MOST, Signs, kinds, load_weights
 
 
 @pytest.mark.parametrize(

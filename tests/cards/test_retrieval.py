@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from playbook.cards import search
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
-from playbook.cards.questions import Asked, likeness, load_asked
 from playbook.cards.search import load_sections
-from playbook.cards.terms import Facts, facts, opening, phrases, stated, terms
+from playbook.cards.terms import Asked, Facts, facts, likeness, load_asked, opening, phrases, stated, terms
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook_app.cli import app

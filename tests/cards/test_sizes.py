@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 from in_process import run
 
-from playbook.cards import sizes
+from playbook.cards import scope
 from playbook.cards.load import load_all
 from playbook.cards.terms import Facts
 from playbook.paths import repo_root
@@ -23,7 +23,7 @@ from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster
 from playbook_app.mcp.planning import plan_answer
-from playbook_app.site import asking
+from playbook_app.site import searching
 
 PLACES = (
     "llama3_8b 8 h200", "llama3_8b 64 h100", "llama3_8b 64 gb200", "llama3_70b 64 h100", "llama3_70b 64 h200", "llama3_70b 128 gb200",
@@ -65,11 +65,11 @@ def apart(question, rules):
     facts, _ = asked(question)
     bad = []
     for rule in rules:
-        words = tuple(sizes.words(rule, facts["seq_len"]))
-        if not words or not sizes.agrees(rule, facts) or ("recompute=" in words and not speed(question, words)):
+        words = tuple(scope.words(rule, facts["seq_len"]))
+        if not words or not scope.agrees(rule, facts) or ("recompute=" in words and not speed(question, words)):
             continue  # nothing recomputed is a rule for memory to spare
         free = speed(question, tuple(w for w in words if w == "backend=torch"))
-        if speed(question, words) < (1 - sizes.WITHIN) * free:
+        if speed(question, words) < (1 - scope.WITHIN) * free:
             bad.append(words)
     return bad
 
@@ -85,18 +85,18 @@ def test_each_place_and_each_length_is_asked_about():
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.sample(*DEFAULT)
 def test_a_rule_and_the_planner_agree_where_the_rule_says_so(question):
-    assert apart(question, sizes.sized(list(load_all().values()))) == []
+    assert apart(question, scope.sized(list(load_all().values()))) == []
 
 
 def test_the_published_rule_on_tokens_would_be_found_out():
-    rule = next(s for s in sizes.sized([load_all()["long-context-cp-sizing"]]) if s.tokens_per_cp_rank)
+    rule = next(s for s in scope.sized([load_all()["long-context-cp-sizing"]]) if s.tokens_per_cp_rank)
     planted = rule.model_copy(update={"tokens_per_cp_rank": 4096})
     assert apart("llama3_8b 64 h100 131072", [planted])
     assert not apart("llama3_8b 64 h100 131072", [rule])
 
 
 def test_every_rule_that_sets_a_size_says_how_it_stands_to_the_planner():
-    silent = [(c.id, rule.set) for c in load_all().values() for rule in c.decide if sizes.KEYS & set(rule.set) and rule.sizes is None]
+    silent = [(c.id, rule.set) for c in load_all().values() for rule in c.decide if scope.SIZE_KEYS & set(rule.set) and rule.sizes is None]
     assert silent == []
 
 
@@ -140,7 +140,7 @@ Promise.all(process.argv.slice(4).map((q) => form.playbookAsk(q))).then((all) =>
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
 def test_the_question_box_gives_the_same_answer(tmp_path):
-    (tmp_path / "cards.json").write_text(asking.asked(load_all()))
+    (tmp_path / "cards.json").write_text(searching.asked(load_all()))
     (tmp_path / "page.js").write_text(_PAGE)
     queries = [
         "context parallel size for qwen3_30b_a3b at 128k on h100",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from playbook.paths import repo_root
-from playbook.skills import check
+from playbook.skills import model
 from playbook_app.cli.commands import skills
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load, parse_overrides
@@ -34,8 +34,8 @@ def known():
 
 def problems(text, known):
     page = SimpleNamespace(body=lambda: enumerate(text.splitlines(), start=1))
-    found = [(line, words) for line, words in check.command_lines(page) if not any(FORM.search(w) for w in words)]
-    told = [f"{line}: {what}" for line, words in found for what in check._command(words, known, set())]
+    found = [(line, words) for line, words in model.command_lines(page) if not any(FORM.search(w) for w in words)]
+    told = [f"{line}: {what}" for line, words in found for what in model._command(words, known, set())]
     written = re.findall(r'title="([^"]+)"', text)  # files that the page has the reader write
     told = [t for t in told if not any(f"'{path}'" in t for path in written)]
     return [t for t in told if "Missing argument" not in t]  # a sentence names `playbook train --dry-run` and does not call it
@@ -49,7 +49,7 @@ def test_the_commands_of_the_pages_are_taken(path, known):
 def runs(text):
     """The trainer's runs that a page shows with a number of ranks, as configuration, overrides and ranks."""
     page = SimpleNamespace(body=lambda: enumerate(text.splitlines(), start=1))
-    for _, words in check.command_lines(page):
+    for _, words in model.command_lines(page):
         given = {k: v for k, v in itertools.pairwise(words) if k.startswith("--")}
         if words[0] == "torchrun":
             yield (

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from playbook.errors import ExitCode
 from playbook.paths import data_root, repo_root
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
@@ -292,7 +293,7 @@ def test_an_id_of_a_published_run_resolves(run, capsys) -> None:
     row = next(r for r in check(data_root("tables") / RUNS, leave_out="configuration") if r.run.id == "r294")
     assert found["predicted"] == pytest.approx(row.prediction.tokens_per_s_per_gpu)
     assert found["scaled"] == pytest.approx(row.interval.value, rel=1e-3)
-    assert exit_codes.run(app, ["plan", "run", "r29"]) == exit_codes.USAGE
+    assert exit_codes.run(app, ["plan", "run", "r29"]) == ExitCode.USAGE
     assert "no published run 'r29'; expected an id" in capsys.readouterr().err
     assert "not known" in json.loads(run("run", "r003", "--json").stdout)["why"]
 

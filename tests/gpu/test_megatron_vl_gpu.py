@@ -15,7 +15,7 @@ from layout_runs import Job, difference, train_all
 from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps
 
-from playbook_app.site.figures.loss_curves import ALLOWED, distances, series_of
+from playbook_app.site.curves import ALLOWED, distances, series_of
 from playbook_app.site.parity import CURVES
 from playbook_trainer.config.tree import load, parse_overrides
 
@@ -71,9 +71,7 @@ def alone() -> Iterator[torch.device]:
 def test_logits_and_gradients_are_as_near_to_float32_as_the_torch_backends(words: list[str], alone: torch.device) -> None:
     from playbook_trainer.axes import Axes
     from playbook_trainer.data.loader import build_loader
-    from playbook_trainer.megatron import engine, groups, inputs
-    from playbook_trainer.megatron.model import vision_language
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import engine, groups, inputs, vision_language, weights
     from playbook_trainer.torch.model.decoder import Decoder, Options
     from playbook_trainer.torch.parallel.sharding import fill, initial_value
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 
 
 @pytest.fixture(scope="module", autouse=True)

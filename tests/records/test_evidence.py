@@ -11,8 +11,8 @@ from stored import long_run, record
 from playbook.errors import FileError
 from playbook.records import read as read_module
 from playbook.records.evidence import Sample, seal
+from playbook.records.machine import Here
 from playbook.records.read import Present, Reader, read, verdicts
-from playbook.records.staleness import Here
 from playbook_bench.run import store
 
 TODAY = date(2026, 2, 1)

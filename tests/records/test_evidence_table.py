@@ -9,9 +9,8 @@ import pandas as pd
 import pytest
 
 from playbook.paths import data_root
-from playbook.records.evidence import Evidence
+from playbook.records.evidence import Evidence, to_frame
 from playbook.records.read import read
-from playbook.records.table import to_frame
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from playbook.paths import data_root
 from playbook.records.consistency import FIRST_RULES
 from playbook.records.evidence import Evidence, Measured, stored_sha
 from playbook.records.read import read, standings, verdicts
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import evidence_list
 from playbook_app.services import check
 from playbook_app.site.cards import Shelf

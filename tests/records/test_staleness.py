@@ -11,9 +11,9 @@ import pytest
 from playbook.cards import load
 from playbook.cards.model import by_claim
 from playbook.paths import data_root
+from playbook.records.machine import Here, updates_since
 from playbook.records.read import read
-from playbook.records.staleness import Here, updates_since
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import claim_answer
 from playbook_bench.judge import outdated
 from playbook_bench.machine import detect

@@ -21,15 +21,14 @@ from site_tree import CARD
 
 from playbook.cards import search
 from playbook.cards.load import load_all, read_cards
-from playbook.cards.questions import load_asked
-from playbook.cards.terms import Facts
+from playbook.cards.terms import Facts, load_asked
 from playbook.diagnosis.published import nearest
 from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import setting
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster, clusters
-from playbook_app.site.planned.answers import read
+from playbook_app.site.diagnosed import read
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ import yaml
 from site_browser import ASK, places
 
 from playbook.paths import repo_root
-from playbook_app.site.planned.doors import DOORS
-from playbook_app.site.planned.doors import read as read_doors
+from playbook_app.site.doors import DOORS
+from playbook_app.site.doors import read as read_doors
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

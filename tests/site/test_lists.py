@@ -19,8 +19,7 @@ from playbook.records.read import read
 from playbook_app.site import build
 from playbook_app.site.cards import changes
 from playbook_app.site.evidence import trace_page
-from playbook_app.site.home import facts
-from playbook_app.site.lists import one_gpu_page
+from playbook_app.site.lists import facts, one_gpu_page
 from playbook_app.site.llms import llms
 from playbook_app.site.models import plan_of, settings
 from playbook_app.site.shelf import DECIDED, Shelf, anchor

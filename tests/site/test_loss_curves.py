@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from playbook_app.site.figures.loss_curves import distance, distances, section
+from playbook_app.site.curves import distance, distances, section
 from playbook_app.site.parity import CURVES, parity_page
 
 

@@ -14,13 +14,10 @@ import pytest
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters
-from playbook_app.site.planned import doors
-from playbook_app.site.planned.answers import Asked, ask, questions, read
-from playbook_app.site.planned.diagnosed import data, form
-from playbook_app.site.planned.doors import read as read_doors
-from playbook_app.site.planned.published import published_page
-from playbook_app.site.planned.tables import tables_page
-from playbook_app.site.planned.worked import worked
+from playbook_app.site import doors
+from playbook_app.site.diagnosed import Asked, ask, data, form, questions, read
+from playbook_app.site.doors import read as read_doors
+from playbook_app.site.published import published_page, tables_page, worked
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import README, readme

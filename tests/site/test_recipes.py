@@ -15,7 +15,7 @@ from playbook.paths import data_root
 from playbook_app.cli import app
 from playbook_app.cli.commands import site
 from playbook_app.services import check
-from playbook_app.site.recipes import recipes_page
+from playbook_app.site.models import recipes_page
 from playbook_trainer.config import recipes
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load, parse_overrides

@@ -16,7 +16,7 @@ from mcp import Client
 from playbook.paths import repo_root
 from playbook.planner.memory import GIB
 from playbook.planner.models import named
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import server
 
 sys.path.insert(0, str(repo_root() / "tools"))

@@ -16,8 +16,7 @@ from playbook.cards.load import load_all
 from playbook.cards.model import Card
 from playbook.errors import FileError
 from playbook.paths import data_root
-from playbook.skills.check import FIGURE, check
-from playbook.skills.model import index, load_skills, read_skill, read_skills
+from playbook.skills.model import FIGURE, check, index, load_skills, read_skill, read_skills
 from playbook_app.cli import app
 from playbook_app.cli.commands.skills import known_here
 from playbook_app.services.standing import stock_here
@@ -168,7 +167,7 @@ def test_numbers_with_a_unit_are_figures(text):
 
 
 def test_links_from_the_shipped_folder_may_reach_what_ships_and_nothing_else(tmp_path, monkeypatch, known):
-    from playbook.skills import check as skills_check
+    from playbook.skills import model as skills_check
 
     monkeypatch.setattr(skills_check, "data_root", lambda kind: tmp_path if kind == "skills" else data_root(kind))
     assert findings(tmp_path, known, GOOD.replace("# Sample", "[a](../../docs/guide/verdicts.md#one-thing-changes)")) == []

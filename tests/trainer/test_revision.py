@@ -12,8 +12,8 @@ from stored import long_run
 
 from playbook.paths import data_root
 from playbook.records.evidence import FIRST_REVISION, Evidence, noise_key
+from playbook.records.machine import revised
 from playbook.records.read import Present, Record, read
-from playbook.records.staleness import revised
 from playbook_trainer import __main__ as program
 from playbook_trainer import loop, revision
 from playbook_trainer.config import tree

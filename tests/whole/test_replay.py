@@ -16,7 +16,7 @@ from playbook.records.case import Activation, Case, list_cases, load_case
 from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, seal, stored_sha
 from playbook.records.read import EVIDENCE, read, standings, verdicts
 from playbook.skills.export import standing
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import claim_answer, evidence_list
 from playbook_app.services.standing import stock_here
 from playbook_bench import statements

@@ -18,15 +18,14 @@ import yaml
 
 from playbook.cards import search
 from playbook.cards.load import load_all
-from playbook.cards.questions import Asked, Signs, likeness, load_asked, load_weights, odds
-from playbook.cards.terms import opening, terms
+from playbook.cards.terms import Asked, Signs, likeness, load_asked, load_weights, odds, opening, terms
 from playbook.paths import data_root, repo_root
 
 DOCUMENTS = repo_root() / "tests" / "cards" / "questions.yaml"
 TABLE = "coverage.yaml"
 HEAD = """\
 # How much each sign of a question speaks for an answer. Written by `tools/search/fit_coverage.py`: run it after changing cards, known questions or the words of
-# questions. The signs: `playbook/cards/questions.py`.
+# questions. The signs: `playbook/cards/terms.py`.
 """
 FOLDS = 8
 RIDGE = 0.3

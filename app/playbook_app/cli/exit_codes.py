@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.errors import FileError, PlaybookError
-from playbook_app.cli.output import USAGE, complain
+from playbook.errors import ExitCode, FileError, PlaybookError
+from playbook_app.cli.output import complain
 
-_FAILED = 5
 _INTERRUPTED = 130
 READER_LEFT = 141
 """128 + SIGPIPE, the code of a command whose reader has closed the pipe."""
@@ -30,7 +29,7 @@ def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
         sys.stdout.flush()
     except PlaybookError as e:
         _tell(str(e) if isinstance(e, FileError) else f"error: {e}")
-        return USAGE
+        return ExitCode.USAGE
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as e:
@@ -38,10 +37,10 @@ def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
             return _without_reader()
         _tell(f"error: {e.filename or 'the output'} cannot be read or written: {e.strerror or e}; free some space, or name another place")
         _abandon(sys.stdout)
-        return USAGE
+        return ExitCode.USAGE
     except Exception:
         _tell(f"{traceback.format_exc()}error: this is a fault of playbook, not of what it was given; please report the lines above")
-        return _FAILED
+        return ExitCode.FAILED
     return code
 
 
@@ -55,7 +54,7 @@ def _code(app: Callable[..., Any], argv: Sequence[str]) -> int:
         code = e.code
     if isinstance(code, str):
         _tell(code)
-        return _FAILED
+        return ExitCode.FAILED
     return code or 0
 
 

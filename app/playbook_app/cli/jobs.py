@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from playbook import yaml_files
-from playbook.errors import ConfigError, LaunchError, PlaybookError, UnmetRequirement
+from playbook.errors import ConfigError, ExitCode, LaunchError, PlaybookError, UnmetRequirement
 from playbook.paths import default_results
 from playbook_app.cli import app as root
 from playbook_app.cli import exit_codes
@@ -250,7 +250,7 @@ def _follow(job: str, folder: Path, request: Request) -> int:
             gone = gone + 1 if now == "" else 0
             if gone > _LAST_LOOKS:
                 complain(f"job {job} ended without a result{end_of(job)}; its log is {log}")
-                return 5
+                return ExitCode.FAILED
             if now and now != state:
                 complain(f"job {job} is {now}")
             state = now or state

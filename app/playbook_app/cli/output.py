@@ -13,10 +13,9 @@ from typing import Any
 
 import typer
 
-from playbook.errors import Finding
-from playbook.text import count, plain
+from playbook.errors import ExitCode, Finding
+from playbook.text import GIB, count, plain
 
-USAGE = 2
 _GAP = 2
 _READABLE = 20
 """The narrowest that a folded column of text may be."""
@@ -99,7 +98,7 @@ def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: s
     for finding in findings:
         complain(f"{finding}")
     if any(strict or not f.warning for f in findings):
-        raise typer.Exit(USAGE)
+        raise typer.Exit(ExitCode.USAGE)
     if not as_json:
         say(f"{read}: {count(len(findings), 'warning') if findings else 'no findings'}")
 
@@ -204,23 +203,20 @@ def print_hang(found: Mapping[str, Any]) -> None:
         say(f"note: {note}")
 
 
-_GIB = 1 << 30
-
-
 def print_snapshot(found: Mapping[str, Any]) -> None:
     """What holds a GPU's peak: by part, with the planner's figures where there are any, then by line."""
     say(found["sentence"])
     planned = found.get("planned", {})
     rows = [
         {
-            "part": part, "GiB": f"{found['parts'].get(part, 0) / _GIB:.2f}", "of peak": f"{found['parts'].get(part, 0) / found['peak']:.0%}",
-            "planned GiB": f"{planned.get(part, 0) / _GIB:.2f}",
+            "part": part, "GiB": f"{found['parts'].get(part, 0) / GIB:.2f}", "of peak": f"{found['parts'].get(part, 0) / found['peak']:.0%}",
+            "planned GiB": f"{planned.get(part, 0) / GIB:.2f}",
         }
         for part in {**found["parts"], **planned}
     ]  # fmt: skip
     print_table(rows, ("part", "GiB", "of peak", *(["planned GiB"] if planned else [])))
     say("")
-    rows = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / _GIB:.2f}", "allocations": s["count"]} for s in found["sites"]]
+    rows = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / GIB:.2f}", "allocations": s["count"]} for s in found["sites"]]
     print_table(rows, ("at", "part", "GiB", "allocations"))
     for note in found["notes"]:
         say(f"note: {note}")

@@ -9,13 +9,14 @@ from typing import Any
 
 import typer
 
+from playbook.errors import ExitCode
 from playbook.planner.choice.plain_data import layout, words
 from playbook.planner.choice.search import Answer, Choice
 from playbook.planner.choice.space import Question
 from playbook.planner.choice.training import Training, by_gpus, training
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import Estimate
-from playbook_app.cli.output import USAGE, complain, print_json, print_table, say
+from playbook_app.cli.output import complain, print_json, print_table, say
 
 _SCHEMA = "plan-scale/1"
 _BAR = 24
@@ -63,7 +64,7 @@ def show_curve(
         table = [_row(gpus, found, best, trained.get(gpus)) for gpus, found in rows]
         print_table(table, [k for k in table[0] if any(row[k] for row in table)])
     if not best:
-        raise typer.Exit(USAGE)
+        raise typer.Exit(ExitCode.USAGE)
 
 
 def _row(gpus: int, found: Answer, best: Sequence[tuple[int, Choice]], whole: Training | None) -> dict[str, str]:

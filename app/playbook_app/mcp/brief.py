@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from playbook.planner.memory import GIB
-from playbook.text import count
+from playbook.text import count, pairs
 
 
 def shortened(schema: Any) -> Any:
@@ -45,10 +45,6 @@ def _stands(verdict: Mapping[str, Any]) -> str:
     return f"{verdict['stands']} ({verdict['sentence']})"
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in values.items())
-
-
 def _search(answer: Mapping[str, Any]) -> str:
     lines = [f"a speed is judged by: {answer['diagnosis']}"] if answer["diagnosis"] else []
     lines += [answer["none"]] if answer["none"] else []
@@ -67,7 +63,7 @@ def _cards(answer: Mapping[str, Any]) -> str:
 def _card(answer: Mapping[str, Any]) -> str:
     card = answer["card"]
     rules = [
-        f"{basis}: when {_pairs(d['when'])}: set {_pairs(d.get('set', {}))} (because {', '.join(d['because'])})"
+        f"{basis}: when {pairs(d['when'])}: set {pairs(d.get('set', {}))} (because {', '.join(d['because'])})"
         for d, basis in zip(card.get("decide", ()), answer["rests_on"], strict=True)
     ]
     head = [card["title"], card["summary"]] if "title" in card else [f"{', '.join(card) or 'nothing'} of the card"]
@@ -89,7 +85,7 @@ def _confirmation(answer: Mapping[str, Any]) -> str:
 
 def _layout(answer: Mapping[str, Any]) -> str:
     if not answer["legal"]:
-        near = [f"nearest: {_pairs(n['changes'])}" for n in answer["nearest"]]
+        near = [f"nearest: {pairs(n['changes'])}" for n in answer["nearest"]]
         return "\n".join([*answer["broken"], *near])
     return f"legal: DP {answer['dp']}, expert DP {answer['edp']}; at least {count(answer['min_gpus'], 'GPU')}"
 

@@ -31,9 +31,8 @@ from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
 from playbook.records.read import earlier, with_status
 from playbook.records.standing import in_words, stands
-from playbook.skills.check import claim_ids
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
-from playbook.skills.model import FILE, Skill
+from playbook.skills.model import FILE, Skill, claim_ids
 from playbook.yaml_files import did_you_mean
 from playbook_app.mcp import planning
 from playbook_app.mcp.answers import (
@@ -46,6 +45,7 @@ from playbook_app.mcp.answers import (
     EvidenceRow,
     ExportAnswer,
     LayoutAnswer,
+    Library,
     MemoryAnswer,
     PageHit,
     PlanAnswer,
@@ -54,7 +54,6 @@ from playbook_app.mcp.answers import (
     Standing,
 )
 from playbook_app.mcp.brief import SUMMARIES, shallow, shortened
-from playbook_app.mcp.library import Library
 from playbook_app.services import confirmation
 
 MAX_CHARS = 60_000

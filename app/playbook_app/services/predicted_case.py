@@ -16,10 +16,10 @@ from playbook.planner.choice.scaled import deepest, scaled
 from playbook.planner.choice.search import Answer
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
-from playbook.text import count
+from playbook.text import count, key_of, keys_of
 from playbook_trainer.config.dry_run import dry_run, predicted
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load, model_names
-from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.export.plan_ours import configuration
 
 _TRAINER_FILE = "planned.yaml"
 _MODEL_KEYS: Mapping[str, str] = {
@@ -65,8 +65,8 @@ def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -
     """
     q, best = found.question, found.choices[0].plan
     words = tuple(against)
-    own = {word.partition("=")[0] for word in words}
-    kept = tuple(word for word in q.fixed if word.partition("=")[0] not in own)
+    own = keys_of(words)
+    kept = tuple(word for word in q.fixed if key_of(word) not in own)
     others = [replace(q, fixed=(*kept, *words)).base.require()] if words else [c.plan for c in found.choices[1:]]
     first, second = next((pair for other in others if (pair := _fitted(best, other, gpus, q.capacity))), (None, None))
     if first is None or second is None:

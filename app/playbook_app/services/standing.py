@@ -13,8 +13,8 @@ from playbook.cards.load import load_all
 from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.paths import data_root, default_results
 from playbook.records.evidence import Measured
+from playbook.records.machine import Here
 from playbook.records.read import UNTESTED, Claims, Present, Reader, Record, verdicts
-from playbook.records.staleness import Here
 from playbook.records.standing import in_words
 from playbook.skills.export import Stock
 from playbook_bench.machine import detect

@@ -18,24 +18,29 @@ from playbook.cards.model import Card, by_claim, guidance
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
-from playbook_app.site.asking import asked
 from playbook_app.site.calculator import calculator_page
 from playbook_app.site.cards import card_page
+from playbook_app.site.diagnosed import data, form
+from playbook_app.site.doors import DOORS, door_pages
 from playbook_app.site.evidence import evidence_page, list_page, trace_page
-from playbook_app.site.home import coverage, example_of_verdicts, facts, record_and_trace
-from playbook_app.site.lists import by_phase, index_page, matrix_page, one_gpu_page, phases, summary
+from playbook_app.site.lists import (
+    by_phase,
+    coverage,
+    example_of_verdicts,
+    facts,
+    index_page,
+    matrix_page,
+    one_gpu_page,
+    phases,
+    record_and_trace,
+    summary,
+)
 from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
-from playbook_app.site.models import families_page, models_page
+from playbook_app.site.models import families_page, models_page, recipes_page
 from playbook_app.site.parity import parity_page
-from playbook_app.site.planned.diagnosed import data, form
-from playbook_app.site.planned.door_pages import door_pages
-from playbook_app.site.planned.doors import DOORS
-from playbook_app.site.planned.published import published_page
-from playbook_app.site.planned.tables import tables_page
-from playbook_app.site.planned.worked import worked
-from playbook_app.site.recipes import recipes_page
+from playbook_app.site.published import published_page, tables_page, worked
 from playbook_app.site.reference import Command, commands_page, configuration_page, metrics_page
-from playbook_app.site.searching import questions
+from playbook_app.site.searching import asked, questions
 from playbook_app.site.shelf import Flags, Shelf, no_flags
 
 _OWNED = ("cards", "evidence", "_generated")
@@ -52,7 +57,7 @@ class Reference:
     present: Present = field(default_factory=Present)
     """This machine's software and the trainer's revisions, by which verdicts go stale."""
     recipes: Sequence[Mapping[str, Any]] = ()
-    """Configuration files with their estimates, as `playbook_app.site.recipes` shows them."""
+    """Configuration files with their estimates, as `playbook_app.site.models` shows them."""
     flags: Flags = no_flags
 
 

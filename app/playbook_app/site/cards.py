@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
-from playbook.cards.sizes import note
+from playbook.cards.scope import note
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
 from playbook.records.standing import basis, in_words
-from playbook_app.site.figures import curves
-from playbook_app.site.figures.svg import effect_axis
+from playbook_app.site import curves
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.shelf import TARGETS, Shelf, anchor, current, margin, verdict_forest
+from playbook_app.site.svg import effect_axis
 from playbook_app.site.text import (
     NBSP,
     badge,

@@ -10,17 +10,15 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from playbook.cards.model import by_claim
-from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
-from playbook.records.evidence import Evidence
+from playbook.records.evidence import Evidence, to_frame
+from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited, mapping_of
 from playbook.records.read import EVIDENCE, TRACE, Record, traces
-from playbook.records.table import to_frame
 from playbook.records.trace import TraceResult, waterfall
+from playbook_app.site import curves
 from playbook_app.site.cards import coverage, effect
-from playbook_app.site.figures import curves
-from playbook_app.site.figures.strips import part
-from playbook_app.site.figures.svg import samples
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.shelf import Shelf, anchor
+from playbook_app.site.svg import part, samples
 from playbook_app.site.text import (
     badge,
     code,
@@ -292,10 +290,6 @@ def _limited(record: Record) -> str:
     return f"In the timed steps, the GPUs' clocks were held down by {text('; by '.join(found))}." if found else ""
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _on_data(launches: pd.DataFrame) -> str:
     """A sentence on the share of step time that the host spent on data; only variants above NOTABLE_DATA."""
     measured = launches[launches.role == "measure"]
@@ -391,7 +385,7 @@ def trace_page(record: Record) -> str:
 
 def _outside(traced: Mapping[str, Any]) -> list[list[str]]:
     """Rows of the operations that lie in no named range."""
-    found = _mapping(traced.get("table")).get("unattributed") or []
+    found = mapping_of(traced.get("table")).get("unattributed") or []
     return [[code(u.get("name")), text(u.get("phase")), number(u.get("count")), milliseconds(u["busy_ms"])] for u in found]
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim, expectation
-from playbook.records.read import Record, verdicts
+from playbook.records.read import DECIDED, Record, verdicts
 from playbook.records.standing import bases, standing
 from playbook_app.site.cards import effect
 from playbook_app.site.pages import render_plain
-from playbook_app.site.shelf import DECIDED, Shelf
+from playbook_app.site.shelf import Shelf
 from playbook_app.site.text import NBSP, plain
 
 SUMMARY = (

@@ -1,8 +1,8 @@
-"""Pages about models: the shapes that are known by name, and the configuration families that cards hold."""
+"""Pages about models: the shapes that are known by name, the configuration families that cards hold, and the recipes that ship."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ from playbook.cards.model import Card, ConfigFamily, Quantity
 from playbook.errors import ConfigError
 from playbook.planner import flops, parameters
 from playbook.planner.layout import min_gpus
+from playbook.planner.memory import TIGHT
 from playbook.planner.models import MODELS
 from playbook.planner.options import LABELS
 from playbook.planner.plan import DEGREES, Plan, parse
 from playbook.planner.shapes import Shape
 from playbook_app.site.calculator import address
 from playbook_app.site.pages import render
-from playbook_app.site.shelf import Shelf
+from playbook_app.site.shelf import TARGETS, Shelf
 from playbook_app.site.text import attribute, code, link, mapping, number, text
 
 _SEQ_LEN = 4096
@@ -162,3 +163,36 @@ def _check(family: ConfigFamily) -> str:
     broken = plan.broken()
     label = f"breaks {len(broken)} rule{'s' if len(broken) > 1 else ''}" if broken else "yes" + ("" if family.gpus else f", on {plan.gpus}")
     return link(label, address(settings(family)))
+
+
+def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Every recipe: an overview, then a section each."""
+    cells = [
+        [
+            link(text(row["title"]), f"#{anchor(row['path'])}"),
+            f"{text(row['model'])}<br>{text(row['backend'])}",
+            mapping(row["layout"]) if row["layout"] else "data parallel",
+            "<br>".join(number(n) for n in row["gpus"]),
+            text(row["hardware"]),
+            "<br>".join(_peak(row["peaks_gib"][n], row["memory_gib"]) for n in row["gpus"]),
+            f"{row['memory_gib']:.0f}",
+        ]
+        for row in rows
+    ]
+    return render("recipes.md", overview=cells, recipes=rows, anchor=anchor, commands=_commands, targets=list(TARGETS))
+
+
+def _peak(peak_gib: float, memory_gib: float) -> str:
+    return f"{peak_gib:.0f}{', **tight**' if peak_gib > (1 - TIGHT) * memory_gib else ''}"
+
+
+def anchor(path: str) -> str:
+    """The heading id of a recipe."""
+    return Path(path).stem.replace("_", "-")
+
+
+def _commands(row: Mapping[str, Any]) -> str:
+    """Commands for a recipe, one to a line: dry run, full size, small version, export."""
+    own = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
+    export = f"playbook config export {row['path']} --to {next(iter(TARGETS))} --platform {row['platform']}"
+    return "\n".join([row["dry_run"], *own, row["run_small"], export])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import FileError, Finding
-from playbook_app.site.figures import loss_curves as curves
+from playbook_app.site import curves as curves
 from playbook_app.site.text import code, text
 
 MODELS = "models.jsonl"

@@ -1,13 +1,23 @@
-"""What the site's search looks through: titles, headings, first sentences, and the questions that a card answers. Tables, records and what did not work are found by their titles alone."""
+"""What the site's search and its question box look through.
+
+Search: titles, headings, first sentences, and the questions that a card answers; tables, records and what did not work are found by
+their titles alone. Question box: the words, scores and thresholds of the search of cards, counted in the browser by `ask.js`.
+"""
 
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from playbook.cards import search
 from playbook.cards.model import Card
+from playbook.cards.terms import FAMILIES, GPUS, LEAST, MOST, PRIOR, load_weights, load_words, tables, terms
+from playbook.paths import data_root
+from playbook.planner.models import MODELS
+from playbook.skills.model import load_skills
 
 _MOST = 240
 """Characters of the text that stands for a section."""
@@ -57,3 +67,78 @@ def _first(text: str) -> str:
             break
         out = f"{out} {sentence}".strip()
     return out if len(out) <= 2 * _MOST else out[: 2 * _MOST].rpartition(" ")[0] + " ..."
+
+
+_FACTS = frozenset({"gpu", "gpus", "model", "seq_len", "moe", "vision"})
+_FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
+"""Which fields of a card a passage's kind belongs to: its title, its signs, or both; the body has everything."""
+
+
+def asked(cards: Mapping[str, Card]) -> str:
+    """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
+    found = search.index(cards)
+    numbers: dict[str, int] = {}
+    order = {card_id: i for i, card_id in enumerate(found.cards)}
+    pieces = [
+        [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
+    ]
+    weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
+    known = [
+        [[order[c] for c in sorted(q.cards & order.keys())], sorted(numbers[t] for t in q.said)]
+        for q in found.asked
+        if q.cards & order.keys()
+    ]
+    skills = [
+        {
+            "name": s.name,
+            "description": s.front.description,
+            "terms": [numbers.setdefault(t, len(numbers)) for t in terms(f"{s.name} {s.name} {s.front.description}")],
+        }
+        for s in load_skills(data_root("skills")).values()
+    ]
+    return json.dumps(
+        {
+            "cards": [_shown(card) for card in found.cards.values()],
+            "terms": list(numbers),
+            "passages": pieces,
+            "odds": weighed,
+            "unseen": found.odds[""],
+            "asked": known,
+            "prior": PRIOR,
+            "alike": search.ALIKE,
+            "fields": search.FIELDS,
+            "passage": search.PASSAGE,
+            "least": LEAST,
+            "signs": load_weights(),
+            "kinds": {kind: sorted(known) for kind, known in load_words().items()},
+            "most_words": MOST,
+            "beside": search.BESIDE,
+            "nearest": search.NEAREST,
+            "unknown": search.UNKNOWN,
+            "mostly": search.MOSTLY,
+            "k1": search.K1,
+            "b": search.B,
+            "models": {name: {"moe": shape.experts > 0, "vision": shape.vision is not None} for name, shape in MODELS.items()},
+            "skills": skills,
+            "families": FAMILIES,
+            "gpus": sorted(GPUS),
+            **tables([*(p.text for p in found.passages), *(q.text for q in found.asked)]),
+        },
+        separators=(",", ":"),
+        ensure_ascii=False,
+    )
+
+
+def _stated(scope: Mapping[str, object]) -> dict[str, object]:
+    """What of a scope a question can state."""
+    return {k: v for k, v in scope.items() if k in _FACTS}
+
+
+def _shown(card: Card) -> dict[str, object]:
+    return {
+        "id": card.id,
+        "title": card.title,
+        "summary": card.summary,
+        "scopes": [_stated(scope) for scope in (card.scope, *(c.scope for c in card.claims))],
+        "sizes": [rule.sizes.model_dump(mode="json") for rule in card.decide if rule.sizes],
+    }

@@ -9,12 +9,11 @@ from datetime import date
 from typing import Any
 
 from playbook.cards.model import Card, Claim, Expect
-from playbook.records.read import Record, verdicts
-from playbook_app.site.figures.forest import Bar, forest
+from playbook.records.read import DECIDED, Record, verdicts
+from playbook_app.site.curves import Bar, forest
 
 _SAID = re.compile(r"^(?:train|parallel|megatron|precision)\.")
 """Parts of a key that its own name says again."""
-DECIDED = ("confirmed", "refuted")
 TARGETS = {"megatron-lm": "Megatron-LM", "megatron-bridge": "Megatron Bridge", "torchtitan": "torchtitan"}
 """Trainers that configurations are exported to, with their names."""
 Flags = Callable[[Mapping[str, Any]], Mapping[str, Sequence[str]]]

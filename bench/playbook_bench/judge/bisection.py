@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from playbook.errors import ExitCode
+
 NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
 """What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
-EXIT_CODES = {"found": 0, "suspects": 3, "no_trouble": 3}
+EXIT_CODES = {"found": ExitCode.DONE, "suspects": ExitCode.UNDECIDED, "no_trouble": ExitCode.UNDECIDED}
 
 
 @dataclass(frozen=True)

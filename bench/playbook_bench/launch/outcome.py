@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from playbook.records import confidential
-from playbook.records.conditions import TIMED_STEPS
 from playbook.records.evidence import Fingerprint, Observed, RunOutcome, Sample, Seconds
+from playbook.records.machine import TIMED_STEPS
 from playbook_trainer import exit_codes
 
 _TAIL_BYTES = 4000

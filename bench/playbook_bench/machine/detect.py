@@ -27,8 +27,7 @@ from playbook.paths import repo_root
 from playbook.records import confidential
 from playbook.records.evidence import Machine
 from playbook.records.machine import CPU as CPU
-from playbook.records.machine import label
-from playbook.records.staleness import Here
+from playbook.records.machine import Here, label
 
 # What the NVIDIA driver says of its GPUs, by NVML; nothing where the library or the driver is missing, and callers then ask nvidia-smi.
 

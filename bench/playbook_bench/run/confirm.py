@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from playbook.cards import load as cards
-from playbook.errors import StoreError
+from playbook.errors import ExitCode, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Derived, Evidence, Machine, Measured, Seconds
 from playbook.records.trace import TraceResult
@@ -31,7 +31,14 @@ from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.variants import checkout
 from playbook_bench.variants.resolve import resolve_all
 
-EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
+EXIT_CODES = {
+    "confirmed": ExitCode.DONE,
+    "measured": ExitCode.DONE,
+    "refuted": ExitCode.REFUTED,
+    "inconclusive": ExitCode.UNDECIDED,
+    "not_applicable": ExitCode.INAPPLICABLE,
+    "error": ExitCode.FAILED,
+}
 
 
 class Progress(series.Progress, Protocol):
@@ -252,7 +259,7 @@ def _at_once(record: Measured) -> SettledClaim:
     return SettledClaim(record, derive(record))
 
 
-def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Derived], bool]) -> list[SettledClaim]:
+def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Measured, Derived], bool]) -> list[SettledClaim]:
     """The verdicts of the claims of a series: discarded launches, then pairs until all of them are settled.
 
     `suffices` says of an effect without a claim whether it is known well enough to stop.
@@ -288,7 +295,9 @@ def _counted(running: Series, records: Sequence[Measured]) -> bool:
     return not noisy
 
 
-def _timed(running: Series, records: Sequence[Measured], settled: dict[int, SettledClaim], suffices: Callable[[Derived], bool]) -> None:
+def _timed(
+    running: Series, records: Sequence[Measured], settled: dict[int, SettledClaim], suffices: Callable[[Measured, Derived], bool]
+) -> None:
     """Run a series of a metric with noise: discarded launches, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
     running.expected = schedule.launches(looks, limit, len(running.variants))
@@ -326,9 +335,9 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
         series.measure_pairs(running, enough)
 
 
-def _settles(judged: SettledClaim, suffices: Callable[[Derived], bool]) -> bool:
+def _settles(judged: SettledClaim, suffices: Callable[[Measured, Derived], bool]) -> bool:
     reason = judged.derived.verdict.reason
-    return suffices(judged.derived) if reason == "no_claim" else reason not in ("budget", "power")
+    return suffices(judged.measured, judged.derived) if reason == "no_claim" else reason not in ("budget", "power")
 
 
 def _burn_in(running: Series) -> bool:

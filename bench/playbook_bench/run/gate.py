@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from playbook.errors import ConfigError, LaunchError
+from playbook.errors import ConfigError, ExitCode, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, case_file, load_case
 from playbook.records.evidence import Comparison, Condition, Run, canonical, digest
@@ -33,7 +33,13 @@ from playbook_bench.variants.resolve import Runnable, differing, overrides, reso
 from playbook_trainer import revision
 from playbook_trainer.config.tree import flatten
 
-EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
+EXIT_CODES = {
+    "pass": ExitCode.DONE,
+    "regression": ExitCode.REFUTED,
+    "undecided": ExitCode.UNDECIDED,
+    "too_noisy": ExitCode.UNDECIDED,
+    "error": ExitCode.FAILED,
+}
 Status = Literal["pass", "regression", "undecided", "too_noisy", "error"]
 _WORST_FIRST: tuple[Status, ...] = ("error", "regression", "too_noisy", "undecided", "pass")
 

@@ -20,13 +20,13 @@ from rich.text import Text
 from playbook import files
 from playbook.errors import ConfigError
 from playbook.records.case import Case
-from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.evidence import Check, Comparison, Curve, Evidence, Machine, Measured, Run
+from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, in_markdown, plain
 from playbook_bench import metrics
 from playbook_bench.judge import effects, receipt
-from playbook_bench.run import schedule
+from playbook_bench.run import resolution, schedule
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import Outcome
 
@@ -166,6 +166,8 @@ def print_outcome(outcome: Outcome, out: Console, status_word: str = "") -> None
     out.print(
         Text(f"{_INDENT}{comparison.metric}  {_value(comparison.baseline)} -> {_value(comparison.candidate)} {comparison.unit}  {shown}")
     )
+    if clause := resolution.order_matters(comparison):
+        out.print(Text(f"{_INDENT}{clause}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
     if shares := _computing(evidence):

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
-from playbook.intervals import union
-from playbook.kernel_names import communicates
+from playbook.kernels import communicates, union
 from playbook_bench.trace.containers import Unpacked, one
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from playbook.errors import PlaybookError
-from playbook.kernel_names import OTHER, communicates, kernel_class
+from playbook.kernels import OTHER, communicates, kernel_class
 from playbook_bench.trace.table import STEP, Kind, Op, Span, Timeline
 
 SQLITE_MAGIC = b"SQLite format 3\0"

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from playbook.errors import PlaybookError
-from playbook.intervals import length, subtract, union
-from playbook.kernel_names import collective
+from playbook.kernels import collective, length, subtract, union
 from playbook_bench.trace.table import NS_PER_MS, Timeline
 from playbook_bench.trace.walls import Stretch, Walls, of_stretch, stretch
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
-from playbook.planner.memory import GIB
+from playbook.text import GIB
 
 UNRECORDED, OTHER = "unrecorded", "other"
 _MAX_EVENTS = 5_000_000

@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 from playbook.errors import PlaybookError
-from playbook.intervals import Interval, length, subtract, union
+from playbook.kernels import Interval, length, subtract, union
 from playbook.records.case import MODEL_RANGES
 from playbook.records.trace import Coverage, Phase, RangeRow, TraceTable, UnattributedOp
 

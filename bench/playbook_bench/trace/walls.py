@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from playbook.errors import PlaybookError
-from playbook.intervals import Interval, length, subtract, union
-from playbook.kernel_names import collective, kernel_class
+from playbook.kernels import Interval, collective, kernel_class, length, subtract, union
 from playbook_bench.trace.table import NS_PER_MS, STEP, Op, Span, Timeline, exclusive
 
 Wall = Literal[

@@ -14,9 +14,9 @@ from playbook.cards.model import by_claim
 from playbook.paths import data_root
 from playbook.records.case import Rule, load_case
 from playbook.records.evidence import Measured
+from playbook.records.machine import Here
 from playbook.records.read import EVIDENCE, Present, read, verdicts
-from playbook.records.staleness import Here
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import claim_answer
 from playbook_bench.judge import outdated as module
 from playbook_bench.machine import detect

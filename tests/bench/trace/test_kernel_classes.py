@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from playbook.kernel_names import CLASSES, OTHER, kernel_class
+from playbook.kernels import CLASSES, OTHER, kernel_class
 from playbook.paths import repo_root
 
 NAMES = {

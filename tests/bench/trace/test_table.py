@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook.errors import PlaybookError
-from playbook.intervals import length, subtract, union
+from playbook.kernels import length, subtract, union
 from playbook_bench.trace.table import NS_PER_MS, UNATTRIBUTED, Op, RangeRow, Span, Timeline, TraceTable, build
 
 MAIN, GRAD = 1, 2

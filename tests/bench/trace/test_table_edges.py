@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from test_table import GRAD, MAIN, OPS, SPANS, op, row, span, step, table
 
-from playbook.intervals import subtract, union
+from playbook.kernels import subtract, union
 from playbook_bench.trace.table import UNATTRIBUTED, Op, Path_, Place, Span, close_backward, exclusive, main_thread, place
 
 

@@ -12,7 +12,7 @@ import typer
 
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
-from playbook.errors import PlaybookError
+from playbook.errors import ExitCode, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands
@@ -97,7 +97,7 @@ def bench_check(
     proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
     if as_json:
         print_json([{**asdict(p), "checks": [c.model_dump(mode="json") for c in p.checks], "observed": None, "ok": p.ok} for p in proofs])
-    raise typer.Exit(0 if all(p.ok for p in proofs) else 5)
+    raise typer.Exit(ExitCode.DONE if all(p.ok for p in proofs) else ExitCode.FAILED)
 
 
 @_bench_app.command("replay")
@@ -116,7 +116,7 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
             complain(f"  {line}")
     if as_json:
         print_json(rows)
-    raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
+    raise typer.Exit(ExitCode.DONE if all(row["same"] for row in rows) else ExitCode.FAILED)
 
 
 @_bench_app.command("rejudge")
@@ -151,7 +151,7 @@ def bench_aa(
         print_json(
             {"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path) if noise.path else None}
         )
-    raise typer.Exit(3 if noise.contaminated else 0)
+    raise typer.Exit(ExitCode.UNDECIDED if noise.contaminated else ExitCode.DONE)
 
 
 @_bench_app.command("trace")
@@ -202,7 +202,7 @@ def bench_trace(
             if traced.table is not None:
                 say(f"\n{variant}")
                 print_trace(traced.table.model_dump(mode="json"))
-    raise typer.Exit(0 if result.ok else 5)
+    raise typer.Exit(ExitCode.DONE if result.ok else ExitCode.FAILED)
 
 
 _SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
+from playbook.cards.load import begin
 from playbook.cards.model import Card, Claim, by_claim, counted, guidance
-from playbook.cards.own import begin
-from playbook.cards.sizes import note
+from playbook.cards.scope import note
 from playbook.errors import PlaybookError
 from playbook.paths import folders
 from playbook.records.read import Record
 from playbook.records.standing import bases
-from playbook.text import count
+from playbook.text import count, pairs
 from playbook.yaml_files import did_you_mean
 from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import print_findings, print_json, print_table, say
@@ -152,9 +152,9 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Seque
     if card.decide:
         yield "\ndecide"
     for rule, basis in zip(card.decide, bases, strict=True):
-        never = f"; avoid {_pairs(rule.avoid)}" if rule.avoid else ""
+        never = f"; avoid {pairs(rule.avoid)}" if rule.avoid else ""
         mark = "" if basis == "measured" else f"  [{basis}]"
-        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)}){mark}"
+        yield f"  when {pairs(rule.when)}: set {pairs(rule.set)}{never}  (because {', '.join(rule.because)}){mark}"
         for line in filter(None, (rule.note, note(rule))):
             yield f"    {line}"
     for dispute in card.disputes:
@@ -174,7 +174,7 @@ def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Itera
     yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
     yield from _verdict_lines(status[claim.id])
     yield f"  why: {claim.mechanism}"
-    yield f"  scope: {_pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
+    yield f"  scope: {pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
     for source in claim.sources:
         yield f"  source: {source.title}, {source.origin}, {source.section or 'whole'}, {source.date}"
     check = claim.mechanism_check
@@ -186,7 +186,3 @@ def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Itera
 def _verdict_lines(status: Mapping[str, Any]) -> Iterable[str]:
     """One line for the verdict of each machine."""
     return (f"  {v['sentence']}  [on {v['machine']}, {v['evidence']}]" for v in status["verdicts"])
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in values.items())

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from playbook.errors import ExitCode
 from playbook.paths import default_results
 from playbook.text import count
 from playbook_app.cli.options import (
@@ -29,7 +30,6 @@ app = commands()
 DEMO = ("moe-dispatcher-choice/W9.m", "long-context-cp-sizing/L1.m", "vlm-real-data/V3", "vlm-real-data/T1")
 """Two claims that one count of bytes settles, then two about speed."""
 
-_FAILED, _INAPPLICABLE = 5, 4
 """Exit codes that a demo ends with, too; other verdicts are its success."""
 _DEMO_S = 270.0
 """After so many seconds no launch is started any more, so that the demo ends within five minutes."""
@@ -58,7 +58,7 @@ def demo(
     lacking_packages = requirements.unmet_requirements([])
     if lacking_packages and not targets:
         complain(f"the demo trains a small model, and cannot: {lacking_packages[0].detail}")
-        raise typer.Exit(_INAPPLICABLE)
+        raise typer.Exit(ExitCode.INAPPLICABLE)
     chosen = targets or list(DEMO)
     out = report.console()
     say(
@@ -82,4 +82,4 @@ def demo(
     say(f"  {playbook} cards show {claim.card if claim else 'vlm-real-data'}   read what to set, why, and what was measured where")
     say(f"  {playbook} evidence show {last.path}   look at what the last verdict rests on")
     code = harness.exit_code(outcomes)
-    raise typer.Exit(code if code in (_FAILED, _INAPPLICABLE) else 0)
+    raise typer.Exit(code if code in (ExitCode.FAILED, ExitCode.INAPPLICABLE) else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -14,22 +14,23 @@ from typing import Annotated, Any
 
 import typer
 
+from playbook.diagnosis import rl_step
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.seen import KINDS, parsed
 from playbook.diagnosis.setting import Figures, Measured, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
+from playbook.planner import memory
 from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.routing import Routing, of_run
 from playbook.planner.choice.routing import measured as measured_routing
 from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.hardware.named import machine
 from playbook.planner.models import find, named
-from playbook.planner.plan import cut, idle
+from playbook.planner.plan import cut, idle, parse
 from playbook.planner.time.cluster import Cluster
-from playbook.text import count
-from playbook_app.cli import rl
+from playbook.text import count, key_of, keys_of
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_app.cli.quantities import figure, machines, percent
@@ -143,8 +144,8 @@ def diagnose_run(
     if run is not None and not run.exists():
         raise LogError(f"{run}: there is no such file or folder; expected a log, or the folder of a run")
     if run is not None and trace is None and (steps := rl_steps(run, log)):
-        step = rl.answer(steps, model, number, kind, [word for text in layout or [] for word in _split(text)], seq)
-        print_json(step) if as_json else rl.show(step)
+        step = answer(steps, model, number, kind, [word for text in layout or [] for word in _split(text)], seq)
+        print_json(step) if as_json else show(step)
         return
     known = tuple(word for text in layout or [] for word in _split(text))
     asked = _Asked(model, number, kind, seq, gbs, (*known, *cuts(layers, experts)), framework, network, imbalance)
@@ -373,10 +374,10 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routin
         options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
     said = replace(plan, options=options)
     other = ("gpus", "seq_len", "gbs", "backend", "loss")
-    given = [w for w in words(said) if (key := w.partition("=")[0]) not in other and not idle(said, [key])]
-    names = {w.partition("=")[0] for w in given}
+    given = [w for w in words(said) if (key := key_of(w)) not in other and not idle(said, [key])]
+    names = keys_of(given)
     given += [
-        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if w.partition("=")[0] not in names
+        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in names
     ]  # a configuration leaves none open
     return setting(
         plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
@@ -387,8 +388,8 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routin
 def _again(own: Setting, asked: _Asked) -> Setting:
     """The setting of a run's configuration, with what the command line says instead."""
     q = own.question
-    names = {word.partition("=")[0] for word in asked.known}
-    kept = [word for word in own.known if word.partition("=")[0] not in names]
+    names = keys_of(asked.known)
+    kept = [word for word in own.known if key_of(word) not in names]
     return setting(
         q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
         framework=own.framework, backend=q.backend, routing=q.routing,
@@ -480,3 +481,76 @@ def _show_action(place: int, action: Mapping[str, Any]) -> None:
 
 def _percent(share: float | None) -> str:
     return "?" if share is None else f"{share:.0%}"
+
+
+_UNCOUNTED_STEPS = 5
+"""One of so many steps, the first ones, is not counted."""
+_ENGINE = 0.9
+"""Share of a GPU's memory that an engine takes, as vLLM's `gpu_memory_utilization` does by itself."""
+_WEIGHTS = 0.5
+"""Share that weights may have of it before tensor parallelism is assumed."""
+_MOST_TP = 64
+
+
+def answer(
+    steps: Sequence[rl_step.Step], model: str | None, gpus: int | None, hardware: str | None, layout: Sequence[str], seq: int | None
+) -> dict[str, Any]:
+    """The answer for a log's steps; with a model and GPUs, the memory of the trainer and of the engine too.
+
+    Raises:
+        ConfigError: the model, the GPUs or the layout is not known, or only a part of them is named.
+    """
+    counted = steps[len(steps) // _UNCOUNTED_STEPS :]
+    found = rl_step.diagnose(rl_step.middle(counted)) | {"steps": len(counted)}
+    if model is None:
+        return found
+    if hardware is None:
+        raise ConfigError("the memory of both engines depends on the GPUs; give --gpus N and --gpu KIND, such as --gpus 8 --gpu h200")
+    return found | {"memory": _memory(model, gpus, hardware, [*layout, *([f"seq_len={seq}"] if seq else [])])}
+
+
+def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) -> dict[str, Any]:
+    shape, room = find(model), machine(hardware).memory_gib * _ENGINE
+    sizes = (2**i for i in range(_MOST_TP.bit_length()))
+    tp = next((n for n in sizes if rl_step.engine(shape, n).weights / memory.GIB <= room * _WEIGHTS), _MOST_TP)
+    engine = rl_step.engine(shape, tp)
+    left = room - engine.weights / memory.GIB
+    return {
+        "trainer_gib": memory.peak(parse(model, layout, gpus=gpus, shape=shape)) / memory.GIB,
+        "gpu_gib": machine(hardware).memory_gib,
+        "engine": {
+            "tp": tp,
+            "weights_gib": engine.weights / memory.GIB,
+            "kv_bytes_per_token": engine.kv_per_token,
+            "kv_tokens": max(0, int(left * memory.GIB / engine.kv_per_token)) if engine.kv_per_token else None,
+        },
+    }
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """The answer as lines."""
+    step = "of unknown length" if found["step_s"] is None else f"{found['step_s']:.4g} s a step"
+    say(f"a step of reinforcement learning, {step}, median of {found['steps']}; what follows is arithmetic on the log")
+    say(f"wall       {found['wall'] or 'not known: the log names no phases, and its lengths alone do not tell'}")
+    rows = [{"phase": p["phase"], "seconds": f"{p['seconds']:.4g}", "share": f"{p['share']:.0%}"} for p in found["phases"]]
+    if rows:
+        print_table(rows, ("phase", "seconds", "share"))
+    if tail := found["long_tail"]:
+        say(
+            f"long tail  the longest response is {tail['longest'] / tail['mean']:.1f} times the mean: where a batch decodes at once,"
+            f" {tail['idle_share_of_rollout']:.0%} of the rollout waits for it"
+        )
+    if idle := found["idle"]:
+        say(f"together   GPUs that do both in turn wait in {idle['together']:.0%} of the step, if all responses begin at once")
+        say(f"apart      in turns, trainers wait in {idle['trainers_apart']:.0%} and engines in {idle['engines_apart']:.0%} of the step")
+        say(f"overlapped a step of the same GPUs for each takes at least the longer part: at most {idle['overlapped']:.2f} times as fast")
+    if both := found.get("memory"):
+        engine = both["engine"]
+        tokens = "" if engine["kv_tokens"] is None else f", and room for {engine['kv_tokens']:,} tokens of keys and values"
+        say(
+            f"memory     of {both['gpu_gib']:.0f} GiB: the trainer's peak {both['trainer_gib']:.0f} GiB; an engine alone on {engine['tp']} GPU,"
+            f" {engine['weights_gib']:.0f} GiB of weights on each{tokens}"
+        )
+    for place, action in enumerate(found["actions"], 1):
+        say(f"{place}  {action}")
+    say(f"card       playbook cards show {found['card']}")

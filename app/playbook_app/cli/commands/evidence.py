@@ -13,10 +13,9 @@ from playbook.cards.load import load_all
 from playbook.cards.model import Claim, MechanismCheck, Quantity, by_claim
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, default_results
-from playbook.records.evidence import Comparison, Evidence
+from playbook.records.evidence import Comparison, Evidence, to_frame
 from playbook.records.read import Record, read, read_file, verdicts
 from playbook.records.standing import in_words
-from playbook.records.table import to_frame
 from playbook.yaml_files import did_you_mean
 from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_json, print_table, say

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice.plain_data import pipeline_string
 from playbook.planner.hardware.named import machine
 from playbook.planner.memory import GIB, StageBytes, estimate, verdict
@@ -17,9 +17,9 @@ from playbook.planner.nearest_layouts import Near, nearest
 from playbook.planner.plan import Plan, idle, parse
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.traffic import traffic
-from playbook.text import count
+from playbook.text import count, key_of
 from playbook_app.cli.options import AsJson, Experts, Layers, commands, cuts
-from playbook_app.cli.output import USAGE, print_json, print_snapshot, print_table, say
+from playbook_app.cli.output import print_json, print_snapshot, print_table, say
 from playbook_bench.trace.reports import memory_from_file
 
 _MIB = 1 << 20
@@ -63,7 +63,7 @@ def layout_check(
     else:
         _explain(broken, near)
     if broken:
-        raise typer.Exit(USAGE)
+        raise typer.Exit(ExitCode.USAGE)
 
 
 @_layout_app.command("memory")
@@ -111,7 +111,7 @@ def layout_memory(
             say("")
             print_snapshot(beside)
     if found == "does not fit":
-        raise typer.Exit(USAGE)
+        raise typer.Exit(ExitCode.USAGE)
 
 
 _AS_PLANNED = {
@@ -171,7 +171,7 @@ def _plan(model: str, settings: list[str], gpus: int | None) -> Plan:
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     plan = parse(name, settings, gpus=gpus, shape=find(model))
-    useless = idle(plan, [word.partition("=")[0] for word in settings])
+    useless = idle(plan, [key_of(word) for word in settings])
     if useless:
         raise ConfigError("; ".join(useless))
     return plan

@@ -6,7 +6,7 @@ import signal
 
 from playbook.errors import PlaybookError
 from playbook_app.cli.options import commands
-from playbook_app.mcp.library import library_here
+from playbook_app.mcp.answers import library_here
 
 app = commands()
 

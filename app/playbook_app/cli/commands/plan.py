@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from playbook import files
 from playbook.diagnosis.published import Published, Row, of_plan
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.explain import PARTS, lost, next_run
@@ -31,9 +31,9 @@ from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
 from playbook.planner.time.step import network_share
-from playbook.text import count
+from playbook.text import count, key_of, keys_of
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
-from playbook_app.cli.output import USAGE, complain, print_json, print_table, say
+from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.predicted_case import case_of, text_of
@@ -207,7 +207,7 @@ def plan_for(
     else:
         _explain(found)
     if not found.choices:
-        raise typer.Exit(USAGE)
+        raise typer.Exit(ExitCode.USAGE)
 
 
 def _refuse(contradictions: Mapping[str, bool]) -> None:
@@ -226,8 +226,8 @@ def _answer(found: Answer, runs: Published | None, whole: Training | None, *, pu
 
 def _with(words: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
     """What the reader fixed, and of `more` what that leaves open."""
-    named = {word.partition("=")[0] for word in words}
-    return words + tuple(word for word in more if word.partition("=")[0] not in named)
+    named = keys_of(words)
+    return words + tuple(word for word in more if key_of(word) not in named)
 
 
 def _words(given: list[str]) -> list[str]:

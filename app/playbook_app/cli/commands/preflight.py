@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from playbook.errors import NO_TORCH, ConfigError, PlaybookError
+from playbook.errors import NO_TORCH, ConfigError, ExitCode, PlaybookError
 from playbook.planner.hardware.named import machine as named
 from playbook.planner.time.cluster import Cluster
 from playbook.text import count
@@ -55,7 +55,7 @@ def preflight(
             say(fault)
         checked = count(len(rows), "GPU") if machine.gpus else f"{count(len(rows), 'rank')} on the CPU"
         say(f"{checked} checked: {count(len(faults), 'fault') if faults else 'no fault'}")
-    raise typer.Exit(1 if faults else 0)
+    raise typer.Exit(ExitCode.REFUTED if faults else ExitCode.DONE)
 
 
 def _kind(hardware: str | None, device: str | None) -> Cluster | None:

@@ -9,18 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards.load import load_all
+from playbook.errors import ExitCode
 from playbook.paths import data_root
 from playbook.records.case import list_cases
 from playbook.skills import foreign
-from playbook.skills.check import Accepted, Known, check
 from playbook.skills.export import export
-from playbook.skills.model import INDEX, choose, index, index_findings, load_skills, read_skills
+from playbook.skills.model import INDEX, Accepted, Known, check, choose, index, index_findings, load_skills, read_skills
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_findings, print_json, print_table, say
 from playbook_app.services.standing import stock_here
-from playbook_trainer.config.neutral import trainer_keys
+from playbook_trainer.config.tree import trainer_keys
 
 app = commands()
 _skills_app = commands()
@@ -54,7 +54,7 @@ def skills_check(
     for finding in findings:
         complain(f"{finding}")
     if findings:
-        raise typer.Exit(2)
+        raise typer.Exit(ExitCode.USAGE)
     if not as_json:
         say(f"{count(len(skills), 'skill')}: no findings")
 

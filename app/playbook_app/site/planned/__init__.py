@@ -1,1 +1,0 @@
-"""Pages about speed before a run: published runs, answers of the planner, and worked examples."""
