@@ -98,9 +98,9 @@ def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     ]
 
 
-def ratio(found: Sequence[tuple[float, float]]) -> tuple[float, float | None, float | None]:
+def ratio(speeds: Sequence[tuple[float, float]]) -> tuple[float, float | None, float | None]:
     """How many times faster the second of each pair is: the geometric mean, and the paired t interval of 95 % where there are two pairs or more."""
-    logs = [math.log(ours / bare) for bare, ours in found]
+    logs = [math.log(ours / bare) for bare, ours in speeds]
     mean, n = statistics.fmean(logs), len(logs)
     if n < 2:
         return math.exp(mean), None, None
@@ -108,10 +108,10 @@ def ratio(found: Sequence[tuple[float, float]]) -> tuple[float, float | None, fl
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def summary(found: Sequence[tuple[float, float]]) -> str:
+def summary(speeds: Sequence[tuple[float, float]]) -> str:
     """The ratio of both sides, with its interval."""
-    mean, low, high = ratio(found)
-    return f"{mean:.3f} (one pair)" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}], {len(found)} pairs"
+    mean, low, high = ratio(speeds)
+    return f"{mean:.3f} (one pair)" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}], {len(speeds)} pairs"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

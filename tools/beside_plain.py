@@ -92,18 +92,23 @@ def by_hand(config: TrainerConfig, *, gpu: bool, packed_cudnn: bool) -> dict[str
     if not gpu:
         return {}
     narrow = config.train.dtype == "bf16"
-    found: dict[str, Any] = {"train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": narrow, "optimizer.fused": True}
+    switches: dict[str, Any] = {
+        "train.fused_activation": True,
+        "train.fused_norms": True,
+        "train.fused_loss": narrow,
+        "optimizer.fused": True,
+    }
     if narrow:
-        found["train.compile.loss"] = False  # the kernel takes its place
+        switches["train.compile.loss"] = False  # the kernel takes its place
     if config.model.num_experts:
-        found |= {"moe.fused_permutation": True, "moe.fused_router": True, "moe.apply_probs_on": "activation"}
+        switches |= {"moe.fused_permutation": True, "moe.fused_router": True, "moe.apply_probs_on": "activation"}
     if config.model.vision is not None:
-        found |= {"train.compile.vision": True, "train.compile.dynamic": "marked"}
+        switches |= {"train.compile.vision": True, "train.compile.dynamic": "marked"}
     if narrow and packed_cudnn:
-        found["train.attention"] = "cudnn"
+        switches["train.attention"] = "cudnn"
     if narrow and config.parallel.reduce_dtype == "bf16":
-        found["optimizer.master_weights"] = "remainder"
-    return found
+        switches["optimizer.master_weights"] = "remainder"
+    return switches
 
 
 def words(side: str, setting: Setting, steps: int, more: Sequence[str], *, gpu: bool, packed_cudnn: bool) -> list[str]:
@@ -121,11 +126,11 @@ def run(arguments: list[str], gpus: Sequence[str], limit_s: float, *, fresh: boo
     """One launch: its figures, or why it has none; never longer than the limit."""
     folder, began = Path(tempfile.mkdtemp(prefix="beside-plain-")), time.monotonic()
     try:
-        code, said = (_fresh if fresh else _forked)(arguments, gpus, folder, limit_s)
+        code, message = (_fresh if fresh else _forked)(arguments, gpus, folder, limit_s)
         out: dict[str, Any] = {"outcome": "ok", "wall_s": round(time.monotonic() - began, 1)}
-        if said or code:
+        if message or code:
             outcome = {2: "refused", 4: "out of memory"}.get(code, "failed")
-            return out | {"outcome": "failed" if said == _LATE else outcome, "message": said or f"ended with code {code}"}
+            return out | {"outcome": "failed" if message == _LATE else outcome, "message": message or f"ended with code {code}"}
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         first = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
         return out | {

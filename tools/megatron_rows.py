@@ -111,12 +111,12 @@ def _one() -> Iterator[Row]:
     whole = {**_CUBLAS, **_megatron(cuda_graph_impl="full_iteration"), "moe.capacity_factor": 1.25}
     launched = (Rule(counter="graph_launches", count=1, op=">="),)
     yield Row("one", "full iteration, capacity factor 1.25", "CUDA graphs (full iteration)", whole, launched)
-    again = {
+    recomputed = {
         "layernorm": [Rule(kernel="rmsnorm.*fwd", count="4.9 * layers * microbatches", op=">=")],
         "core_attn": [Rule(kernel="sdpa.*fprop|flash_fwd|fmha.*fwd", count="2 * layers * microbatches", op=">=")],
     }
     for module in ("layernorm", "moe_act", "core_attn", "moe"):
-        yield Row("one", module, "recompute", _recompute(module), tuple(again.get(module, [])))
+        yield Row("one", module, "recompute", _recompute(module), tuple(recomputed.get(module, [])))
     yield Row("one", "layernorm moe_act", "recompute", _recompute("layernorm", "moe_act"))
     yield row("full, each layer", "recompute", train__recompute="full")
     yield row(
@@ -191,8 +191,8 @@ def _two() -> Iterator[Row]:
     yield Row("two", "PP 2, VPP 2", "layout", {**pp, "parallel.vpp": 2}, (sends,))
     yield Row("two", "PP 2, uneven (3, 1)", "layout", {**pp, "parallel.pipeline_layout": [3, 1]}, (sends,))
     for kind, collective in (("p2p", "send"), ("all_gather", "all_gather"), ("a2a", "all_to_all")):
-        seen = Rule.model_validate({"collective": collective, "group": "cp", "count": "layers * microbatches", "op": ">="})
-        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind}, (seen,))
+        exchange = Rule.model_validate({"collective": collective, "group": "cp", "count": "layers * microbatches", "op": ">="})
+        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind}, (exchange,))
 
 
 def _four() -> Iterator[Row]:

@@ -158,27 +158,27 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--near", action="store_true", help="ask only the tests of a fault's place")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     gone = [
         f"{f.file}: {f.text!r} stands {n} times, expected once" for f in FAULTS if (n := (ROOT / f.file).read_text().count(f.text)) != 1
     ]
     if gone:
         print("\n".join(gone), file=sys.stderr)
         return 2
-    faults = [f for f in FAULTS if asked.only in f.file or asked.only in f.why]
-    if asked.check:
+    faults = [f for f in FAULTS if arguments.only in f.file or arguments.only in f.why]
+    if arguments.check:
         print(f"{len(FAULTS)} faults, each in its place")
         return 0
-    found = 0
+    noticed = 0
     with tempfile.TemporaryDirectory(prefix="playbook-faults-") as folder:
         copied(Path(folder))
         for fault in faults:
             began = time.monotonic()
-            is_ = is_found(Path(folder), fault, not asked.near)
-            found += is_
+            is_ = is_found(Path(folder), fault, not arguments.near)
+            noticed += is_
             print(f"{'found' if is_ else 'NOT FOUND':9} {time.monotonic() - began:4.0f} s  {fault.file}: {fault.why}", flush=True)
-    print(f"{found} of {len(faults)} found")
-    return 0 if found >= LEAST * len(faults) else 1
+    print(f"{noticed} of {len(faults)} found")
+    return 0 if noticed >= LEAST * len(faults) else 1
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Task:
 
 def claims(names: str, gpus: int, least_s: int) -> Task:
     """Verdicts, one after the other; claims with a fresh one are left out, so that the task can be called until nothing is left."""
-    told = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
-    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}", least_s, settled=frozenset())
+    options = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
+    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {options}", least_s, settled=frozenset())
 
 
 PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
@@ -170,17 +170,17 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
                 became[job.name] = _end(job, tasks[job.name], out)
                 _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
             for name in list(waiting):
-                task, left = tasks[name], seconds - (time.monotonic() - began)
+                task, remaining_s = tasks[name], seconds - (time.monotonic() - began)
                 used = {gpu for job in running for gpu in job.gpus}
                 free = [gpu for gpu in gpus if gpu not in used]
-                if left < task.least_s or task.gpus > len(gpus):
+                if remaining_s < task.least_s or task.gpus > len(gpus):
                     became[name] = "left out"
                     _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
                     waiting.remove(name)
                 elif task.gpus <= len(free):
-                    running.append(_begin(name, task, free[: task.gpus], left, out))
+                    running.append(_begin(name, task, free[: task.gpus], remaining_s, out))
                     waiting.remove(name)
-                    _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {left:.0f} s left")
+                    _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {remaining_s:.0f} s left")
             time.sleep(0.1)
     finally:
         for job in running:
@@ -188,13 +188,13 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
     return became
 
 
-def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
-    told = max(0, int(left) - task.margin_s)
-    words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
+def _begin(name: str, task: Task, gpus: list[str], remaining_s: float, out: Path) -> Running:
+    budget_s = max(0, int(remaining_s) - task.margin_s)
+    words = [w.format(left=budget_s, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join(
         [*map(str, (ROOT, ROOT / "app", ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(told)}
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(budget_s)}
     # Tables say what ranks with GPUs of their own found.
     env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {}
     env |= {"PLAYBOOK_PARITY": str(out / "parity")} if task.tells else {}
@@ -202,7 +202,7 @@ def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Ru
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     now = time.monotonic()
-    return Running(name, gpus, process, now, now + left)
+    return Running(name, gpus, process, now, now + remaining_s)
 
 
 def _end(job: Running, task: Task, out: Path) -> str:
@@ -238,9 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = arguments.out.resolve()
     (out / "parity").mkdir(parents=True, exist_ok=True)
-    for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
-        if not (out / "parity" / kept.name).exists():
-            shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
+    for table in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
+        if not (out / "parity" / table.name).exists():
+            shutil.copy(table, out / "parity" / table.name)  # rows that are there need not be run again
     became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)
     for name in became:
         if (log := out / f"{name}.log").is_file():

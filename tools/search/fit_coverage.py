@@ -45,24 +45,24 @@ def known() -> list[Asked]:
 
 def signs_of(questions: Sequence[Asked]) -> list[tuple[Signs, bool]]:
     """The signs of each question, what known questions say of it from the other folds, and whether it has a card; without those that share no word with any card."""
-    found = search.index(load_all())
-    rest = [[q for i, q in enumerate(questions) if i % FOLDS != fold] for fold in range(FOLDS)]
-    held = [replace(found, odds=odds(known), alike=likeness(known, list(found.cards))) for known in rest]
+    index = search.index(load_all())
+    folds = [[q for i, q in enumerate(questions) if i % FOLDS != fold] for fold in range(FOLDS)]
+    indexes = [replace(index, odds=odds(others), alike=likeness(others, list(index.cards))) for others in folds]
     out = []
     for i, question in enumerate(questions):
-        asked = opening(question.text)
-        words = terms(asked)
-        if ranked := search.rank(held[i % FOLDS], words):
-            out.append((search.signs(held[i % FOLDS], asked, words, ranked), bool(question.cards)))
+        opened = opening(question.text)
+        words = terms(opened)
+        if ranked := search.rank(indexes[i % FOLDS], words):
+            out.append((search.signs(indexes[i % FOLDS], opened, words, ranked), bool(question.cards)))
     return out
 
 
-def fit(seen: Sequence[tuple[Signs, bool]]) -> dict[str, float]:
+def fit(labelled: Sequence[tuple[Signs, bool]]) -> dict[str, float]:
     """The weights of the signs as they are, and the constant."""
-    raw = np.array([list(asdict(signs).values()) for signs, _ in seen])
+    raw = np.array([list(asdict(signs).values()) for signs, _ in labelled])
     mean, spread = raw.mean(axis=0), raw.std(axis=0)
     x = np.hstack([(raw - mean) / spread, np.ones((len(raw), 1))])
-    y = np.array([answered for _, answered in seen], dtype=float)
+    y = np.array([answered for _, answered in labelled], dtype=float)
     ridge = np.diag([RIDGE] * raw.shape[1] + [0.0])
     weights = np.zeros(x.shape[1])
     for _ in range(30):

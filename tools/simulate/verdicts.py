@@ -29,8 +29,8 @@ LAUNCHES = 4
 def answer(rules: Rules, looks: Sequence[int], look: int, differences: np.ndarray, noise: np.ndarray) -> bool | None:
     """What a claim `>= 0` gets at one look."""
     rows = np.column_stack([np.zeros(look), differences[:look]])
-    (found,) = rules.intervals(rows.tolist(), [], PAIR, rules.level(looks, ALPHA, look), noise.tolist())
-    return decide(ClaimRule(">=", ["baseline", "candidate"], 0.0), [(found.low, found.high)])
+    (interval,) = rules.intervals(rows.tolist(), [], PAIR, rules.level(looks, ALPHA, look), noise.tolist())
+    return decide(ClaimRule(">=", ["baseline", "candidate"], 0.0), [(interval.low, interval.high)])
 
 
 def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray) -> tuple[bool | None, int]:
@@ -56,9 +56,9 @@ def series(
     rng = np.random.default_rng(1)
     noise = pairs(rng, count, AA_PAIRS, 1.0, outliers)
     differences = pairs(rng, count, looks[-1], noisier, outliers) + effect
-    found = [settle(RULES[version], looks, d, n) for d, n in zip(differences, noise, strict=True)]
-    statuses = [s for s, _ in found]
-    return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in found]))
+    settled = [settle(RULES[version], looks, d, n) for d, n in zip(differences, noise, strict=True)]
+    statuses = [s for s, _ in settled]
+    return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in settled]))
 
 
 def steps(rng: np.random.Generator, count: int, number: int, rho: float, shared: float, spread: float = 0.03) -> np.ndarray:
@@ -93,8 +93,8 @@ def percent(share: float) -> str:
 
 def interval(share: float, count: int) -> str:
     """As `percent`, with the exact 95 % interval (Clopper and Pearson)."""
-    found = binomtest(round(share * count), count).proportion_ci()
-    return f"{percent(share)} [{percent(found.low)}, {percent(found.high)}]"
+    ends = binomtest(round(share * count), count).proportion_ci()
+    return f"{percent(share)} [{percent(ends.low)}, {percent(ends.high)}]"
 
 
 def main() -> None:
