@@ -1,7 +1,7 @@
 """megatron-core by itself: one rank of a loop of its own classes around its own model, for the trainer to be compared with.
 
-It reads the trainer's configuration for sizes, layout and the few switches below, and nothing else of the trainer: no mapping, no engine, no
-recorder. Tokens are random. What it cannot say it refuses. `beside_bare.py` starts it.
+It reads the trainer's configuration for sizes, layout and the few switches below, and nothing else of the trainer: no mapping, no engine,
+no recorder. Tokens are random. What it cannot say it refuses. `beside_bare.py` starts it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     python tools/beside_plain.py --out DIR --only text-moe --steps 200 --rounds 4
     python tools/beside_plain.py --out DIR --rehearse                         # tiny models on the CPU
 
-Prints for each launch tokens/s, peak memory, seconds until the first step has ended and, for all three sides of a round, the largest difference of their
-losses. A JSON line for each launch goes to DIR/beside-plain.jsonl. Launches that the file holds with an end of their own (training, refusal, out of
-memory) are not run again, so the same command goes on where its budget has cut it; then it ends with code 3. Words of the form key.path=value go to all
-sides. Which side is first changes from round to round. Ranks are forks of one process that has imported torch; `--fresh` starts each as a user does.
+Prints for each launch tokens/s, peak memory, seconds until the first step has ended and, for all three sides of a round, the largest
+difference of their losses. A JSON line for each launch goes to DIR/beside-plain.jsonl. Launches that the file holds with an end of their
+own (training, refusal, out of memory) are not run again, so the same command goes on where its budget has cut it; then it ends with code 3.
+Words of the form key.path=value go to all sides. Which side is first changes from round to round. Ranks are forks of one process that has
+imported torch; `--fresh` starts each as a user does.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ PLAIN: Mapping[str, Any] = {
 
 
 def by_hand(config: TrainerConfig, *, gpu: bool, packed_cudnn: bool) -> dict[str, Any]:
-    """The switches that somebody would set who knows them all, at the precision that the configuration asks for; none of them serves a CPU."""
+    """The switches that somebody would set who knows them all, at the precision that the configuration asks for; none of them serves a
+    CPU."""
     if not gpu:
         return {}
     narrow = config.train.dtype == "bf16"
@@ -183,7 +185,8 @@ def line(row: Mapping[str, Any]) -> str:
     if row["outcome"] != "ok":
         return f"{place}  {row['outcome']}: {row['message']}  [{row['wall_s']} s]"
     return (
-        f"{place}  {row['tokens_per_s_per_gpu']:10,.0f} tokens/s  {row['step_s'] * 1000:7.1f} ms  {row['peak_memory_bytes'] / 2**30:6.1f} GiB"
+        f"{place}  {row['tokens_per_s_per_gpu']:10,.0f} tokens/s  {row['step_s'] * 1000:7.1f} ms  "
+        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB"
         f"  first step after {row['first_step_s']:.1f} s  {row['recompiles']} recompiles  [{row['wall_s']} s]"
     )
 
@@ -204,7 +207,7 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("words", nargs="*", help="key.path=value for all sides")
     parser.add_argument("--only", nargs="*", choices=list(SETTINGS), metavar="SETTING", help=f"of: {'; '.join(SETTINGS)}")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)

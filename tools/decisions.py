@@ -1,9 +1,10 @@
-"""Twenty decisions over MCP and on the command line: makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the answers are right.
+"""Twenty decisions over MCP and on the command line: makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the
+answers are right.
 
     python tools/decisions.py
 
-No language model takes part: the calls are those that the skills name, over `playbook mcp` first and then as commands. Exit code 1 where an answer
-is wrong, or a command answers otherwise than the tool.
+No language model takes part: the calls are those that the skills name, over `playbook mcp` first and then as commands. Exit code 1 where an
+answer is wrong, or a command answers otherwise than the tool.
 """
 
 from __future__ import annotations
@@ -190,7 +191,13 @@ async def on_the_command_line(tool: str, arguments: Mapping[str, Any]) -> dict[s
 def otherwise(task: Mapping[str, Any], answers: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     """Where the answers of two ways to ask differ: in what the task looks at, and in the plans' settings and speeds."""
     paths = [path for path, *_ in task["right"] if not path.endswith("error")]
-    paths += [f"{name}.plans.{i}.{part}" for name, a in answers.items() if "plans" in a for i in range(len(a["plans"])) for part in ("settings", "tokens_per_s_per_gpu", "memory_gib")]  # fmt: skip
+    paths += [
+        f"{name}.plans.{i}.{part}"
+        for name, a in answers.items()
+        if "plans" in a
+        for i in range(len(a["plans"]))
+        for part in ("settings", "tokens_per_s_per_gpu", "memory_gib")
+    ]
     differences = []
     for path in paths:
         value, other = (_plain(_part(a, path)) for a in (answers, others))
@@ -219,6 +226,7 @@ async def over_stdio(use: Callable[[Call], Awaitable[int]]) -> int:
 
 
 async def _all(call: Call) -> int:
+    """Ask every task by the tools and on the command line; how many went wrong."""
     failed = 0
     for task in tasks():
         began = time.monotonic()

@@ -1,13 +1,16 @@
-"""Runs the rows of `megatron_rows.py`, one short run of the trainer each, and writes a JSON line per row: the tables of the megatron backend.
+"""Runs the rows of `megatron_rows.py`, one short run of the trainer each, and writes a JSON line per row: the tables of the megatron
+backend.
 
     python tools/megatron_table.py one two four --budget 150        # the switches, into docs/parity/megatron-switches.jsonl
-    python tools/megatron_table.py cp --budget 420                  # context parallelism by length (cp2: on two), into docs/parity/megatron-cp.jsonl
+    python tools/megatron_table.py cp --budget 420                  # context parallelism by length (cp2: on two), into
+    docs/parity/megatron-cp.jsonl
 
-On as many GPUs as are visible, several rows at a time where they need fewer. A row that fails is a row, with the reason. Rows that the budget leaves
-out are run by the next call, which keeps what the file holds (`--again` runs everything anew, `--only WORDS` the rows whose names hold all of the words).
+On as many GPUs as are visible, several rows at a time where they need fewer. A row that fails is a row, with the reason. Rows that the
+budget leaves out are run by the next call, which keeps what the file holds (`--again` runs everything anew, `--only WORDS` the rows whose
+names hold all of the words).
 
-Ranks are forks of one process that has imported torch, megatron-core and Transformer Engine, as long as none of these has touched a GPU by then;
-else each is a process of its own, which costs its imports.
+Ranks are forks of one process that has imported torch, megatron-core and Transformer Engine, as long as none of these has touched a GPU by
+then; else each is a process of its own, which costs its imports.
 """
 
 from __future__ import annotations
@@ -111,7 +114,8 @@ def _spawn(arguments: list[str], env: dict[str, str], log: Path) -> int:
 def run_forked(
     arguments: list[str], gpus: Sequence[str], folder: Path, limit_s: float, run: Callable[[list[str]], int] | None = None
 ) -> Job:
-    """Ranks by fork, one for each GPU, of the trainer or of `run`, with what the configuration asks of the environment; until all have ended."""
+    """Ranks by fork, one for each GPU, of the trainer or of `run`, with what the configuration asks of the environment; until all have
+    ended."""
     job, port = Job(None, tuple(gpus), folder), local.free_port()
     config = trainer.load(Path(arguments[0]), trainer.parse_overrides(arguments[1:]))
     for rank in range(len(gpus)):
@@ -242,7 +246,7 @@ def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: fl
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("tables", nargs="+", choices=sorted(GPUS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity", help="folder of the files")
     parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that are visible, if not given")
@@ -271,6 +275,7 @@ def main() -> int:
     )
 
     def done(row: dict[str, Any]) -> None:
+        """Write the row into its file, in the order of the table, and print it."""
         file = FILES.get(row["table"], FILE)
         measured_rows[file][(row["table"], row["group"], row["name"])] = row
         order = [key_of(r) for r in rows()]

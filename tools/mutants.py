@@ -4,10 +4,10 @@
     python tools/mutants.py --only judge.slowdown          # those of a module, or of one of its lines: judge.slowdown:97
     python tools/mutants.py --most 100                     # a draw
 
-Nothing is written to the tree. The tests are collected once and run once to learn which of them reach which lines, and how long each takes. Each mutant
-then has a forked process, in which the functions and constants that it changes are replaced; the tests that reach its line run, the shortest first,
-until one fails. A process that takes too long has failed. Prints each survivor, then a table. The exit code is 2 where the tests fail
-without a mutant, 0 otherwise: somebody has to read the survivors.
+Nothing is written to the tree. The tests are collected once and run once to learn which of them reach which lines, and how long each takes.
+Each mutant then has a forked process, in which the functions and constants that it changes are replaced; the tests that reach its line run,
+the shortest first, until one fails. A process that takes too long has failed. Prints each survivor, then a table. The exit code is 2 where
+the tests fail without a mutant, 0 otherwise: somebody has to read the survivors.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ def put_in_place(mutant: Mutant) -> None:
 
 
 def _replace(holder: ModuleType | type, name: str, old: Any, new: Any) -> None:
+    """Put a value of the mutated module in place of the old one, wherever the package uses that: functions by their code, classes by their
+    members."""
     old, new = _plain(old), _plain(new)
     if old is new:  # imported from elsewhere
         return
@@ -251,7 +253,8 @@ class _Mutating:
         for module in tried:
             print(f"| {module} | {tried[module]} | {noticed_by_module[module]} |")
         print(
-            f"| all | {tried.total()} | {noticed_by_module.total()} |\n\n{(time.monotonic() - began) / max(1, tried.total()):.2f} s a mutant"
+            f"| all | {tried.total()} | {noticed_by_module.total()} |\n\n{(time.monotonic() - began) / max(1, tried.total()):.2f} s a "
+            "mutant"
         )
         return True
 
@@ -274,6 +277,11 @@ def _reached(items: Sequence[pytest.Item]) -> dict[int, Reached] | str:
 
 
 def _traced(items: Sequence[pytest.Item], files: Iterable[str]) -> Iterator[Reached]:
+    """Run each test once, and yield the deciding lines that it executes.
+
+    Raises:
+        RuntimeError: a test fails without a mutant.
+    """
     executed: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:

@@ -1,7 +1,7 @@
 """A Qwen3-MoE of Hugging Face transformers with random weights and tokens, trained as its users would; prints a JSON line for each step.
 
-`--experts` names how transformers computes the experts: `grouped_mm` or `eager`. `--master` keeps float32 weights beside those in 16 bits, which AdamW
-updates with float32 moments. `--trace FILE` leaves a trace of the last step.
+`--experts` names how transformers computes the experts: `grouped_mm` or `eager`. `--master` keeps float32 weights beside those in 16 bits,
+which AdamW updates with float32 moments. `--trace FILE` leaves a trace of the last step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 def main() -> None:
+    """Train a small Qwen3-MoE of transformers on random tokens, and print the time of each step."""
     words = argparse.ArgumentParser()
     words.add_argument("--experts", default="grouped_mm")
     words.add_argument("--layers", type=int, default=4)

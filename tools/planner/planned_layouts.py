@@ -1,14 +1,16 @@
 """Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, or the variants of prediction cases.
 
-    python tools/planner/planned_layouts.py register --hardware h100        # predictions, into docs/parity/planned-layouts.jsonl; refuses once there are runs of such GPUs
-    python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order, into docs/parity/planned-layouts-runs.jsonl
-    python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two fastest of each model, so many times more, in turns
-    python tools/planner/planned_layouts.py report                          # errors, winners and misses
-    python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch  # and report, likewise
+    python tools/planner/planned_layouts.py register --hardware h100        # predictions, into docs/parity/planned-layouts.jsonl; refuses
+    once there are runs of such GPUs python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order,
+    into docs/parity/planned-layouts-runs.jsonl python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two
+    fastest of each model, so many times more, in turns python tools/planner/planned_layouts.py report                          # errors,
+    winners and misses python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch  #
+    and report, likewise
 
 How far off a prediction is costs one launch; whether its interval holds takes the case's own series (`playbook bench run`).
-A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has imported torch,
-megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the runner works and nothing else.
+A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has
+imported torch, megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the
+runner works and nothing else.
 """
 
 from __future__ import annotations
@@ -57,9 +59,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Four models of about one width; the wider experts are half as many, of twice the width."""
 _SMALL: dict[str, Any] = {
-    "data.seq_len": 32, "train.dtype": "fp32", "train.steps": 2, "train.warmup_steps": 1, "train.log_every": 1, "train.global_batch_size": 4,
+    "data.seq_len": 32,
+    "train.dtype": "fp32",
+    "train.steps": 2,
+    "train.warmup_steps": 1,
+    "train.log_every": 1,
+    "train.global_batch_size": 4,
     "parallel.sequence_parallel": False,
-}  # fmt: skip
+}
 
 _TP = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 _LONG = {"parallel.cp": 2, "data.seq_len": 32768}
@@ -84,9 +91,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 _DENSE = {"ep4": "dp4", "ep2": "dp2", "tp2-ep2": "tp2", "pp2-ep2": "pp2"}
 """What is left of a layout where there are no experts to spread."""
 _FUSED = {
-    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True, "optimizer.fused": True,
-    "moe.apply_probs_on": "activation", "moe.fused_permutation": True, "moe.fused_router": True,
-}  # fmt: skip
+    "train.fused_activation": True,
+    "train.fused_norms": True,
+    "train.fused_loss": True,
+    "train.compile.decoder": True,
+    "optimizer.fused": True,
+    "moe.apply_probs_on": "activation",
+    "moe.fused_permutation": True,
+    "moe.fused_router": True,
+}
 """Kernels of the torch backend that a prediction takes for granted."""
 
 
@@ -168,8 +181,8 @@ def _machine(hardware: str, gpus: int) -> str:
 def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], pairs: int, *, again: bool) -> list[tuple[str, int]]:
     """The runs that are missing, as configuration and turn, in their order.
 
-    Turn 0 is each once, shuffled. The turns after it are those of the two fastest of each model at one length, in alternating order, and begin
-    when all of turn 0 have been run.
+    Turn 0 is each once, shuffled. The turns after it are those of the two fastest of each model at one length, in alternating order, and
+    begin when all of turn 0 have been run.
     """
     finished = {(r["name"], r["turn"]) for r in runs if r["outcome"] == "ok" or not again}
     names = [name_of(r) for r in rows]
@@ -275,7 +288,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
-    """Each configuration beside its run, the errors, and for each model whether the layout that the planner would choose is near the best."""
+    """Each configuration beside its run, the errors, and for each model whether the layout that the planner would choose is near the
+    best."""
     speeds = speeds_of(runs)
     memory_gib = {r["name"]: r["peak_memory_bytes"] / GIB for r in runs if r["outcome"] == "ok"}
     failed = {r["name"]: r["message"] for r in runs if r["outcome"] != "ok"}
@@ -285,8 +299,8 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
     ]
     errors: list[tuple[float, float, bool]] = []
     for row in rows:
-        name, said = name_of(row), row["predicted"]
-        tokens, gib = said["tokens_per_s_per_gpu"], said["memory_gib"]
+        name, prediction = name_of(row), row["predicted"]
+        tokens, gib = prediction["tokens_per_s_per_gpu"], prediction["memory_gib"]
         start = f"| {name} | {tokens['value']:,.0f} | {tokens['low']:,.0f} to {tokens['high']:,.0f} |"
         if name not in speeds:
             lines.append(f"{start} {failed.get(name, 'not run')} | | {gib} | | |")
@@ -300,8 +314,11 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
             statistics.median(e[1] for e in errors),
             sum(e[2] for e in errors),
         )
-        lines += ["", f"{len(errors)} of {len(rows)} configurations: median error {100 * middle:.1f} % of speed, {100 * memory:.1f} % of memory; "
-                  f"{inside} in the interval"]  # fmt: skip
+        lines += [
+            "",
+            f"{len(errors)} of {len(rows)} configurations: median error {100 * middle:.1f} % of speed, {100 * memory:.1f} % of memory; "
+            f"{inside} in the interval",
+        ]
     predicted = {name_of(r): r["predicted"]["tokens_per_s_per_gpu"] for r in rows}
     for (hardware, gpus, model), ranked in sorted(_ranked(rows, runs).items()):
         chosen = max((name for name, _ in ranked), key=lambda n: predicted[n]["value"])
@@ -316,7 +333,7 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("command", choices=("register", "run", "report"))
     parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4)
     parser.add_argument("--hardware", choices=("h100", "h200"), default=USUAL, help="the GPUs to predict for, or to rehearse")

@@ -1,4 +1,5 @@
-"""Write down what is predicted for each row of `playbook/_tables/predictions.csv` that has no prediction yet, and seal it; rows that have one stay as they are."""
+"""Write down what is predicted for each row of `playbook/_tables/predictions.csv` that has no prediction yet, and seal it; rows that have
+one stay as they are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ TABLE = data_root("tables") / "predictions.csv"
 
 
 def predicted(run: Run) -> dict[str, str]:
-    """Tokens per second and GPU with their 80 % interval, scaled to the published runs as `playbook plan` does it, and the memory of the fullest rank."""
+    """Tokens per second and GPU with their 80 % interval, scaled to the published runs as `playbook plan` does it, and the memory of the
+    fullest rank."""
     prediction = predict(run)
     if isinstance(prediction, str):
         raise SystemExit(f"{run.id}: {prediction}")

@@ -2,9 +2,9 @@
 
     python tools/simulate/gate.py [--series 500] [--seed 1]
 
-Each series has up to twelve pairs of commits in an order that `playbook_bench.judge.design` draws, looked at after 4, 6, 8, 10 and 12. A launch is
-log-normal around its commit's speed. What is promised of a slowdown as large as the limit is counted over a hundred times as many series, in which
-none is given up as too noisy.
+Each series has up to twelve pairs of commits in an order that `playbook_bench.judge.design` draws, looked at after 4, 6, 8, 10 and 12. A
+launch is log-normal around its commit's speed. What is promised of a slowdown as large as the limit is counted over a hundred times as many
+series, in which none is given up as too noisy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def launched(draw: int) -> tuple[list[design.Launch], np.ndarray]:
 
 
 def worse(rng: np.random.Generator, of: np.ndarray, count: int, slower: float, baseline: Draw, candidate: Draw) -> np.ndarray:
-    """Logarithms of step times. Shape: [series, launches]. Where both commits draw alike, one draw serves both, so that periods go through a series."""
+    """Logarithms of step times. Shape: [series, launches]. Where both commits draw alike, one draw serves both, so that periods go through
+    a series."""
     shape = (count, len(of))
     one = baseline(rng, shape)
     return np.where(of, one if candidate is baseline else candidate(rng, shape), one) + math.log1p(slower) * of

@@ -2,9 +2,9 @@
 
     python tools/simulate/series.py [--series 20000] [--seed 1]
 
-Before: rules of version 2, an A/A of four pairs, then blocks of ABBA or BAAB with looks after 4, 8 and 12 pairs. After: today's rules, in the orders
-that `playbook_bench.judge.design` draws, with looks after 4, 6, 8, 10 and 12. A launch is normal on logarithms; noise is in its standard deviations.
-Launches count the discarded first one of each variant.
+Before: rules of version 2, an A/A of four pairs, then blocks of ABBA or BAAB with looks after 4, 8 and 12 pairs. After: today's rules, in
+the orders that `playbook_bench.judge.design` draws, with looks after 4, 6, 8, 10 and 12. A launch is normal on logarithms; noise is in its
+standard deviations. Launches count the discarded first one of each variant.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def main() -> None:
             effect = math.log1p(share) / noise
             (b, _, spent), (a, _, launches_after) = former(KINDS[0], effect, few // 4, seed), after(KINDS[0], effect, count // 4, seed)
             print(
-                f"| {100 * share:g} % | {100 * noise:g} % | {spent:.1f} | {100 * b:.1f} | {launches_after:.1f} | {100 * a:.1f} | {floor(effect, count, seed):.1f} |",
+                f"| {100 * share:g} % | {100 * noise:g} % | {spent:.1f} | {100 * b:.1f} | {launches_after:.1f} | {100 * a:.1f} | "
+                f"{floor(effect, count, seed):.1f} |",
                 flush=True,
             )
 

@@ -62,7 +62,8 @@ def series(
 
 
 def steps(rng: np.random.Generator, count: int, number: int, rho: float, shared: float, spread: float = 0.03) -> np.ndarray:
-    """Step times of four launches: noise whose neighbours correlate by `rho`, and a share of the variance that the data give to all of them."""
+    """Step times of four launches: noise whose neighbours correlate by `rho`, and a share of the variance that the data give to all of
+    them."""
     draw = rng.normal(size=(count, LAUNCHES, number))
     noise = draw.copy()
     for i in range(1, number):
