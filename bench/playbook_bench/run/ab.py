@@ -89,6 +89,10 @@ class AbAnswer:
     """Deviation of a pair of launches of the baseline, as a share."""
 
 
+Answer = AbAnswer
+"""Its former name."""
+
+
 @dataclass(frozen=True)
 class Tracer:
     """How the commands leave a trace: `nsys` profiles them, or they write `file` themselves when `words` are added."""
