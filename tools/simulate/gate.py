@@ -20,11 +20,11 @@ from scipy.stats import binomtest
 from scipy.stats import t as student
 
 from playbook_bench.judge import design, slowdown
-from playbook_bench.judge.slowdown import LIMIT, SlowdownAnswer, judge_slowdown
+from playbook_bench.judge.slowdown import LIMIT, judge_slowdown
 
 LOOKS = (4, 6, 8, 10, 12)
 ORDERS = 100
-ANSWERS: tuple[SlowdownAnswer, ...] = ("pass", "regression", "undecided", "too_noisy")
+ANSWERS: tuple[slowdown._Answer, ...] = ("pass", "regression", "undecided", "too_noisy")
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
@@ -68,9 +68,9 @@ def worse(rng: np.random.Generator, of: np.ndarray, count: int, slower: float, b
     return np.where(of, one if candidate is baseline else candidate(rng, shape), one) + math.log1p(slower) * of
 
 
-def answers(seed: int, count: int, slower: float, baseline: Draw, candidate: Draw) -> tuple[Counter[SlowdownAnswer], float]:
+def answers(seed: int, count: int, slower: float, baseline: Draw, candidate: Draw) -> tuple[Counter[slowdown._Answer], float]:
     """How often each answer comes, and after how many pairs on average."""
-    rng, counts, spent = np.random.default_rng(seed), Counter[SlowdownAnswer](), 0
+    rng, counts, spent = np.random.default_rng(seed), Counter[slowdown._Answer](), 0
     for number in range(count):
         launches, of = launched(number % ORDERS)
         (y,) = worse(rng, of, 1, slower, baseline, candidate)

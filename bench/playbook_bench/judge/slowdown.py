@@ -40,14 +40,14 @@ _MEMORY = 0.02
 _MOVED = 0.01
 """A change of speed above it, in either direction, makes verdicts from before it stale."""
 
-SlowdownAnswer = Literal["pass", "regression", "undecided", "too_noisy"]
+_Answer = Literal["pass", "regression", "undecided", "too_noisy"]
 
 
 @dataclass(frozen=True)
 class Slowdown:
     """How much slower the newer commit is, on a log scale for ratios, and what follows at this look."""
 
-    answer: SlowdownAnswer
+    answer: _Answer
     mean: float
     low: float
     """Lower bound of the slowdown; the true one lies below it in at most 2.5 % of series, over all looks."""
