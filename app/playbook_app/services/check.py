@@ -242,7 +242,7 @@ def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, Load
         and claim.kind in ("sweep", "interaction", "prediction")
         and not case_problems(loaded.case)
     ):
-        for message in effects.problems(claim.expect, list(loaded.case.variants), claim.kind):
+        for message in effects.claim_problems(claim.expect, list(loaded.case.variants), claim.kind):
             yield entry.finding((*here, "expect"), message)
 
 

@@ -1,7 +1,7 @@
 """Kineto's Chrome trace (torch.profiler) as a stream of its events, and those as a Timeline.
 
-One event is in memory at a time, whatever the file's size. The events are the list `traceEvents` of a document, or the whole document. Each is
-decoded by json's own scanner out of a piece of text that grows where an event goes on behind it.
+One event is in memory at a time, whatever the file's size. The events are the list `traceEvents` of a document, or the whole document. Each
+is decoded by json's own scanner out of a piece of text that grows where an event goes on behind it.
 
 Kernels carry the correlation of the call that launched them. On a machine without GPU there are only operators on the host's threads;
 the time in which at least one runs is then what `busy` means. Backward work outside every `.bwd` range is traced to the forward
@@ -76,6 +76,11 @@ class Document:
             )
 
     def _members(self) -> Iterator[Any]:
+        """The events of a document that is an object; its other values go into `head`.
+
+        Raises:
+            PlaybookError: it is no Chrome trace.
+        """
         self._at += 1
         listed = False
         while (c := self._need()) != "}":
@@ -129,6 +134,7 @@ class Document:
                 return ""
 
     def _value(self) -> Any:
+        """The next value of the document, read on until it is whole."""
         while True:
             try:
                 value, end = _DECODE(self._text, self._at)
@@ -153,8 +159,8 @@ class Document:
             return False
         if len(self._text) > _MAX_VALUE:
             self._refuse(f"no value ends within {_MAX_VALUE >> 20} million characters")
-        wanted, pieces, size = max(_CHUNK, len(self._text)), [self._text], 0
-        while size < wanted:
+        target, pieces, size = max(_CHUNK, len(self._text)), [self._text], 0
+        while size < target:
             data = self._stream.read(_CHUNK)
             if not data:
                 self._over = True
@@ -422,21 +428,23 @@ def _timeline(seen: _Recorded, name: str, number: int | None, cut: bool) -> Time
     return timeline
 
 
-def _amount(seen: _Recorded) -> str:
+def _amount(recorded: _Recorded) -> str:
     """How much of a trace there is."""
-    return f"{len(seen.device):,} operations of the GPU" if seen.device else f"{len(seen.operators):,} operators"
+    return f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
 
 
-def _check_one_rank(seen: _Recorded, spans: list[Span], name: str) -> None:
-    """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of another."""
+def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
+    """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of
+    another.
+    """
     merged = "as where traces of several ranks were merged; expected the trace of one rank, as it was written"
-    processes = sorted(seen.processes)
+    processes = sorted(recorded.processes)
     if len(processes) > 1:
         named = ", ".join(processes[:4])
         raise PlaybookError(
             f"{name}: holds the work of {len(processes)} processes (pid {named}); expected the trace of one rank, as it was written"
         )
-    devices = seen.devices - {"None"}
+    devices = recorded.devices - {"None"}
     if len(devices) > 1:
         raise PlaybookError(f"{name}: holds kernels of {len(devices)} GPUs, {merged}")
     steps = sorted((s.start, s.end) for s in spans if s.name == "step")
@@ -474,14 +482,14 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _device_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeline:
-    climb = _Climb(seen.operators, stacks, seen.flows) if spans else None
+def _device_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
+    climb = _Climb(recorded.operators, stacks, recorded.flows) if spans else None
     ops: list[Op] = []
     unlaunched: list[Op] = []
-    seen.device.reverse()
-    while seen.device:  # each goes as its operation comes, so that memory holds them once
-        e = seen.device.pop()
-        call = None if e.correlation is None else seen.calls.get(e.correlation)
+    recorded.device.reverse()
+    while recorded.device:  # each goes as its operation comes, so that memory holds them once
+        e = recorded.device.pop()
+        call = None if e.correlation is None else recorded.calls.get(e.correlation)
         if call is None:
             unlaunched.append(Op(0, e.start, e.start, e.end, e.kind, e.name, (), e.group))
         else:
@@ -494,12 +502,12 @@ def _kind(name: str) -> Kind:
     return "communication" if communicates(name) else "compute"
 
 
-def _host_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeline:
+def _host_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
     """Operator time on the host's threads, in pieces during which the open ranges do not change."""
-    climb = _Climb(seen.operators, stacks, seen.flows)
+    climb = _Climb(recorded.operators, stacks, recorded.flows)
     main = main_thread(spans)
     by_thread: defaultdict[int, list[Event]] = defaultdict(list)
-    for e in seen.operators:
+    for e in recorded.operators:
         if _works(e.name):
             by_thread[e.thread].append(e)
     ops: list[Op] = []
@@ -509,7 +517,7 @@ def _host_timeline(spans: list[Span], stacks: Stacks, seen: _Recorded) -> Timeli
             for piece in _cut(outer, stacks, thread, (start, end)):
                 name = outer[max(0, bisect_right(outer, piece[0], key=lambda e: e.start) - 1)].name
                 ops.append(Op(thread, piece[0], *piece, _kind(name), name, climb.hint(thread, piece[0])))
-    for span in seen.annotations:
+    for span in recorded.annotations:
         # Gloo works on threads of its own while the main thread waits: its time belongs where the main thread is.
         if span.name.startswith("gloo:"):
             ops.append(Op(span.thread if main is None else main, span.start, span.start, span.end, "communication", span.name))
@@ -542,6 +550,7 @@ class _Climb:
     """
 
     def __init__(self, events: list[Event], stacks: Stacks, flows: dict[tuple[str, int], tuple[int, int]]) -> None:
+        """Index forward operators by thread and number, and the wrappers of backward work by thread, both in order of time."""
         self._stacks = stacks
         self._wrappers: defaultdict[int, list[Event]] = defaultdict(list)
         self._forward: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -560,14 +569,14 @@ class _Climb:
 
     def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int, int]:
         """Autograd's number of each forward thread, to the thread's number in the trace."""
-        known: dict[int, int] = {}
+        threads: dict[int, int] = {}
         for (end, number), (thread, moment) in flows.items():
             source = flows.get(("s", number))
             wrapper = self._wrapper(thread, moment) if end == "f" else None
             forward = wrapper.forward if wrapper else None
             if source is not None and forward is not None:
-                known.setdefault(forward, source[0])
-        return known
+                threads.setdefault(forward, source[0])
+        return threads
 
     def _wrapper(self, thread: int, moment: int) -> Event | None:
         wrappers = self._wrappers.get(thread, [])

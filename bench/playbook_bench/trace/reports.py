@@ -39,7 +39,8 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     ranks = list(islice(contents(path, ranges), 2))
     if len(ranks) > 1:
         raise PlaybookError(
-            f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them and names the one that waits least"
+            f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them and names the "
+            "one that waits least"
         )
     for _, timeline in ranks:
         if isinstance(timeline, PlaybookError):
@@ -66,7 +67,8 @@ def memory_from_file(path: Path) -> snapshot.Snapshot:
 
 
 def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline | dict[str, Any] | PlaybookError]]:
-    """Each trace, dump of the flight recorder, or memory snapshot, of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
+    """Each trace, dump of the flight recorder, or memory snapshot, of a file, an archive or a folder by its name, or why it cannot be read.
+    A `.nsys-rep` is exported first, by the nsys on this machine.
 
     Raises:
         PlaybookError: there is no such file, or none in the folder, or the archive is damaged.
@@ -127,7 +129,8 @@ def _of_stream(stream: containers.Unpacked, ranges: bool) -> list[tuple[str, Tim
 def _dump(document: Any, name: str) -> dict[str, Any]:
     if not (flight.is_dump(document) or snapshot.is_snapshot(document)):
         raise PlaybookError(
-            f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, which has segments"
+            f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, "
+            "which has segments"
         )
     plain: dict[str, Any] = document
     return plain
@@ -140,7 +143,8 @@ def _of_nsys(path: Path, ranges: bool) -> Timeline:
         raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
     if not shutil.which("nsys"):
         raise PlaybookError(
-            f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
+            f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and "
+            "give the .sqlite"
         )
     with tempfile.TemporaryDirectory() as folder:
         return nsys.read(exported(path, Path(folder) / "trace.sqlite"), ranges)
