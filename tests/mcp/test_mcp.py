@@ -29,7 +29,7 @@ from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
 from playbook.records.read import Reader
 from playbook_app.mcp.server import MAX_CHARS, server
-from tests.support.mcp_calls import ask
+from tests.support.mcp_calls import ask, serving
 
 TOOLS = {
     "search",
@@ -444,11 +444,10 @@ sys.addaudithook(_watch)
 )
 def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value):
     global _watched
-    serving = server(library)
 
     async def call():
         global _watched
-        async with Client(serving) as client:
+        async with Client(serving(library)) as client:
             _watched = []
             return await client.call_tool(tool, {**VALID[tool], name: value})
 

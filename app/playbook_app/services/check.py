@@ -109,7 +109,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
     found += _recipes(cards)
-    records, unreadable = _records(data_root("results"), thorough=not paths)
+    records, unreadable = _records(data_root("results"))
     if not paths:  # a check of one's own cards does not judge everybody's records anew
         findings += unreadable + replay.unsound(records)
     found += _expired(cards, records, day)
@@ -117,15 +117,15 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
 
 
 @cache
-def _reader(thorough: bool) -> Reader:
+def _reader() -> Reader:
     """Keeps the records that it has read, since a process may check many cards."""
-    return Reader(thorough)
+    return Reader()
 
 
-def _records(folder: Path, thorough: bool) -> tuple[list[Record], list[Finding]]:
+def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return _reader(thorough).read([folder]), []
+        return _reader().read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 

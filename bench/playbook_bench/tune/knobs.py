@@ -87,7 +87,6 @@ class Knob(Strict):
 class Knobs(Strict):
     """The knobs of one command, or the ready set of a framework."""
 
-    SCHEMA = "knobs"
     framework: str | None = None
     """For a ready set: whose commands it is for."""
     knobs: dict[str, Knob] = Field(min_length=1, max_length=MOST_KNOBS)

@@ -31,7 +31,6 @@ _Word = Annotated[str, Field(min_length=1, max_length=200)]
 class Hardware(Strict):
     """A machine and the network between such machines; what a file leaves out is as the table of GPUs has it."""
 
-    SCHEMA = "hardware"
     gpu: _Word | None = None
     """Kind of GPU, such as `h100`; the calibration's, if not given."""
     calibration: _Word | None = None

@@ -183,7 +183,9 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
     if first:
         dense += table
         forward = forward._replace(elementwise=forward.elementwise + _lookup(cluster, shape, work))
-        backward = backward._replace(elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work))
+        backward = backward._replace(
+            elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work)
+        )
     if last:
         dense += 0 if shape.tied and first else table
         one, product = _head(cluster, shape, work)
@@ -226,7 +228,9 @@ def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -
     if plan.pp == 1:
         return {}
     tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
-    farthest = plan.gpus - plan.gpus // plan.pp  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
+    farthest = (
+        plan.gpus - plan.gpus // plan.pp
+    )  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
     one = collectives.send(cluster, farthest, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
     if not hidden:
