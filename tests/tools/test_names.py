@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
+import names
 import pytest
-
-from playbook.paths import repo_root
-
-SPEC = importlib.util.spec_from_file_location("names", repo_root() / "tools" / "names.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-names = importlib.util.module_from_spec(SPEC)
-sys.modules["names"] = names  # dataclasses look their module up
-SPEC.loader.exec_module(names)
 
 SOUND = "\n".join(f"size_{i} = {i}" for i in range(200))
 PLANTED = {
