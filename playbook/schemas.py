@@ -35,8 +35,8 @@ class Refusal(NamedTuple):
 
 def check(instance: Any, name: str) -> list[Refusal]:
     """What the exported schema of that name refuses in plain data, in the order in which it stands there; empty for what a model may read."""
-    found = sorted(_validator(name).iter_errors(instance), key=lambda e: [str(part) for part in e.absolute_path])
-    return [Refusal(tuple(e.absolute_path), e.message[:300]) for e in found]
+    errors = sorted(_validator(name).iter_errors(instance), key=lambda e: [str(part) for part in e.absolute_path])
+    return [Refusal(tuple(e.absolute_path), e.message[:300]) for e in errors]
 
 
 @cache
@@ -50,13 +50,13 @@ def _validator(name: str) -> Validator:
     def number(_: Any, value: Any) -> bool:
         return integer(_, value) or (isinstance(value, float) and math.isfinite(value))
 
-    def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[ValidationError]:
-        if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", wanted), value):
-            yield ValidationError(f"{value[:60]!r} does not match {wanted}")
+    def pattern(_: Any, expression: str, value: Any, __: Any) -> Iterator[ValidationError]:
+        if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", expression), value):
+            yield ValidationError(f"{value[:60]!r} does not match {expression}")
 
     types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
-    made: type[Validator] = validators.extend(Draft202012Validator, {"pattern": pattern}, type_checker=types)  # type: ignore[no-untyped-call]
-    return made(json.loads((data_root("schemas") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")))
+    validator: type[Validator] = validators.extend(Draft202012Validator, {"pattern": pattern}, type_checker=types)  # type: ignore[no-untyped-call]
+    return validator(json.loads((data_root("schemas") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")))
 
 
 def schema(name: str, model: type[BaseModel]) -> dict[str, Any]:
@@ -97,11 +97,11 @@ def write(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[Path]:
 
 def drift(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[str]:
     """How the files differ from the models, one line per file; an empty list means that they agree."""
-    wanted = render(models)
+    rendered = render(models)
     have = {p.name: p.read_text(encoding="utf-8") for p in sorted(folder.glob(f"*{_SUFFIX}"))} if folder.is_dir() else {}
-    lines = [f"{name}: is missing" for name in wanted if name not in have]
-    lines += [f"{name}: differs from the models" for name in wanted if name in have and have[name] != wanted[name]]
-    return lines + [f"{name}: no model has this name" for name in have if name not in wanted]
+    lines = [f"{name}: is missing" for name in rendered if name not in have]
+    lines += [f"{name}: differs from the models" for name in rendered if name in have and have[name] != rendered[name]]
+    return lines + [f"{name}: no model has this name" for name in have if name not in rendered]
 
 
 def _accept_presets(out: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def _compose(text: str) -> Any:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
-def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, seen: set[int]) -> Any:
+def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, node_ids: set[int]) -> Any:
     line, column = node.start_mark.line + 1, node.start_mark.column + 1
     marks.setdefault(path, (line, column))
 
@@ -129,17 +129,17 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
     if len(path) > MAX_DEPTH:
         report(f"is nested more than {MAX_DEPTH} levels deep")
         return None
-    if id(node) in seen:
+    if id(node) in node_ids:
         report("uses a YAML alias (*name); write the value out, so that a reader sees it where it is used")
         return None
-    seen.add(id(node))
+    node_ids.add(id(node))
     if node.tag.startswith("!") or (node.tag.startswith("tag:yaml.org,2002:python")):
         report(f"uses the YAML tag {node.tag}; only plain values are read")
         return None
     if isinstance(node, ScalarNode):
         return node.value if node.style else parse_scalar(node.value)  # no style: a plain scalar
     if isinstance(node, SequenceNode):
-        return [_build(child, (*path, i), marks, findings, name, seen) for i, child in enumerate(node.value)]
+        return [_build(child, (*path, i), marks, findings, name, node_ids) for i, child in enumerate(node.value)]
     assert isinstance(node, MappingNode)
     out: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -152,7 +152,7 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
             report(f"duplicate key '{key}' (first at line {first[0]}); keep one", key_node)
             continue
         marks[(*path, key)] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
-        out[key] = _build(value_node, (*path, key), marks, findings, name, seen)
+        out[key] = _build(value_node, (*path, key), marks, findings, name, node_ids)
     return out
 
 
@@ -220,13 +220,13 @@ def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Fin
         options = [w[1:-1] if w.startswith("'") else w.lower() for w in re.findall(r"'[^']*'|True|False", expected)]
         hint = did_you_mean(str(error["input"]), options) if options else f"; expected {expected}"
         # The nearest spelling may be far from what was meant: 'gpu' is nearest to 'cpu'.
-        rest = f" There are {', '.join(options)}" if hint.endswith("?") else ""
-        message = f"'{dotted}' is {error['input']!r}{hint}{rest}"
+        choices = f" There are {', '.join(options)}" if hint.endswith("?") else ""
+        message = f"'{dotted}' is {error['input']!r}{hint}{choices}"
     else:
         text = error["msg"].removeprefix("Value error, ")
         shown = repr(error["input"])
-        found = "" if kind == "value_error" else f", found {shown if len(shown) <= 60 else _kind(error['input'])}"
-        message = f"'{dotted}': {text[0].lower()}{text[1:]}{found}" if dotted else text
+        input_clause = "" if kind == "value_error" else f", found {shown if len(shown) <= 60 else _kind(error['input'])}"
+        message = f"'{dotted}': {text[0].lower()}{text[1:]}{input_clause}" if dotted else text
     return Finding(name, line, column, message)
 
 

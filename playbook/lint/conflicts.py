@@ -29,10 +29,10 @@ def _opposed_claims(shelf: Shelf) -> Iterator[Found]:
             if claim.kind == "pair":
                 sides = sorted(_frozen(getattr(claim.comparison, v)) for v in ("baseline", "candidate"))
                 index.setdefault(json.dumps([claim.metric, *sides]), []).append((entry, i, claim))
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
-            for first, _, a in rows[:n] if id(second) in asked else ():
+            for first, _, a in rows[:n] if id(second) in checked else ():
                 if _opposed(a, b) and overlap(a.scope, b.scope) and not linked(first, a, second, b):
                     message = (
                         f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
@@ -77,10 +77,10 @@ def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
             for key in decision.set:
                 words = "" if "." in key else " ".join(sorted(decision.when))
                 index.setdefault(f"{_KNOBS.get(key, key)} {words}", []).append((entry, i, decision, key))
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for rows in index.values():
         for n, (second, i, b, key) in enumerate(rows):
-            for first, _, a, other in rows[:n] if id(second) in asked else ():
+            for first, _, a, other in rows[:n] if id(second) in checked else ():
                 if (key == other and a.set[key] == b.set[key]) or not a.when.keys() & b.when.keys():
                     continue
                 if overlap(a.when, b.when) and not linked(first, None, second, None):
@@ -96,13 +96,13 @@ def _avoided_settings(shelf: Shelf) -> Iterator[Found]:
         for decision in entry.card.decide:
             for key in decision.avoid:
                 warnings.setdefault(key, []).append((n, entry, decision))
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for m, sets in enumerate(shelf.every):
         for i, decision in enumerate(sets.card.decide):
             met = {id(other): (n, warns, other) for key in decision.set for n, warns, other in warnings.get(key, ())}
             for n, warns, other in met.values():
                 later = shelf.every[max(m, n)]
-                if id(later) in asked and overlap(decision.when, other.when) and not linked(warns, None, sets, None):
+                if id(later) in checked and overlap(decision.when, other.when) and not linked(warns, None, sets, None):
                     yield from _avoided(warns, other, sets, i, decision)
 
 
@@ -144,16 +144,16 @@ def _gains_nothing(claim: Claim) -> bool:
 def _same_row(shelf: Shelf) -> Iterator[Found]:
     """Families that describe one configuration with different values, or fill in a value that the source does not give."""
     index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for entry in shelf.every:
         for i, family in enumerate(entry.card.families):
             index.setdefault((family.model, family.gpus), []).append((entry, i, family))
-            for key in sorted(set(family.unspecified) & family.layout.keys()) if id(entry) in asked else ():
+            for key in sorted(set(family.unspecified) & family.layout.keys()) if id(entry) in checked else ():
                 message = f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one"
                 yield entry, ("families", i, "layout", key), message
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
-            for first, j, a in rows[:n] if id(second) in asked else ():
+            for first, j, a in rows[:n] if id(second) in checked else ():
                 if _one_row(a, b) and gpus_named(a.hardware) & gpus_named(b.hardware) and not linked(first, None, second, None):
                     yield from _row_differs(first, j, a, second, i, b)
 
@@ -162,9 +162,9 @@ def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
     if a.layout == b.layout and not a.unspecified and not b.unspecified:
         return False  # nothing to disagree about
     grid = [k for k in ("tp", "pp", "cp", "ep", "etp") if k in a.layout and k in b.layout]
-    same = all(a.layout[k] == b.layout[k] for k in grid)
+    equal_degrees = all(a.layout[k] == b.layout[k] for k in grid)
     work = all(a.settings[k] == b.settings[k] for k in ("seq_len", "precision") if k in a.settings and k in b.settings)
-    return work and same and (len(grid) >= 3 or a.name == b.name)
+    return work and equal_degrees and (len(grid) >= 3 or a.name == b.name)
 
 
 def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
@@ -188,15 +188,15 @@ def _one_measurement(shelf: Shelf) -> Iterator[Found]:
             for name, value in family.measured.items():
                 if len(re.sub(r"\D", "", f"{value.value:g}").rstrip("0").lstrip("0")) >= 3:
                     index.setdefault(f"{name} {value.value:g} {value.unit}", []).append((entry, i, family))
-    asked = {id(e) for e in shelf.checked}
-    seen: set[tuple[int, str, int, str]] = set()
+    checked = {id(e) for e in shelf.checked}
+    reported: set[tuple[int, str, int, str]] = set()
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
-            for first, j, a in rows[:n] if id(second) in asked else ():
+            for first, j, a in rows[:n] if id(second) in checked else ():
                 pair = (id(first), f"{j}", id(second), f"{i}")
-                if pair in seen or (first is second and i == j):
+                if pair in reported or (first is second and i == j):
                     continue
-                seen.add(pair)
+                reported.add(pair)
                 yield from _described_twice(first, a, second, i, b)
 
 
@@ -317,21 +317,21 @@ def _ranked_rows(shelf: Shelf) -> Iterator[Found]:
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
         for i, ranking in enumerate(entry.card.rankings):
-            here: Path_ = ("rankings", i)
+            place: Path_ = ("rankings", i)
             missing = [(key, name) for key, name in (("better", ranking.better), ("than", ranking.than)) if name not in families]
             for key, name in missing:
-                yield entry, (*here, key), f"family '{name}' does not exist{did_you_mean(name, families)}"
+                yield entry, (*place, key), f"family '{name}' does not exist{did_you_mean(name, families)}"
             if not missing:
                 a, b = families[ranking.better], families[ranking.than]
-                yield from ((entry, here, m) for m in _unequal(a, b))
+                yield from ((entry, place, m) for m in _unequal(a, b))
 
 
 def _unequal(a: ConfigFamily, b: ConfigFamily) -> Iterator[str]:
     for key in _WORK:
-        left, right = a.settings.get(key), b.settings.get(key)
-        if left != right:
+        value_a, value_b = a.settings.get(key), b.settings.get(key)
+        if value_a != value_b:
             yield (
-                f"'{a.name}' and '{b.name}' do unequal work: {key} {_or_nothing(left)} against {_or_nothing(right)};"
+                f"'{a.name}' and '{b.name}' do unequal work: {key} {_or_nothing(value_a)} against {_or_nothing(value_b)};"
                 " rank rows of equal work only, or drop the ranking"
             )
     if a.model != b.model:
@@ -364,14 +364,14 @@ def _cannot_settle(shelf: Shelf) -> Iterator[Found]:
     """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
-            here: Path_ = ("claims", i)
+            place: Path_ = ("claims", i)
             if claim.kind == "pair" and claim.comparison.baseline == claim.comparison.candidate:
-                yield entry, (*here, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ"
+                yield entry, (*place, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ"
             bounds = effect(claim.expect)
             if bounds and bounds[0] == "log" and (bounds[1] > math.log(100) or (claim.expect.op == "<=" and bounds[2] > math.log(100))):
                 yield (
                     entry,
-                    (*here, "expect"),
+                    (*place, "expect"),
                     f"{claim.id} speaks of a factor above 100, which no run will settle; state a margin that can fail",
                 )
 

@@ -102,9 +102,9 @@ def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) ->
 def _implied_peak(shelf: Shelf) -> Iterator[Found]:
     """Rows of one chip and precision that imply different peaks. The peak of a row is its TFLOP/s divided by its MFU."""
     rows = [row for entry in shelf.every for row in _peaks(entry)]
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for (first, _, name_a, key_a, low_a, high_a), (second, where, name_b, key_b, low_b, high_b) in combinations(rows, 2):
-        if id(second) not in asked or key_a != key_b or linked(first, None, second, None):
+        if id(second) not in checked or key_a != key_b or linked(first, None, second, None):
             continue
         if max(low_a, low_b) > min(high_a, high_b):
             gpu, precision = key_b
@@ -147,10 +147,10 @@ def rounding(value: Quantity) -> tuple[float, float]:
 def _figure_conflicts(shelf: Shelf) -> Iterator[Found]:
     """One figure with two values in situations that overlap."""
     rows = [(e, i, f) for e in shelf.every for i, f in enumerate(e.card.figures)]
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for (first, _, a), (second, i, b) in combinations(rows, 2):
-        same = a.name == b.name and a.value.unit == b.value.unit and a.when.keys() == b.when.keys()
-        if not same or id(second) not in asked or not overlap(a.when, b.when) or linked(first, None, second, None):
+        comparable = a.name == b.name and a.value.unit == b.value.unit and a.when.keys() == b.when.keys()
+        if not comparable or id(second) not in checked or not overlap(a.when, b.when) or linked(first, None, second, None):
             continue
         (low_a, high_a), (low_b, high_b) = rounding(a.value), rounding(b.value)
         apart = max(low_a, low_b) > min(high_a, high_b)

@@ -38,14 +38,14 @@ class Table(Strict):
 @cache
 def tables() -> Mapping[str, Table]:
     """The shipped label tables by version, oldest first."""
-    found = [load(path, Table)[0] for path in (data_root("tables") / "megatron_core").glob("*.yaml")]
-    return {t.version: t for t in sorted(found, key=lambda t: [int(p) for p in t.version.split(".")])}
+    loaded = [load(path, Table)[0] for path in (data_root("tables") / "megatron_core").glob("*.yaml")]
+    return {t.version: t for t in sorted(loaded, key=lambda t: [int(p) for p in t.version.split(".")])}
 
 
 def table_for(version: Any) -> Table | None:
     """The table of a version, the newest if none is named; None for a version without one."""
-    known = tables()
-    return list(known.values())[-1] if version is None else known.get(str(version))
+    by_version = tables()
+    return list(by_version.values())[-1] if version is None else by_version.get(str(version))
 
 
 def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[str, str]]:
@@ -58,11 +58,11 @@ def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[st
         if name in table.unknown_keys and words:
             yield key, f"megatron-core {table.version} has no key '{name}'; {table.unknown_keys[name]}"
             continue
-        known = table.keys.get(name, [])
-        for word in words if known else ():
-            if word not in known and (key, word) not in _OWN_WORDS:
+        allowed = table.keys.get(name, [])
+        for word in words if allowed else ():
+            if word not in allowed and (key, word) not in _OWN_WORDS:
                 hint = table.instead.get(name, {}).get(word)
-                fix = f"; write {hint}" if hint else did_you_mean(word, known)
+                fix = f"; write {hint}" if hint else did_you_mean(word, allowed)
                 yield key, f"{name}: megatron-core {table.version} does not know '{word}'{fix}"
 
 
@@ -112,8 +112,8 @@ class View:
 
     def words(self, *names: str) -> frozenset[str]:
         """All words of these keys."""
-        found = [v for n in names for v in self.values.get(n, [])]
-        parts = [v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else [] for v in found]
+        values = [v for n in names for v in self.values.get(n, [])]
+        parts = [v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else [] for v in values]
         return frozenset(w for part in parts for w in part if isinstance(w, str))
 
     @property
@@ -138,10 +138,10 @@ class View:
         modules = {"recompute": self.recomputed, "graphs": self.graphed, "offload_modules": self.words("offload_modules")}
         switches = {key: value for key, name in NAMES.items() if isinstance(value := self.get(name), bool)}
         dispatchers = self.words("dispatcher", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-        given: dict[str, Any] = {k: tuple(sorted(n for n in names if _WORD.match(n))) for k, names in modules.items() if names} | switches
+        stated: dict[str, Any] = {k: tuple(sorted(n for n in names if _WORD.match(n))) for k, names in modules.items() if names} | switches
         if dispatchers:
-            given["dispatcher"] = "allgather" if "allgather" in dispatchers else min(dispatchers)
-        return Options(**given), set(given)
+            stated["dispatcher"] = "allgather" if "allgather" in dispatchers else min(dispatchers)
+        return Options(**stated), set(stated)
 
 
 NAMES = {
@@ -163,12 +163,12 @@ def excluded(values: Mapping[str, Any], layout: Mapping[str, int], model: str = 
     stated |= set(layout) | ({"model", "experts"} if shape else set())
     degrees = {k: v for k, v in layout.items() if k in DEGREES and v > 0}
     case = Case(shape=shape, experts=shape.experts if shape else 0, o=options, **degrees)
-    found = broken(case, EXCLUSIONS, words=WORDS, stated=stated)
+    messages = broken(case, EXCLUSIONS, words=WORDS, stated=stated)
     if view.get("cuda_graph_impl") == "transformer_engine" and "full_iteration" in options.graphs:
-        found.append(
+        messages.append(
             "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on new ones"
         )
-    return found
+    return messages
 
 
 def incompatible(shelf: Shelf) -> Iterator[Found]:

@@ -51,19 +51,19 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
         return
     shape = MODELS.get(model)
     counts: dict[str, Any] = {k: getattr(shape, k) for k in ("heads", "kv_heads", "experts")} if shape else {}
-    known: dict[str, Any] = {k: v for k, v in degrees.items() if k in PLANNED}
-    case = Case(gpus=gpus or 1, shape=shape, **counts, **known)
+    planned_degrees: dict[str, Any] = {k: v for k, v in degrees.items() if k in PLANNED}
+    case = Case(gpus=gpus or 1, shape=shape, **counts, **planned_degrees)
     stated = {*PLANNED, *counts, *({"model"} if shape else ()), *({"gpus"} if gpus else ())}
-    found = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
-    instead = _instead(model, shape, known, gpus) if found and shape and gpus else ""
-    yield from (f"{name}: {rule}{instead}" for rule in found)
+    broken_rules = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
+    instead = _instead(model, shape, planned_degrees, gpus) if broken_rules and shape and gpus else ""
+    yield from (f"{name}: {rule}{instead}" for rule in broken_rules)
     if gpus is None or not case.fills:
         return
-    left = {"dp": case.dp, "edp": case.edp}
+    data_parallel = {"dp": case.dp, "edp": case.edp}
     yield from (
-        f"{name}: {k} is {degrees[k]}, but {gpus} GPUs leave {left[k]}; expected {left[k]}"
-        for k in left
-        if degrees.get(k, left[k]) != left[k]
+        f"{name}: {k} is {degrees[k]}, but {gpus} GPUs leave {data_parallel[k]}; expected {data_parallel[k]}"
+        for k in data_parallel
+        if degrees.get(k, data_parallel[k]) != data_parallel[k]
     )
 
 
@@ -147,11 +147,11 @@ def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Ma
     if quantity not in right:
         return  # a guess for a degree is what claims are for
     numbers = {**d, "gpus": gpus}
-    found, expected = evaluate(expression, numbers), evaluate(right[quantity], numbers)
-    if found != expected:
+    computed, expected = evaluate(expression, numbers), evaluate(right[quantity], numbers)
+    if computed != expected:
         degrees_shown = " ".join(f"{k} {v}" for k, v in d.items() if v > 1)
         yield (
-            f"{quantity} by '{expression}' is {found:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write '{right[quantity]}'"
+            f"{quantity} by '{expression}' is {computed:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write '{right[quantity]}'"
         )
 
 

@@ -27,5 +27,5 @@ def run(cards: Cards, shelf: Cards, today: str | None = None) -> list[Finding]:
     replaced = {e.card.id for e in cards.loaded}
     others: list[LoadedCard] = [e for e in shelf.loaded if e.path.resolve() not in checked and e.card.id not in replaced]
     view = Shelf(cards.loaded, [*others, *cards.loaded], today or datetime.now(UTC).strftime("%Y-%m-%d"))
-    found = [finding for rule in RULES for finding in rule.run(view)]
-    return sorted(dict.fromkeys(found), key=lambda f: (f.file, f.line, f.column))
+    findings = [finding for rule in RULES for finding in rule.run(view)]
+    return sorted(dict.fromkeys(findings), key=lambda f: (f.file, f.line, f.column))

@@ -53,14 +53,14 @@ def is_secret(name: str) -> bool:
 
 def of_words(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Which of a command's words must not be kept and why, without its value; empty where there is none. `environment` is this process's, if None."""
-    known = dict(_values(os.environ if environment is None else environment))
+    secrets = dict(_values(os.environ if environment is None else environment))
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if not equals and word.startswith("-") and i + 1 < len(words):
             value = words[i + 1]
         if value and is_secret(name) and not _PLAIN.fullmatch(value):
             return f"the value of {name}"
-        if variable := next((v for v, hidden in known.items() if hidden in word), None):
+        if variable := next((v for v, hidden in secrets.items() if hidden in word), None):
             return f"word {i + 1}, which holds the value of {variable},"
         if _SHAPES.search(word):
             return f"word {i + 1}"
@@ -82,9 +82,9 @@ def hidden(text: str, environment: Mapping[str, str] | None = None) -> str:
     return text
 
 
-def _without_value(found: re.Match[str]) -> str:
-    keep = not is_secret(found["name"]) or _PLAIN.fullmatch(found["value"])
-    return found[0] if keep else found["name"] + found["between"] + _HIDDEN
+def _without_value(match: re.Match[str]) -> str:
+    keep = not is_secret(match["name"]) or _PLAIN.fullmatch(match["value"])
+    return match[0] if keep else match["name"] + match["between"] + _HIDDEN
 
 
 def _values(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

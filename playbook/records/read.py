@@ -138,8 +138,8 @@ class Record:
     def kind(self) -> tuple[Any, ...]:
         """The kind of its machine, and who measured there: records of two kinds never speak for each other."""
         machine = self.content.measured.machine if isinstance(self.content, Evidence) else self.content.machine
-        *rest, memory = kind(machine)
-        return (*rest, self.assumed_gib if memory is None else memory, self.origin)
+        *identity, memory = kind(machine)
+        return (*identity, self.assumed_gib if memory is None else memory, self.origin)
 
     @property
     def gpus(self) -> int:
@@ -216,8 +216,8 @@ class Record:
     @property
     def _strict(self) -> Mapping[str, Any]:
         """The environment of the first run whose environment is known."""
-        known = self.content.measured.strict if isinstance(self.content, Evidence) else {}
-        return next((known[r.strict_sha] for r in self.runs if r.strict_sha in known), {})
+        environments = self.content.measured.strict if isinstance(self.content, Evidence) else {}
+        return next((environments[r.strict_sha] for r in self.runs if r.strict_sha in environments), {})
 
 
 def claim_changes(then: ClaimRef, claim: Claim | MechanismCheck) -> list[str]:
@@ -277,7 +277,7 @@ class Reader:
         Raises:
             FileError: a file that is no record, with its path; none is skipped.
         """
-        found: dict[tuple[str, str], Record] = {}
+        by_id: dict[tuple[str, str], Record] = {}
         findings: list[Finding] = []
         for path in _files(folders):
             try:
@@ -287,20 +287,20 @@ class Reader:
                 continue
             if record is None:
                 continue
-            first = found.setdefault((record.schema, record.id), record)
+            first = by_id.setdefault((record.schema, record.id), record)
             if first.altered or (first.origin and not record.origin):
-                found[record.schema, record.id] = record
+                by_id[record.schema, record.id] = record
         if findings:
             raise FileError(findings)
         # The same records in the same light are the same answer, with what has been found out about each since.
-        asked = list(found.values()), cards, present
-        if self._last[0] != asked:
+        inputs = list(by_id.values()), cards, present
+        if self._last[0] != inputs:
             claims = None if cards is None else by_claim(cards)
-            known = _with_memory(found.values())
+            records = _with_memory(by_id.values())
             # An altered record names no machine: else one with a foreign name, or another host's memory, would rename those of sound records.
-            labels = _labels(known) | _labels([r for r in known if not r.altered])
-            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in known]
-            self._last = asked, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
+            labels = _labels(records) | _labels([r for r in records if not r.altered])
+            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in records]
+            self._last = inputs, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
         return self._last[1]
 
     def _record(self, path: Path) -> Record | None:
@@ -396,13 +396,13 @@ def _not_finite(text: str) -> float:
 def _with_memory(records: Iterable[Record]) -> list[Record]:
     """The records, those that do not know their host's memory with that of the others of such a machine, where these agree."""
     every = list(records)
-    seen: dict[tuple[Any, ...], set[int]] = {}
-    for *rest, memory, origin in (r.kind for r in every if not r.altered):
-        seen.setdefault((*rest, origin), set()).update([memory] if memory is not None else [])
+    memories: dict[tuple[Any, ...], set[int]] = {}
+    for *identity, memory, origin in (r.kind for r in every if not r.altered):
+        memories.setdefault((*identity, origin), set()).update([memory] if memory is not None else [])
     out = []
     for r in every:
-        *rest, memory, origin = r.kind
-        alike = seen.get((*rest, origin), set())
+        *identity, memory, origin = r.kind
+        alike = memories.get((*identity, origin), set())
         out.append(replace(r, assumed_gib=next(iter(alike))) if memory is None and len(alike) == 1 else r)
     return out
 
@@ -444,8 +444,8 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
 
 def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:
     """The statuses of a claim over all machines: for each the status of the record that speaks, or `stale`; `untested` where there is none."""
-    found = verdicts(records, claim.id)
-    return {"stale" if r.stale(today, claim) else r.status for r in found} or {UNTESTED}
+    newest = verdicts(records, claim.id)
+    return {"stale" if r.stale(today, claim) else r.status for r in newest} or {UNTESTED}
 
 
 def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: date, status: str) -> frozenset[str]:
@@ -456,9 +456,9 @@ def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: dat
     """
     if status not in _STATUSES:
         raise PlaybookError(f"status '{status[:40]}' is not known{did_you_mean(status[:40], _STATUSES)}")
-    known = list(records)
+    every = list(records)
     each = [c for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c]
-    return frozenset(c.id for c in each if status in standings(known, c, today))
+    return frozenset(c.id for c in each if status in standings(every, c, today))
 
 
 def earlier(records: Iterable[Record], claim: str) -> list[Record]:

@@ -87,14 +87,14 @@ def read_folder(folder: Path) -> tuple[list[Skill], list[Finding]]:
     """
     if not folder.is_dir():
         raise PlaybookError(f"'{folder}' is no folder; expected a skill folder, or a folder of them")
-    own = _holds_skill(folder)
-    found = [folder] if own else sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink() and _holds_skill(p))
-    if not found:
+    is_skill = _holds_skill(folder)
+    skill_folders = [folder] if is_skill else sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink() and _holds_skill(p))
+    if not skill_folders:
         raise PlaybookError(f"'{folder}' holds no skill; expected SKILL.md or card.yaml in it, or in its subfolders")
-    if len(found) > _MAX_SKILLS:
-        raise PlaybookError(f"'{folder}' holds {len(found)} skills; at most {_MAX_SKILLS} are read at once")
+    if len(skill_folders) > _MAX_SKILLS:
+        raise PlaybookError(f"'{folder}' holds {len(skill_folders)} skills; at most {_MAX_SKILLS} are read at once")
     skills, findings = [], []
-    for path in found:
+    for path in skill_folders:
         skill = Skill(path)
         findings += [*_skill_md(skill), *_card(skill)]
         skills.append(skill)
@@ -273,9 +273,9 @@ def _layout(row: Mapping[str, Any], where: Path_) -> tuple[dict[str, int], int |
         elif isinstance(value, str) and len(value) <= 300:
             texts.append(value)
     for text in texts:
-        found = {m[1].lower(): int(m[2]) for m in _DEGREE.finditer(text.replace("_", " "))}
-        if len(found) >= 2:
-            degrees = {**found, **degrees}
+        named = {m[1].lower(): int(m[2]) for m in _DEGREE.finditer(text.replace("_", " "))}
+        if len(named) >= 2:
+            degrees = {**named, **degrees}
         counts = {int(m[1]) for m in _GPUS.finditer(text)}
         if gpus is None and len(counts) == 1:
             gpus = counts.pop()
@@ -309,8 +309,8 @@ def _text_numbers(value: Any, where: Path_) -> Iterator[tuple[Path_, str]]:
 
 def _plain(text: str) -> str:
     """A short printable form of a name from an untrusted file."""
-    kept = "".join(c if c.isprintable() else "?" for c in text)
-    return kept if len(kept) <= 64 else kept[:61] + "..."
+    printable = "".join(c if c.isprintable() else "?" for c in text)
+    return printable if len(printable) <= 64 else printable[:61] + "..."
 
 
 def _no_prose(message: str) -> str:

@@ -103,7 +103,7 @@ class Strict(MCPServer[Any]):
 
     async def list_tools(self) -> list[Tool]:
         """The tools; their schemas forbid additional arguments, and say nothing that their names say."""
-        found = await super().list_tools()
+        tools = await super().list_tools()
         return [
             t.model_copy(
                 update={
@@ -111,7 +111,7 @@ class Strict(MCPServer[Any]):
                     "output_schema": shallow(t.output_schema) if t.output_schema else None,
                 }
             )
-            for t in found
+            for t in tools
         ]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
@@ -120,10 +120,10 @@ class Strict(MCPServer[Any]):
         Raises:
             ToolError: there is no such tool, an argument is not one of its own, or the tool refuses the call.
         """
-        known = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
-        unknown = sorted(set(arguments) - set(known)) if known is not None else []
-        if known is not None and unknown:
-            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
+        properties = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
+        unknown = sorted(set(arguments) - set(properties)) if properties is not None else []
+        if properties is not None and unknown:
+            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(properties) or 'none'}")
         try:
             result = await super().call_tool(name, arguments, context)
         except ToolError as e:
@@ -136,10 +136,10 @@ class Strict(MCPServer[Any]):
         return result
 
 
-def _mistakes(name: str, found: ValidationError) -> str:
+def _mistakes(name: str, error: ValidationError) -> str:
     """What is wrong with a call's arguments, in one line."""
-    said = [f"{'.'.join(map(str, e['loc']))[:60]}: {e['msg'][:200]}" for e in found.errors(include_url=False)]
-    return f"{name}: {'; '.join(said[:_MISTAKES])}{f'; and {len(said) - _MISTAKES} more' if len(said) > _MISTAKES else ''}"
+    messages = [f"{'.'.join(map(str, e['loc']))[:60]}: {e['msg'][:200]}" for e in error.errors(include_url=False)]
+    return f"{name}: {'; '.join(messages[:_MISTAKES])}{f'; and {len(messages) - _MISTAKES} more' if len(messages) > _MISTAKES else ''}"
 
 
 def server(library: Library) -> MCPServer[Any]:
@@ -175,16 +175,16 @@ def _search(out: MCPServer[Any], library: Library) -> None:
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
             run = stated(hardware, model, gpus)
-            found = engine.search(index(), query, run, only=only, limit=limit)
+            result = engine.search(index(), query, run, only=only, limit=limit)
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
                     standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims},
                 )
-                for h in found.hits
+                for h in result.hits
             ]
-            pages = [PageHit(source=p.source, title=p.title) for p in found.pages]
-            answer = SearchAnswer(hits=rows, none=found.none, nearest=found.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
+            pages = [PageHit(source=p.source, title=p.title) for p in result.pages]
+            answer = SearchAnswer(hits=rows, none=result.none, nearest=result.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
             return bounded(answer, "ask with a smaller limit")
 
 
@@ -203,10 +203,12 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
         """One card: decision rules with the newest verdict of each machine on each claim, or another section of it."""
         with _told():
             card, stock = library.card(card_id), library.stock()
-            found = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
+            statuses = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
             rules = rests_on(card, stock) if section in ("answer", "all") else []
             more = [s for s in get_args(_Section) if s != section]
-            return bounded(CardAnswer(card=_part(card, section), rests_on=rules, verdicts=found, more=more), "ask for one of its sections")
+            return bounded(
+                CardAnswer(card=_part(card, section), rests_on=rules, verdicts=statuses, more=more), "ask for one of its sections"
+            )
 
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
@@ -255,11 +257,11 @@ def _layout(out: MCPServer[Any]) -> None:
     ) -> PlanAnswer:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
         with _told():
-            found = planning.plan_answer(
+            answer = planning.plan_answer(
                 model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
                 allow=frozenset(allow), fix=tuple(fix), top=top,
             )  # fmt: skip
-            return bounded(found, "ask for fewer plans")
+            return bounded(answer, "ask for fewer plans")
 
 
 def _memory(out: MCPServer[Any]) -> None:
@@ -307,11 +309,11 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
     ) -> DiagnosisAnswer:
         """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
         with _told():
-            asked = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
+            question = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
             stock = library.stock()
-            known = Knowledge(stock.cards, stock.records, stock.today)
+            knowledge = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)
-            return bounded(planning.diagnosis_answer(asked, figures, known), "name the layout")
+            return bounded(planning.diagnosis_answer(question, figures, knowledge), "name the layout")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
@@ -384,10 +386,10 @@ def _part(card: Card, section: str) -> dict[str, Any]:
     plain = card.model_dump(mode="json", exclude_defaults=True)
     if section == "all":
         return plain
-    found = {k: plain[k] for k in _PARTS[section] if k in plain}
+    fields = {k: plain[k] for k in _PARTS[section] if k in plain}
     if section == "answer":
-        found["claims"] = {c.id: c.statement for claim in card.claims for c in (claim, claim.mechanism_check) if c}
-    return found
+        fields["claims"] = {c.id: c.statement for claim in card.claims for c in (claim, claim.mechanism_check) if c}
+    return fields
 
 
 def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
@@ -413,10 +415,10 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
     """
     home = next((c for c in library.cards.values() if claim_id in claim_ids(c)), None)
     if home is None:
-        known = [i for c in library.cards.values() for i in claim_ids(c)]
-        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, known)}")
-    claim = next(c for own in home.claims for c in (own, own.mechanism_check) if c and c.id == claim_id)
-    found = earlier(library.records(), claim_id)
+        all_claims = [i for c in library.cards.values() for i in claim_ids(c)]
+        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, all_claims)}")
+    claim = next(c for claim_of_card in home.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c and c.id == claim_id)
+    records = earlier(library.records(), claim_id)
     rows = [
         EvidenceRow(
             machine=r.machine,
@@ -430,12 +432,12 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
             expires=str(r.get("expires", default="")),
             case=r.get("measured", "case", "id"),
         )
-        for r in found[:limit]
+        for r in records[:limit]
         for old in [r.stale(library.today, claim)]
     ]
     while len(EvidenceList(claim_id=claim_id, records=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
-    return EvidenceList(claim_id=claim_id, records=rows, left_out=len(found) - len(rows))
+    return EvidenceList(claim_id=claim_id, records=rows, left_out=len(records) - len(rows))
 
 
 def bounded(answer: A, instead: str) -> A:

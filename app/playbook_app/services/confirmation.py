@@ -109,5 +109,5 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
 def _baselines(case: str, profile: str) -> list[Baseline]:
     """The stored A/A runs of a case on a profile, in any software environment."""
     folders: list[Path] = [default_results() / "baselines", data_root("baselines")]
-    found = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]
-    return [b for b in found if b.case == case and b.profile == profile]
+    baselines = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]
+    return [b for b in baselines if b.case == case and b.profile == profile]

@@ -100,11 +100,11 @@ def generate(
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
     """
-    known = _load_cards([cards] if cards else folders("cards"))
+    all_cards = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
-    records = read([r for r in results if r.is_dir()], known, now.present)
-    whole = _shelf(known, records, today or datetime.now(UTC).date(), now.flags)
-    shelf = replace(whole, cards=guidance(known))
+    records = read([r for r in results if r.is_dir()], all_cards, now.present)
+    whole = _shelf(all_cards, records, today or datetime.now(UTC).date(), now.flags)
+    shelf = replace(whole, cards=guidance(all_cards))
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(whole),
@@ -114,7 +114,7 @@ def generate(
         "_generated/models.md": models_page(data_root("configs")),
         "_generated/published.md": published_page(data_root("tables") / "published_runs.csv"),
         "evidence/index.md": list_page(whole),
-        **{f"cards/{card.id}.md": card_page(whole, card) for card in known.values()},
+        **{f"cards/{card.id}.md": card_page(whole, card) for card in all_cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
     }
@@ -129,8 +129,8 @@ def generate(
     written = [_write(out / name, content) for name, content in pages.items()]
     written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
     _remove_others(out, set(written))
-    titles = {c.id: c.title for c in sorted(known.values(), key=lambda c: c.title)}
-    by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
+    titles = {c.id: c.title for c in sorted(all_cards.values(), key=lambda c: c.title)}
+    by = {phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)}
     inserts = {
         "coverage": coverage(whole),
         "cards by phase": by_phase(shelf),
@@ -147,10 +147,10 @@ def generate(
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
-    found = read_cards(paths)
-    if found.findings:
-        raise FileError(found.findings)
-    return {entry.card.id: entry.card for entry in found.loaded}
+    read_result = read_cards(paths)
+    if read_result.findings:
+        raise FileError(read_result.findings)
+    return {entry.card.id: entry.card for entry in read_result.loaded}
 
 
 def _shelf(cards: dict[str, Card], records: list[Record], today: date, flags: Flags) -> Shelf:

@@ -78,7 +78,7 @@ def _plans(path: Path) -> list[dict[str, Any]]:
 @cache
 def _settings() -> dict[str, Any]:
     """Models with the work of a token, GPUs with their peaks, and the published runs that each model has on each of them."""
-    known: dict[str, Any] = {}
+    models_data: dict[str, Any] = {}
     gpus: dict[str, list[float]] = {}
     runs: dict[str, dict[str, Any]] = {}
     for model in models():
@@ -92,9 +92,16 @@ def _settings() -> dict[str, Any]:
                 rows = [[r.id, r.other(where.question)] for r in shown]
                 on[gpu] = [near.shared, near.by, *(float(f"{v:.6g}") for v in (near.low, near.high)), near.predicted, rows]
         shape = MODELS[model]
-        known[model] = {"flops": where.flops_per_token, "moe": shape.experts > 0, "sizes": _sizes(shape), "published": on}
+        models_data[model] = {"flops": where.flops_per_token, "moe": shape.experts > 0, "sizes": _sizes(shape), "published": on}
     silent, names = spelled()
-    return {"models": known, "gpus": gpus, "runs": runs, "step": where.question.global_batch * 4096, "silent": silent, "names": dict(names)}
+    return {
+        "models": models_data,
+        "gpus": gpus,
+        "runs": runs,
+        "step": where.question.global_batch * 4096,
+        "silent": silent,
+        "names": dict(names),
+    }
 
 
 def _sizes(shape: Shape) -> list[int]:
@@ -142,25 +149,25 @@ def questions() -> Iterator[Asked]:
     yield from (Asked(*where, length) for where in LONG for length in _LENGTHS[1:])
 
 
-def ask(asked: Asked) -> Answered:
+def ask(request: Asked) -> Answered:
     """The planner's answer."""
-    where = cluster(asked.hardware)
-    question = Question(MODELS[asked.model], asked.model, where, asked.gpus, asked.seq_len)
-    found = search(question, 1).choices
-    if not found:
-        return Answered(asked, where.memory_gib)
-    first = found[0].time
-    time = scaled(first, scale_of(question, first, fp8=bool(found[0].plan.options.fp8)))
+    where = cluster(request.hardware)
+    question = Question(MODELS[request.model], request.model, where, request.gpus, request.seq_len)
+    plans = search(question, 1).choices
+    if not plans:
+        return Answered(request, where.memory_gib)
+    first = plans[0].time
+    time = scaled(first, scale_of(question, first, fp8=bool(plans[0].plan.options.fp8)))
     speed = time.tokens_per_s_per_gpu
     return Answered(
-        asked,
+        request,
         where.memory_gib,
-        tuple(words(found[0].plan)),
+        tuple(words(plans[0].plan)),
         _short(speed.value),
         _short(speed.low),
         _short(speed.high),
         _short(time.mfu),
-        tuple(_short(s.peak / GIB) for s in found[0].stages),
+        tuple(_short(s.peak / GIB) for s in plans[0].stages),
     )
 
 

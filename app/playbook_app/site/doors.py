@@ -103,27 +103,29 @@ def _of(door: str, model: str, hardware: str, gpus: int, seq_len: int, network: 
             yield Asked(door, model, hardware, gpus, seq_len, network, way.name)
 
 
-def ask(asked: Asked) -> Answered:
+def ask(request: Asked) -> Answered:
     """The planner's answer."""
-    way = next(w for w in WAYS[asked.door] if w.name == asked.way)
-    return max((_ask(asked, words, way.backend) for words in way.fixed), key=lambda a: a.speed)
+    way = next(w for w in WAYS[request.door] if w.name == request.way)
+    return max((_ask(request, words, way.backend) for words in way.fixed), key=lambda a: a.speed)
 
 
-def _ask(asked: Asked, fixed: str, backend: str) -> Answered:
-    shape = MODELS[asked.model]
-    kept = tuple(w for w in fixed.split(",") if w and (shape.experts or not w.startswith("ep=")))
-    question = Question(shape, asked.model, machine(asked.hardware, asked.network), asked.gpus, asked.seq_len, backend=backend, fixed=kept)
+def _ask(request: Asked, fixed: str, backend: str) -> Answered:
+    shape = MODELS[request.model]
+    settings = tuple(w for w in fixed.split(",") if w and (shape.experts or not w.startswith("ep=")))
+    question = Question(
+        shape, request.model, machine(request.hardware, request.network), request.gpus, request.seq_len, backend=backend, fixed=settings
+    )
     try:
         choices = search(question, 1).choices
     except ConfigError:  # no layout has this setting
         choices = []
     if not choices:
-        return Answered(asked)
+        return Answered(request)
     best = choices[0]
     time = scaled(best.time, scale_of(question, best.time, fp8=bool(best.plan.options.fp8)))
     speed = time.tokens_per_s_per_gpu
     figures = (speed.value, speed.low, speed.high, time.mfu, best.peak / GIB)
-    return Answered(asked, " ".join(words(best.plan)), ",".join(kept), *(float(f"{v:.6g}") for v in figures))
+    return Answered(request, " ".join(words(best.plan)), ",".join(settings), *(float(f"{v:.6g}") for v in figures))
 
 
 def read(path: Path) -> list[Answered]:
@@ -236,8 +238,8 @@ def _summary(rows: Sequence[Answered]) -> str:
     fitting = [c for c in cases.values() if any(r.speed for r in c)]
     ways = [w for w in dict.fromkeys(r.asked.way for r in rows) if not w.startswith("any")]
     near = {w: sum(r.asked.way == w and r.speed > (1 - _NEAR) * max(o.speed for o in c) for c in fitting for r in c) for w in ways}
-    told = ", ".join(f"{w} in {n}" for w, n in near.items())
-    return f"Of {len(fitting)} cases that the planner was asked, these come within {_NEAR:.0%} of the fastest plan: {told}."
+    counts = ", ".join(f"{w} in {n}" for w, n in near.items())
+    return f"Of {len(fitting)} cases that the planner was asked, these come within {_NEAR:.0%} of the fastest plan: {counts}."
 
 
 def _form(door: Door, first: Answered) -> str:

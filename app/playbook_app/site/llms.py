@@ -43,9 +43,9 @@ def llms_measured(shelf: Shelf) -> str:
     """The claims that a verdict confirms or refutes and nothing has made stale since, with that verdict alone."""
     lines = []
     for card in _by_title(shelf):
-        for claim in (c for own in card.claims for c in (own, own.mechanism_check) if c):
-            found = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
-            lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in found]
+        for claim in (c for claim_of_card in card.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c):
+            records = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
+            lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in records]
     head = f"# Playbook: what is measured\n\n> Only claims with a current verdict of `confirmed` or `refuted`; {len(lines)} verdicts.\n\n{_READING}"
     return "\n".join([head, "", *(lines or ["No verdict is current."])]) + "\n"
 

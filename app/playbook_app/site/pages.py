@@ -50,7 +50,7 @@ def render_plain(template: str, **values: Any) -> str:
 
 @cache
 def _environment(shown: Callable[[Any], Markup]) -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("playbook_app.site"),
         autoescape=True,
         finalize=shown,
@@ -58,13 +58,13 @@ def _environment(shown: Callable[[Any], Markup]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {f.__name__: _marked(f) for f in _HELPERS} | {
+    environment.globals |= {f.__name__: _marked(f) for f in _HELPERS} | {
         "link": _link,
         "plain": text.plain,
         "md": markdown,
         "NBSP": markdown(text.NBSP),
     }
-    return made
+    return environment
 
 
 def _marked(make: Callable[..., str]) -> Callable[..., Markup]:

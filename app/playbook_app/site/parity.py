@@ -33,7 +33,7 @@ when they last wrote them down (`make parity`, and on GPUs).
 """
 
 
-def read_rows(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
+def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a file, one JSON object per line.
 
     Raises:
@@ -45,10 +45,8 @@ def read_rows(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError as e:
             raise FileError([Finding(str(path), number, 1, f"is no JSON ({e}); write it anew with `make parity`")]) from e
-        if not isinstance(row, dict) or any(key not in row for key in wanted):
-            raise FileError(
-                [Finding(str(path), number, 1, f"expected an object with {', '.join(wanted)}; write it anew with `make parity`")]
-            )
+        if not isinstance(row, dict) or any(key not in row for key in keys):
+            raise FileError([Finding(str(path), number, 1, f"expected an object with {', '.join(keys)}; write it anew with `make parity`")])
         rows.append(row)
     return rows
 
@@ -60,9 +58,9 @@ def parity_page(folder: Path) -> str:
         FileError: rows of another shape.
     """
     models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
-    wanted = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
-    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, wanted)]
-    wanted = [
+    keys = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
+    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, keys)]
+    keys = [
         "model",
         "against",
         "ranks",
@@ -76,9 +74,9 @@ def parity_page(folder: Path) -> str:
         "megatron_core",
         "torch",
     ]
-    megatron = [row for name in MEGATRON for row in read_rows(folder / name, wanted)]
-    found = curves.section(read_rows(folder / CURVES, curves.WANTED))
-    return "\n".join([_INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *found])
+    megatron = [row for name in MEGATRON for row in read_rows(folder / name, keys)]
+    loss_curves = curves.section(read_rows(folder / CURVES, curves.WANTED))
+    return "\n".join([_INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *loss_curves])
 
 
 def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -105,11 +105,11 @@ _SHOWN = ("tp", "cp", "pp", "vpp", "ep", "mbs")
 
 def tables_page(path: Path) -> str:
     """The answers of a file as tables and figures."""
-    found = read(path)
-    short = [a for a in found if a.asked.seq_len == 4096]
+    answers = read(path)
+    short = [a for a in answers if a.asked.seq_len == 4096]
     models, hardware = (list(dict.fromkeys(getattr(a.asked, k) for a in short)) for k in ("model", "hardware"))
     choices = {"model": ("Model", {m: m for m in models}), "platform": ("Hardware", {h: h for h in hardware})}
-    return render("plan_tables.md", choices=choices, rows=[_row(a) for a in short], lengths=[_length(found, where) for where in LONG])
+    return render("plan_tables.md", choices=choices, rows=[_row(a) for a in short], lengths=[_length(answers, where) for where in LONG])
 
 
 def _row(a: Answered) -> list[str]:
@@ -133,9 +133,9 @@ def _row(a: Answered) -> list[str]:
     ]
 
 
-def _length(found: Sequence[Answered], where: tuple[str, str, int]) -> tuple[str, Markup]:
+def _length(answers: Sequence[Answered], where: tuple[str, str, int]) -> tuple[str, Markup]:
     """Tokens per second over the length of a row, and the memory of the fullest stage."""
-    at = [a for a in found if (a.asked.model, a.asked.hardware, a.asked.gpus) == where]
+    at = [a for a in answers if (a.asked.model, a.asked.hardware, a.asked.gpus) == where]
     names = {a: f"{a.asked.seq_len // 1024}K" for a in at}
     speed = [(names[a], a.speed or None, number(round(a.speed)) if a.settings else "nothing fits") for a in at]
     memory = [(names[a], max(a.stages_gib, default=None), f"{max(a.stages_gib):.0f} GiB" if a.settings else "nothing fits") for a in at]
@@ -189,12 +189,12 @@ def worked() -> dict[str, str]:
 
 def _table(example: _Example) -> str:
     where = cluster(example.hardware)
-    said = (
+    setting = (
         f"`{example.model}` on {example.hardware.upper()}s, {', '.join(f'`{w}`' for w in example.base)}; {where.memory_gib:.0f} GiB a GPU:"
     )
     rows = [_example_row(example, words, where) for words in example.rows]
     body = table(["Set", "Memory", "GiB>", "Tokens/s per GPU>", "Against the first>", "Where the step goes"], _compared(rows))
-    return f'{said}\n\n<div class="pb-matrix pb-families" markdown="1">\n\n{body}\n\n</div>'
+    return f'{setting}\n\n<div class="pb-matrix pb-families" markdown="1">\n\n{body}\n\n</div>'
 
 
 def _example_row(example: _Example, words: Sequence[str], where: Cluster) -> tuple[float, list[str]]:

@@ -58,12 +58,12 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
     for r in current(shelf, claim):
         if machine not in (None, r.get("measured", "machine", "name")):
             continue
-        found = r.get("derived", "comparison", default={})
+        comparison = r.get("derived", "comparison", default={})
         curve = r.get("derived", "curve", default={})
         if len(contrasts := curve.get("contrasts", ())) == 1:
-            found = {**curve, **contrasts[0]}
-        low, value, high = (found.get(k) for k in ("low", "effect", "high"))
-        if found.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
+            comparison = {**curve, **contrasts[0]}
+        low, value, high = (comparison.get(k) for k in ("low", "effect", "high"))
+        if comparison.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
             continue
         yield Bar(
             claim=claim.id,

@@ -57,8 +57,8 @@ def bench_run(
     from playbook_app.cli import outcomes
     from playbook_bench.run import confirm, options
 
-    runs_by, kept = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
-    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, kept)
+    runs_by, finished_runs = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
+    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, finished_runs)
     outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
 
 
@@ -107,11 +107,11 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
 
     rows, claims = [], by_claim(load_all())
     for file in files:
-        same, differences = replay.replay(file)
+        reproduced, differences = replay.replay(file)
         changed = replay.of_another_claim(store.load(file), claims)
-        rows.append({"file": str(file), "same": same, "differences": differences, "another_claim": changed})
+        rows.append({"file": str(file), "same": reproduced, "differences": differences, "another_claim": changed})
         if not as_json:
-            say(f"{file}: {'same verdict' if same else 'differs'}{f', on another claim: {changed}' if changed else ''}")
+            say(f"{file}: {'same verdict' if reproduced else 'differs'}{f', on another claim: {changed}' if changed else ''}")
         for line in differences:
             complain(f"  {line}")
     if as_json:
@@ -124,8 +124,8 @@ def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An 
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
     from playbook_bench.run import replay
 
-    made = replay.rejudge(file, results or default_results())
-    say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
+    record_path = replay.rejudge(file, results or default_results())
+    say(f"new record {record_path}" if record_path else f"{file}: today's rules give the same verdict; nothing was written")
 
 
 @_bench_app.command("aa")
@@ -209,12 +209,12 @@ _SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
 """What prints the answer for a file that is not the trace of one rank."""
 
 
-def _show_file(found: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
+def _show_file(walls: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
     """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
     if as_json:
-        print_json({**found, "ranges": ranges})
+        print_json({**walls, "ranges": ranges})
         return
-    print_walls(found)
+    print_walls(walls)
     if ranges is not None:
         say("\nby range")
         print_trace(ranges)

@@ -65,11 +65,11 @@ def config_export(
     _one_of("--to", to, TARGETS)
     _one_of("--platform", platform, PLATFORMS)
     _refuse_name(config, to)
-    found = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
+    export = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
     if as_json:
-        print_json(found.document())
+        print_json(export.document())
     else:
-        say(found.text().rstrip())
+        say(export.text().rstrip())
 
 
 def _refuse_name(config: str, to: str) -> None:

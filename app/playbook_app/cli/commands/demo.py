@@ -72,11 +72,11 @@ def demo(
         outcomes = harness.run(chosen, options, progress)
     finally:
         progress.close()
-    lacking, known = count_inapplicable(detect.CPU)
+    lacking, total = count_inapplicable(detect.CPU)
     playbook = "playbook" if shutil.which("playbook") else os.path.relpath(sys.argv[0])
     last = outcomes[-1]
     claim = last.evidence.measured.claim
-    say(f"\n{lacking} of {known} claims need GPUs or another machine; there, `{playbook} confirm CARD` tests them in the same way.")
+    say(f"\n{lacking} of {total} claims need GPUs or another machine; there, `{playbook} confirm CARD` tests them in the same way.")
     say("Three things to do next:")
     say(f"  {playbook} search 'all-to-all takes a third of the step'   find the card for what you see")
     say(f"  {playbook} cards show {claim.card if claim else 'vlm-real-data'}   read what to set, why, and what was measured where")

@@ -48,8 +48,8 @@ def site_build(
     target.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is said before seconds of work
     folders = [data_root("results"), *([results] if results else [])]
     built = build.generate(target, folders, reference=reference())
-    found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
-    say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {found}")
+    evidence = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
+    say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {evidence}")
 
 
 def reference() -> Reference:
@@ -92,8 +92,8 @@ def _options(node: Any) -> Iterator[tuple[str, str]]:
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Every recipe with its layout, its estimate and the commands that run it, as plain data."""
-    found = recipes.index()
-    return [_row(recipe, found) for recipe in found.recipes]
+    index = recipes.index()
+    return [_row(recipe, index) for recipe in index.recipes]
 
 
 def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def _show_dry_run(
 
     def cells(stage: StageBytes) -> dict[str, str]:
         figures = ("states", "gathered", "activations", "vision", "loss", "replayed", "workspace", "peak", "host")
-        own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
-        return own | {name: f"{getattr(stage, name) / GIB:.2f}" for name in figures}
+        head = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
+        return head | {name: f"{getattr(stage, name) / GIB:.2f}" for name in figures}
 
     say(f"can run: {'  '.join(f'{k} {v}' for k, v in report.layout.items())}")
     print_table([cells(s) for s in report.stages], tuple(cells(most)))
