@@ -34,7 +34,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/playbook demo
 
 # Of Python 3.12 and for GPUs: unpacked, not installed. The tests themselves fetch nothing.
-TARGETS := megatron-core==0.19.2 megatron-bridge==0.6.2
+TARGETS := megatron-core==0.19.2 megatron-bridge==0.6.2 trl==1.16.0
 # torchtitan's wheels lie in one folder, as one would install them.
 TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 tyro==1.0.17 spmd_types==0.2.3 einops==0.8.2 \
 	docstring_parser==0.18.0 shtab==1.13.0 typeguard==4.6.1

@@ -346,7 +346,7 @@ def _on_host(plan: Plan, params: float, grads: float, optimizer: float) -> Offlo
     Megatron's float32 master weights stay, unless the optimizer is the precision-aware one; DeepSpeed's go, and with them the gradients that it shards. FSDP2
     keeps shares of parameters, gradients and moments alike on the host, and has on the GPU what is gathered.
 
-    Sources: as for the trainer's own `playbook_trainer.config.megatron_memory`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2
+    Sources: as for the trainer's own `playbook_trainer.config.dry_run`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2
     where this says 15.3. DeepSpeed 0.19.6, `runtime/zero/stage_1_and_2.py` and `stage3.py`; ZeRO-Offload, arXiv 2101.06840; torch,
     `distributed/fsdp/_fully_shard/_fsdp_api.py` (`CPUOffloadPolicy`).
     """

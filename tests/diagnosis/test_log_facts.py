@@ -107,7 +107,7 @@ def test_a_log_without_time_gives_what_it_has(capsys, tmp_path):
     text = "".join(json.dumps({"step": i, "loss": 2.0, "tokens_per_s_per_gpu": 9000}) + "\n" for i in range(1, 21))
     shown = asked(capsys, tmp_path, text, "--gpus", "8", "--gbs", "64")
     assert shown["measured"]["tokens_per_s_per_gpu"] == pytest.approx(9000)
-    assert any("no time, which `playbook ab` needs" in words for words in shown["assumptions"])
+    assert any("no time of a step, which `playbook ab` needs" in words for words in shown["assumptions"])
     shown = asked(capsys, tmp_path, text.replace("tokens_per_s_per_gpu", "x"), "--gpus", "8", "--gbs", "64")
     assert shown["measured"] is None
     assert "a speed" in shown["confidence"]["unknown"]

@@ -119,7 +119,7 @@ def test_fused_update_of_halves_is_timed() -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
 def test_fused_activation_against_float64(rows: int, width: int) -> None:
-    from playbook_trainer.torch.kernels.swiglu import swiglu
+    from playbook_trainer.torch.kernels.dense import swiglu
 
     torch.manual_seed(0)
     h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
@@ -138,7 +138,7 @@ def test_fused_activation_against_float64(rows: int, width: int) -> None:
 
 
 def test_fused_activation_is_timed() -> None:
-    from playbook_trainer.torch.kernels.swiglu import swiglu
+    from playbook_trainer.torch.kernels.dense import swiglu
 
     h = torch.randn(262_144, 1536, device=DEVICE).to(torch.bfloat16).requires_grad_()
     grad = torch.randn(262_144, 768, device=DEVICE).to(torch.bfloat16)
@@ -150,7 +150,7 @@ def test_fused_activation_is_timed() -> None:
 
 @pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (129, 2, 2048), (64, 1, 33), (300, 6, 640)])
 def test_gradients_of_a_weighted_sum_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.torch.kernels import permute
+    from playbook_trainer.torch.kernels import experts
 
     torch.manual_seed(0)
     n, k, width = shape
@@ -162,7 +162,7 @@ def test_gradients_of_a_weighted_sum_against_float64(shape: tuple[int, int, int]
     total = (exact[0][place].view(n, k, width) * exact[1].unsqueeze(2)).sum(1)
     total.backward(grad.double())
     ours = [rows.clone().requires_grad_(), prob.clone().requires_grad_()]
-    out = permute.weigh(ours[0], place, ours[1])
+    out = experts.weigh(ours[0], place, ours[1])
     out.backward(grad)
     errors = [relative(out, total), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
     print(shape, *(f"{e:.1e}" for e in errors))
@@ -189,7 +189,7 @@ def test_router_product_on_tensor_cores_against_float64() -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
 def test_weighted_activation_against_float64(rows: int, width: int) -> None:
-    from playbook_trainer.torch.kernels.swiglu import weighted_swiglu
+    from playbook_trainer.torch.kernels.dense import weighted_swiglu
 
     torch.manual_seed(0)
     h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
@@ -208,14 +208,14 @@ def test_weighted_activation_against_float64(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (64, 1, 33)])
 def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.torch.kernels import permute
+    from playbook_trainer.torch.kernels import experts
 
     torch.manual_seed(0)
     n, k, width = shape
     rows = torch.randn(n * k, width, device=DEVICE).to(torch.bfloat16)
     place, grad = torch.randperm(n * k, device=DEVICE), torch.randn(n, width, device=DEVICE).to(torch.bfloat16)
     ours = rows.clone().requires_grad_()
-    out = permute.join(ours, place, k)
+    out = experts.join(ours, place, k)
     out.backward(grad)
     assert relative(out, rows.double()[place].view(n, k, width).sum(1)) < 1e-2
     assert ours.grad is not None
@@ -224,7 +224,7 @@ def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2048), (1000, 2048), (33, 1152), (3, 5, 128), (0, 64)])
 def test_fused_norm_against_float64(shape: tuple[int, ...]) -> None:
-    from playbook_trainer.torch.kernels.norm import norm
+    from playbook_trainer.torch.kernels.dense import norm
 
     torch.manual_seed(0)
     x, grad = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(2))
@@ -242,7 +242,7 @@ def test_fused_norm_against_float64(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 32, 128), (700, 4, 128), (33, 6, 64), (0, 8, 64)])
 def test_fused_norm_with_rotation_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.torch.kernels.norm import norm_rotate
+    from playbook_trainer.torch.kernels.dense import norm_rotate
 
     torch.manual_seed(0)
     n, _, size = shape
@@ -262,7 +262,7 @@ def test_fused_norm_with_rotation_against_float64(shape: tuple[int, int, int]) -
 
 
 def test_fused_norms_are_timed() -> None:
-    from playbook_trainer.torch.kernels.norm import norm, norm_rotate
+    from playbook_trainer.torch.kernels.dense import norm, norm_rotate
 
     x, grad = (torch.randn(32_768, 2048, device=DEVICE).to(torch.bfloat16) for _ in range(2))
     weight = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
@@ -382,7 +382,7 @@ def test_fused_router_keeps_what_it_needs_and_serves_a_layer() -> None:
 
 def test_fused_router_in_a_graph() -> None:
     """Captured with the product before it, as `train.cuda_graphs: [moe_router]` does: each replay chooses anew."""
-    from playbook_trainer.torch.kernels.route import route
+    from playbook_trainer.torch.kernels.experts import route
 
     torch.manual_seed(0)
 
@@ -409,7 +409,7 @@ def test_fused_router_in_a_graph() -> None:
 
 def test_fused_router_is_timed() -> None:
     """By the kernels' own time: launching them takes longer than running the fused ones."""
-    from playbook_trainer.torch.kernels.route import route
+    from playbook_trainer.torch.kernels.experts import route
 
     torch.manual_seed(0)
     scores, grad = torch.randn(32_768, 128, device=DEVICE), torch.randn(32_768, 8, device=DEVICE)

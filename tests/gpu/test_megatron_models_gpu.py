@@ -126,7 +126,7 @@ def ours(config: Any, folder: Path, documents: list[Any]) -> tuple[torch.Tensor,
     import megatron_ranks
     import parity
 
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import weights
 
     chunks = built(config)
     weights.load(chunks, config.model, folder)
@@ -194,7 +194,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
 @pytest.mark.parametrize("name", ["dense", "moe", "loop", "prediction"])
 def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from playbook_trainer.huggingface import weights as hf
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import weights
 
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     monkeypatch.setitem(MODELS, "loop", {**MODELS["moe"], "moe.experts": "loop"})
@@ -211,7 +211,7 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Pat
 
 def test_weights_in_8_bits_leave_in_16(tmp_path: Path) -> None:
     from playbook_trainer.huggingface import weights as hf
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import weights
 
     config = configuration("dense", "transformer_engine", **{"precision.fp8": "tensorwise", "megatron.fp8_param": True})
     given = rounded(config, tmp_path / "m")
@@ -232,7 +232,7 @@ def test_parameters_that_are_shared_out_are_saved_whole(kind: str, tmp_path: Pat
 
     from playbook_trainer.huggingface import weights as hf
     from playbook_trainer.megatron import settings as mapping
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import weights
 
     config = configuration("moe", "transformer_engine", **{"megatron.data_parallel": kind})
     given = rounded(config, tmp_path / "m")
@@ -255,7 +255,7 @@ def test_multi_token_prediction_gives_every_parameter_a_gradient(kernels: str, m
     import megatron_ranks
     import parity
 
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import weights
 
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     config = configuration("prediction", kernels)

@@ -71,9 +71,7 @@ def alone() -> Iterator[torch.device]:
 def test_logits_and_gradients_are_as_near_to_float32_as_the_torch_backends(words: list[str], alone: torch.device) -> None:
     from playbook_trainer.axes import Axes
     from playbook_trainer.data.loader import build_loader
-    from playbook_trainer.megatron import engine, groups, inputs
-    from playbook_trainer.megatron.model import vision_language
-    from playbook_trainer.megatron.state import weights
+    from playbook_trainer.megatron import engine, groups, inputs, vision_language, weights
     from playbook_trainer.torch.model.decoder import Decoder, Options
     from playbook_trainer.torch.parallel.sharding import fill, initial_value
 

@@ -30,7 +30,7 @@ def test_fused_loss_of_rows_that_begin_with_words_ruled_out() -> None:
 
 @pytest.mark.parametrize("shape", [(33, 1000, 64), (256, 151_936, 64), (7, 4097, 32)])
 def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.torch.kernels.cross_entropy import fused_rows
+    from playbook_trainer.torch.kernels.dense import fused_rows
 
     torch.manual_seed(0)
     n, width, size = shape
@@ -51,7 +51,7 @@ def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
 
 
 def test_fused_loss_is_timed() -> None:
-    from playbook_trainer.torch.kernels.cross_entropy import fused_rows
+    from playbook_trainer.torch.kernels.dense import fused_rows
 
     x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in ((8192, 2048), (151_936, 2048)))
     labels = torch.randint(0, 151_936, (8192,), device=DEVICE)

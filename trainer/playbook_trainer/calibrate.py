@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -20,12 +21,86 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from playbook_trainer import links
 from playbook_trainer.config.environment import GROUPED_GEMM
+
+_LINK_BYTES = tuple(1 << power for power in range(16, 31, 2))
+"""Bytes of the whole tensor: 64 KiB to 1 GiB."""
+_LINK_WINDOW_S, _LINK_WINDOWS = 0.02, 5
+_SLOWEST_BYTES_PER_S = 50e9
+"""Every rank has to repeat a collective equally often, so the repeats are chosen by its size alone."""
+
+
+def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _LINK_BYTES) -> Iterator[dict[str, Any]]:
+    """A row for each operation and size between `degree` ranks, one for each GPU: bytes of the whole tensor, and seconds of one call.
+
+    An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal parts, and
+    a send carries it from each rank to the next, all at once.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        multiprocessing.spawn(_measure_rank, (degree, device, tuple(sizes), str(out)), nprocs=degree)
+        yield from json.loads(out.read_text(encoding="utf-8"))
+
+
+def _measure_rank(rank: int, degree: int, device: str, sizes: Sequence[int], out: str) -> None:
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{out}.store", degree)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=degree)
+    found = []
+    for size in sizes:
+        whole = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        part = torch.zeros(size // 2 // degree, dtype=torch.bfloat16, device=device)
+        other = torch.zeros_like(whole)
+        for name, run in _collectives(rank, degree, whole, part, other).items():
+            taken = torch.tensor([_collective_seconds(run, size, cuda)], dtype=torch.float64, device=device)
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            found.append({"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(taken)})
+    if rank == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _collectives(rank: int, degree: int, whole: Tensor, part: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
+    def send() -> None:
+        ahead, behind = (rank + 1) % degree, (rank - 1) % degree
+        requests = dist.batch_isend_irecv([dist.P2POp(dist.isend, whole, ahead), dist.P2POp(dist.irecv, other, behind)])
+        for request in requests:
+            request.wait()
+
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": send,
+    }
+
+
+def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
+    """Median time of one call; on a GPU calls follow one another without waiting for the host."""
+    repeats = max(3, min(100, int(_LINK_WINDOW_S * _SLOWEST_BYTES_PER_S / size))) if cuda else 1
+    run()
+    found = []
+    for _ in range(_LINK_WINDOWS):
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        if cuda:
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) / repeats)
+    return statistics.median(found)
+
 
 SCHEMA = "calibration/1"
 _WINDOW_S = 0.012
@@ -170,35 +245,35 @@ def attention() -> Iterator[dict[str, Any]]:
 
 def _elementwise() -> Iterator[dict[str, Any]]:
     """Norms, activation, permutation, copies: bytes that must move, over time."""
-    from playbook_trainer.torch.kernels import norm, permute, swiglu
+    from playbook_trainer.torch.kernels import dense, experts
 
     for width in WIDTHS:
         for tokens in TOKENS:
             x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
             moved = 2.0 * tokens * width
             with torch.no_grad():
-                forward = seconds(lambda: norm.norm(x, scale, 1e-6))  # noqa: B023
-            both = seconds(lambda: torch.autograd.grad(norm.norm(x, scale, 1e-6), (x, scale), g))  # noqa: B023
+                forward = seconds(lambda: dense.norm(x, scale, 1e-6))  # noqa: B023
+            both = seconds(lambda: torch.autograd.grad(dense.norm(x, scale, 1e-6), (x, scale), g))  # noqa: B023
             yield _row("norm", forward, num_bytes=2 * moved, phase="forward", tokens=tokens, width=width)
             yield _row("norm", both - forward, num_bytes=3 * moved, phase="backward", tokens=tokens, width=width)
             h = _normal(tokens, 2 * width).requires_grad_()
             with torch.no_grad():
-                forward = seconds(lambda: swiglu.swiglu(h))  # noqa: B023
-            both = seconds(lambda: torch.autograd.grad(swiglu.swiglu(h), h, g))  # noqa: B023
+                forward = seconds(lambda: dense.swiglu(h))  # noqa: B023
+            both = seconds(lambda: torch.autograd.grad(dense.swiglu(h), h, g))  # noqa: B023
             yield _row("swiglu", forward, num_bytes=3 * moved, phase="forward", tokens=tokens, width=width)
             yield _row("swiglu", both - forward, num_bytes=5 * moved, phase="backward", tokens=tokens, width=width)
             yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
             k = 8
             place = torch.randperm(tokens * k, device="cuda")
             rows = _normal(tokens * k, width)
-            yield _row("permute", seconds(lambda: permute.spread(x.detach(), place, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
-            yield _row("unpermute", seconds(lambda: permute.collect(rows, place, None, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
+            yield _row("permute", seconds(lambda: experts.spread(x.detach(), place, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
+            yield _row("unpermute", seconds(lambda: experts.collect(rows, place, None, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
 
 
 def loss() -> Iterator[dict[str, Any]]:
     """Output head, softmax, loss and its gradients, in chunks of rows."""
     from playbook_trainer.axes import Axis
-    from playbook_trainer.torch.kernels.cross_entropy import fused_rows
+    from playbook_trainer.torch.kernels.dense import fused_rows
     from playbook_trainer.torch.parallel.tensor import CHUNK, linear_cross_entropy
 
     for hidden, words in ((2048, 151936), (7168, 129280)):
@@ -244,7 +319,7 @@ def between() -> Iterator[dict[str, Any]]:
     if count < 2:
         raise RuntimeError("collectives need two GPUs")
     for degree in sorted({2, count}):
-        yield from links.rows(degree)
+        yield from collective_rows(degree)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {

@@ -29,7 +29,7 @@ from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states, worker_death
 from playbook_trainer.engine import Engine
 from playbook_trainer.join import meet
-from playbook_trainer.observe import gpu_kernels
+from playbook_trainer.observe import receipt
 from playbook_trainer.observe.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.observe.ranges import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.observe.receipt import Observer, observing
@@ -453,7 +453,7 @@ def _observe_step(trainer: Trainer) -> dict[str, Any]:
     counters: dict[str, float] = {name: count - before[name] for name, count in trainer.loader.counters().items()}
     if trainer.device.type == "cuda":
         # A step of its own: under observation the host is too slow for the GPU's timeline to mean anything.
-        with gpu_kernels.watching() if axes.world.rank == 0 else nullcontext() as seen:
+        with receipt.watching_kernels() if axes.world.rank == 0 else nullcontext() as seen:
             train_step(trainer)
         if seen is not None:
             observer.kernels, counters = seen.names, counters | seen.counters

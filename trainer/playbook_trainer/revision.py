@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from playbook.records.evidence import FIRST_REVISION as FIRST
 from playbook.renamed_keys import modern
-from playbook_trainer.config.neutral import neutral
+from playbook_trainer.config.tree import neutral
 
 Value = Callable[[str], Any]
 """The value of a dotted key in a run's resolved configuration; the neutral one where the configuration is from before that key."""
@@ -69,7 +69,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             FIRST,
             lambda value, ranks: value("data.kind") != "mock",
             (
-                "data/epochs.py", "data/packing.py", "data/reader.py", "data/tokenizer.py", "data/sources/",
+                "data/packing.py", "data/reader.py", "data/tokenizer.py", "data/sources/",
             ),
         ),
         "images": Path(
@@ -80,25 +80,21 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         "checkpoint": Path(
             FIRST,
             _set("checkpoint.dir"),
-            ("checkpoint_files.py", "torch/checkpoint.py", "megatron/state/"),
+            ("checkpoint_files.py", "torch/checkpoint.py", "megatron/checkpoints.py", "megatron/weights.py"),
         ),
         "torch": Path(
             4,
             _always,
             (
                 "config/automatic.py", "config/environment.py", "torch/optimizer.py", "torch/build.py", "torch/engine.py",
-                "torch/kernels/adamw.py", "torch/kernels/cross_entropy.py",
-                "torch/kernels/norm.py", "torch/kernels/swiglu.py", "torch/model/attention.py", "torch/model/decoder.py", "torch/model/ops.py",
+                "torch/kernels/adamw.py", "torch/kernels/dense.py", "torch/model/attention.py", "torch/model/decoder.py", "torch/model/ops.py",
                 "torch/parallel/pipeline.py", "torch/parallel/sharding.py", "torch/parallel/tensor.py",
             ),
         ),
         "torch.experts": Path(
             FIRST,
             _set("model.num_experts"),
-            (
-                "torch/kernels/permute.py", "torch/kernels/route.py", "torch/model/balance.py", "torch/parallel/dedup.py",
-                "torch/parallel/dispatch.py",
-            ),
+            ("torch/kernels/experts.py", "torch/model/balance.py", "torch/parallel/dispatch.py"),
         ),
         "torch.vision": Path(FIRST, _set("model.vision"), ("torch/model/vision.py", "torch/kernels/rotary.py")),
         "torch.compile": Path(
@@ -111,7 +107,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         # On one rank FSDP2 only casts, which is of the path torch.
         "torch.fsdp": Path(FIRST, _sharded, ("torch/build.py",)),
         "torch.ep": Path(
-            FIRST, _cut("parallel.ep"), ("torch/parallel/comm.py", "torch/parallel/dedup.py", "torch/parallel/dispatch.py")
+            FIRST, _cut("parallel.ep"), ("torch/parallel/comm.py", "torch/parallel/dispatch.py")
         ),
         "torch.cp": Path(
             FIRST,
@@ -129,12 +125,12 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             _always,
             (
                 "config/automatic.py", "config/environment.py", "config/megatron_fields.py", "config/row_lengths.py", "megatron/engine.py",
-                "megatron/hooks.py", "megatron/inputs.py", "megatron/settings.py", "megatron/wrap.py", "megatron/model/gpt.py",
+                "megatron/hooks.py", "megatron/inputs.py", "megatron/settings.py", "megatron/wrap.py", "megatron/gpt.py",
                 "torch/model/attention.py", "torch/model/ops.py",
             ),
         ),
-        "megatron.experts": Path(FIRST, _set("model.num_experts"), ("megatron/model/experts.py", "torch/model/decoder.py")),
-        "megatron.vision": Path(FIRST, _set("model.vision"), ("megatron/model/vision_language.py", "torch/model/vision.py")),
+        "megatron.experts": Path(FIRST, _set("model.num_experts"), ("megatron/experts.py", "torch/model/decoder.py")),
+        "megatron.vision": Path(FIRST, _set("model.vision"), ("megatron/vision_language.py", "torch/model/vision.py")),
         "megatron.graphs": Path(FIRST, _set("train.cuda_graphs", "megatron.cuda_graph_impl"), ("megatron/graphs.py",)),
         "megatron.parallel": Path(
             FIRST, lambda value, ranks: ranks > 1, ("megatron/groups.py", "megatron/inputs.py", "megatron/settings.py", "megatron/wrap.py")
@@ -143,13 +139,12 @@ PATHS: Mapping[str, Path] = MappingProxyType(
 )  # fmt: skip
 NEUTRAL = (
     # What they decide stands in the resolved configuration, which a record holds.
-    "config/checks.py", "config/data.py", "config/dry_run.py", "config/huggingface.py", "config/labels.py", "config/megatron.py",
-    "config/megatron_checks.py", "config/megatron_memory.py", "config/model.py", "config/neutral.py", "config/recipes.py",
-    "config/stage_memory.py", "config/tree.py",
+    "config/checks.py", "config/dry_run.py", "config/huggingface.py", "config/megatron_checks.py", "config/model.py", "config/recipes.py",
+    "config/sections.py", "config/tree.py",
     # Before the first step and after the last.
     "data/resume.py", "exit_codes.py", "fork_server.py", "huggingface/", "join.py", "torch/weights.py",
     # No part of a training run.
-    "calibrate.py", "export/", "links.py", "megatron/probe.py", "preflight.py", "revision.py",
+    "calibrate.py", "export/", "megatron/probe.py", "preflight.py", "revision.py",
 )  # fmt: skip
 """Files and folders that move no figure of a verdict."""
 BACKENDS = ("torch", "megatron")

@@ -13,9 +13,9 @@ from playbook.errors import PlaybookError
 from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
-from playbook_trainer.config.tree import from_data, model_names
-from playbook_trainer.export.planned.megatron import environment, flag_lines, override_lines, platform_of
-from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.config.tree import from_data
+from playbook_trainer.export.plan_megatron import environment, flag_lines, override_lines, platform_of
+from playbook_trainer.export.plan_ours import configuration, is_preset
 from playbook_trainer.export.render import Exported, export
 from playbook_trainer.export.torchtitan import words
 
@@ -49,7 +49,7 @@ def changed(action: Action, framework: str, hardware: str) -> Changed:
 def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
     if framework in _WORDS:
         return _of_lines(*(_LINES[framework](p) for p in (off, on)))
-    if _trained(on):
+    if is_preset(on):
         return _difference(off, on, keys, framework, hardware)
     if keys or framework not in _LINES:  # words of options are the same for every model
         return _difference(_stand_in(off), _stand_in(on), keys, framework, hardware)
@@ -90,10 +90,6 @@ def _of_lines(off: list[str], on: list[str]) -> Changed:
     flags = [line for line in on if line not in off]
     names = {_name(line) for line in flags}
     return Changed(tuple(flags), tuple(line for line in off if line not in on and _name(line) not in names))
-
-
-def _trained(plan: Plan) -> bool:
-    return plan.model in model_names()
 
 
 def _stand_in(plan: Plan) -> Plan:

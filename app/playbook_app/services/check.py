@@ -32,7 +32,7 @@ from playbook_bench.statements import table as logic
 from playbook_bench.variants.resolve import configurations, resolve_all, trainer_path
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
-from playbook_trainer.config.neutral import trainer_keys
+from playbook_trainer.config.tree import trainer_keys
 
 NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
 """The variables that a formula for a count may use; see `playbook.records.case.Rule`."""

@@ -19,7 +19,7 @@ from playbook.planner.plan import Plan
 from playbook.text import count, key_of, keys_of
 from playbook_trainer.config.dry_run import dry_run, predicted
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load, model_names
-from playbook_trainer.export.planned.ours import configuration
+from playbook_trainer.export.plan_ours import configuration
 
 _TRAINER_FILE = "planned.yaml"
 _MODEL_KEYS: Mapping[str, str] = {

@@ -15,84 +15,84 @@ from playbook.errors import LogError
 _OF = ("global_step/max_steps", "steps[global_step/max_steps]")
 _DATES = ("time", "datetime", "date", "asctime", "created_at", "ts")
 """Names of a clock only where they hold a date: as numbers they mean too many things."""
+_GIB = 2.0**30
+_HOUR_S = 3600.0
+
+
+def _each(names: str, factor: float = 1.0) -> tuple[tuple[str, float], ...]:
+    """Names, separated by commas, that share a factor."""
+    return tuple((name.strip(), factor) for name in names.split(","))
+
+
 NAMES: dict[str, tuple[tuple[str, float], ...]] = {
-    "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step", "current_steps", *_OF)),
-    "total": (("total_steps", 1.0), ("max_steps", 1.0), ("train_iters", 1.0)),
+    "step": _each("step, global_step, iteration, iter, trainer/global_step, _step, current_steps, num_updates")
+    + tuple((n, 1.0) for n in _OF),
+    "micro": _each("micro, micro_step, micro_batch, microbatch, micro_iteration"),
+    "total": _each("total_steps, max_steps, train_iters"),
     "seconds": (
-        *((n, 1.0) for n in ("seconds", "step_time", "step_seconds", "step_time_s", "time_per_step", "seconds_per_step", "sec_per_step")),
-        *(
-            (n, 1.0)
-            for n in (
-                "timing_s/step",
-                "perf/time_per_step",
-                "step_duration",
-                "iteration_time",
-                "iter_time",
-                "step_timing in s",
-                "time_metrics/end_to_end(s)",
-                "perf/step_time",
-                "timing/step_total",
-                "Total step time",
-            )
-        ),
-        *(
-            (n, 1e-3)
-            for n in ("milliseconds", "ms", "step_time_ms", "step_ms", "ms_per_step", "iteration_time_ms", "iter_time_ms", "time_ms")
-        ),
-        ("elapsed time per iteration (ms)", 1e-3),
+        *_each("seconds, step_time, step_seconds, step_time_s, time_per_step, seconds_per_step, sec_per_step, timing_s/step"),
+        *_each("perf/time_per_step, step_duration, iteration_time, iter_time, step_timing in s, time_metrics/end_to_end(s)"),
+        *_each("perf/step_time, timing/step_total, Total step time"),
+        *_each("milliseconds, ms, step_time_ms, step_ms, ms_per_step, iteration_time_ms, iter_time_ms, time_ms", 1e-3),
+        *_each("elapsed time per iteration (ms), elapsed_time_per_iteration_ms", 1e-3),
     ),
     "clock": (
-        *(
-            (n, 1.0)
-            for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
+        *_each(
+            "elapsed, elapsed_s, elapsed_seconds, timestamp, wall_time, _runtime, _timestamp, train_runtime, seconds_total, elapsed_time"
         ),
-        *((n, 1.0) for n in ("seconds_total", "elapsed_time", "Relative Time (Process)")),
+        *_each("Relative Time (Process), wall"),
         *((n, 1.0) for n in _DATES),
         ("ms_total", 1e-3),
+        ("time/train", _HOUR_S),
     ),
-    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "tokens_per_step", "step_tokens", "perf/total_num_tokens")),
-    "tokens_total": tuple(
-        (n, 1.0)
-        for n in (
-            "tokens_seen",
-            "total_tokens",
-            "consumed tokens",
-            "num_input_tokens_seen",
-            "ntokens_seen",
-            "num_tokens",
-            "tokens_total",
-            "throughput/total tokens",
-        )
+    "tokens": _each("useful_tokens, tokens, tokens_per_step, step_tokens, perf/total_num_tokens"),
+    "tokens_total": (
+        *_each("tokens_seen, total_tokens, consumed tokens, num_input_tokens_seen, ntokens_seen, num_tokens, tokens_total"),
+        *_each("throughput/total tokens, time/token"),
     ),
-    "samples": (("global batch size", 1.0), ("samples_per_step", 1.0)),
-    "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss", "CE loss")),
-    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm", "optim/total grad norm", "actor/grad_norm")),
+    "samples": _each("global batch size, samples_per_step"),
+    "loss": _each(
+        "loss, lm loss, training_loss, reduced_train_loss, loss_metrics/global_avg_loss, CE loss, CrossEntropyLoss, loss/train/total"
+    ),
+    "grad_norm": _each("grad_norm, gnorm, gradient_norm, grad norm, optim/total grad norm, actor/grad_norm"),
     "memory_bytes": (
-        *((n, 1.0) for n in ("memory_bytes", "peak_memory_bytes", "max_memory_allocated")),
-        *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)", "memory/max_active (GiB)")),
-        ("perf/max_memory_allocated_gb", 2.0**30),
-        ("gpu_memory/GPU active mem (GiB)", 2.0**30),
+        *_each("memory_bytes, peak_memory_bytes, max_memory_allocated, cuda_max_memory_reserved"),
+        *_each("memory_gib, peak_memory_gib, memory/max_reserved(GiB), memory/max_active (GiB), perf/max_memory_allocated_gb", _GIB),
+        *_each("gpu_memory/GPU active mem (GiB), peak_memory_active", _GIB),
+        *_each("memory/peak_reserved_mem", 1e9),
+        *_each("System/Peak GPU Memory (MB)", 1e6),
+        *_each("memory_mib", 2.0**20),
     ),
-    "skipped": (("skipped", 1.0), ("optim/step skipped", 1.0), ("number of skipped iterations", 1.0)),
-    "nan": (("nan", 1.0), ("number of nan iterations", 1.0)),
-    "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "tok/s", "tokens/s")),
-    "tokens_per_s_per_gpu": tuple(
-        (n, 1.0)
-        for n in (
-            *("tokens_per_s_per_gpu", "tokens_per_second_per_gpu", "tokens/s/gpu", "tok/s/gpu", "throughput(tps)", "throughput/device/TPS"),
-            *("tokens/train_per_sec_per_gpu", "tokens_per_sec_per_gpu"),
-        )
+    "skipped": _each("skipped, optim/step skipped, number of skipped iterations"),
+    "nan": _each("nan, number of nan iterations"),
+    "tokens_per_s": _each(
+        "tokens_per_s, tokens_per_second, tokens_per_sec, tps, wps, tok/s, tokens/s, tok/sec, tokens/sec, throughput/tokens_per_sec"
     ),
-    "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("TFLOPS_per_GPU", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
-    "epoch": (("epoch", 1.0),),
-    "bar_clock": (("progress bar's clock", 1.0),),
-    "run_steps": (("steps by the closing line", 1.0),),
+    "tokens_per_s_per_gpu": (
+        *_each("tokens_per_s_per_gpu, tokens_per_second_per_gpu, tokens/s/gpu, tok/s/gpu, throughput(tps), throughput/device/TPS"),
+        *_each(
+            "tokens/train_per_sec_per_gpu, tokens_per_sec_per_gpu, throughput/device/tokens_per_sec, throughput/device/tokens_per_second"
+        ),
+        *_each("tokens/s/device"),
+    ),
+    "flops_per_s": (
+        *_each("flops_per_s"),
+        *_each("tflops, TFLOPS_per_GPU, throughput per GPU (TFLOP/s/GPU), model_tflops_per_gpu, TFLOP/s/device", 1e12),
+    ),
+    "epoch": _each("epoch"),
+    "bar_clock": _each("progress bar's clock"),
+    "run_steps": _each("steps by the closing line"),
+    "mean_seconds": _each("seconds by the closing line"),
 }
 """For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
-Capitals and punctuation do not matter, nor does a leading `train`, though a name without it goes first. `time`, `samples` and `throughput` are left out: they mean too many things."""
+Capitals and punctuation do not matter, nor does a leading `train`, though a name without it goes first. `time`, `samples` and `throughput` are left out:
+they mean too many things."""
 
 _PUNCTUATION = re.compile(r"[^a-z0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+_ROUNDED = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKMBGT])")
+_SUFFIX = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+"""As nanotron and others round what they print for people."""
 _OF_TOTAL = re.compile(r"(\d{1,15})/(\d{1,15})")
 _DURATIONS = (
     re.compile(r"(?:(\d{1,5}) days?, )?(\d{1,3}):(\d\d):(\d\d)"),
@@ -116,7 +116,11 @@ def number(value: Any) -> float | None:
     """A number, as itself or as text; None where it is neither. It may be infinite or NaN, which is for others to refuse."""
     if isinstance(value, str):
         text = value.strip()
-        return float(text) if len(text) <= _LONGEST and _NUMBER.fullmatch(text) else None
+        if len(text) > _LONGEST:
+            return None
+        if rounded := _ROUNDED.fullmatch(text):
+            return float(rounded[1]) * _SUFFIX[rounded[2]]
+        return float(text) if _NUMBER.fullmatch(text) else None
     if isinstance(value, int | float):
         try:
             return float(value)
@@ -161,6 +165,12 @@ def _moment(name: str, raw: Any) -> float | None:
     except ValueError:
         return None
     return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+
+
+def figure_of(name: str) -> tuple[str, float] | None:
+    """The figure that the name of a number is read as, with the factor to our unit."""
+    known = None if _plain(name).removeprefix("train_") in _DATES else _figure(name)
+    return (known[0], known[2]) if known else None
 
 
 @lru_cache(4096)

@@ -52,9 +52,11 @@ def _stated(text: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
     return values.pop() if len(values) == 1 and 0 < max(values) < _MOST else None
 
 
-Clock = Literal["logged", "differences", "arrival", "none"]
+Clock = Literal["logged", "differences", "arrival", "mean", "none"]
 """Where seconds come from: the log states them; they lie between the log's own time stamps; they lie between the moments at which its lines arrived;
-it holds none, and seconds are NaN."""
+they are the mean of the whole run, by its closing line; it holds none, and seconds are NaN."""
+NO_TIME: tuple[Clock, ...] = ("mean", "none")
+"""Clocks of logs that hold no time of a step."""
 
 
 @dataclass(frozen=True)

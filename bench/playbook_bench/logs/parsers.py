@@ -14,7 +14,7 @@ import regex
 
 from playbook.errors import LogError
 from playbook_bench.logs import fields
-from playbook_bench.logs.fields import Lines, figures, lines, shown
+from playbook_bench.logs.fields import figures, lines, shown
 
 Row = tuple[int, dict[str, Any]]
 """A line's number and its figures by the names that it gives them."""
@@ -24,8 +24,11 @@ _REGEX_S = 10.0
 """Seconds that a user's pattern may take over a whole log."""
 _LONGEST_PATTERN = 2000
 _HF_ITEM = re.compile(r"'([\w./|()\[\] -]{1,100})': '?([^'\",{}]{0,100})'?")
-_MEGATRON = re.compile(r"\biteration\s+(\d{1,15})/\s*(\d{1,15}) \|")
-_MEGATRON_TIME = "elapsed time per iteration (ms):"
+_BETWEEN_ITEMS = re.compile(r",\s*(?=')")
+_MOST_OBJECT_LINES = 60
+"""Over which an object is printed, one figure a line."""
+_MEGATRON = re.compile(r"\biteration:?\s+(\d{1,15}) ?/\s*(\d{1,15}) \|")
+_MEGATRON_TIMES = ("elapsed time per iteration (ms):", "elapsed_time_per_iteration_ms:")
 _NEMO = re.compile(r"\bTraining epoch \d{1,9}, iteration (\d{1,15})/(\d{1,15}) \|")
 _NEMO_END = "consumed_samples"
 """What stands last but for validations: a line without it was cut off."""
@@ -41,19 +44,41 @@ _CLOSING = {"current_steps", "remaining_time"}
 _SPLIT = ("split", "mode", "phase", "stage", "type")
 _OTHER_SPLITS = frozenset({"eval", "val", "valid", "validation", "test"})
 """What a line of a validation has under one of those names."""
-_NANOGPT = re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms")
-_MODDED = re.compile(
-    r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
+_NANOGPT = (
+    re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms"),
+    re.compile(
+        r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
+    ),
 )
+_DEEPSPEED = (
+    re.compile(
+        r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, MemAllocated=[\d.]{1,20}GB, "
+        r"MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
+    ),
+    re.compile(r"\b\d{1,15}/(?P<step>\d{1,15}), (?:RunningAvg)?SamplesPerSec=[\d.]{1,20}"),
+)
+_MMENGINE = (
+    re.compile(
+        r"\b(?:Iter\(train\)\s+|Epoch\(train\)\s+\[(?P<epoch>\d{1,9})\])\[\s*(?P<step>\d{1,15})/\d{1,15}\] .{1,200} time: (?P<seconds>\d{1,9}\.\d{4}) "
+        r" ?data_time: \d{1,9}\.\d{4} .{0,80}\bmemory: (?P<memory_mib>\d{1,9})  .{0,80}\bloss: (?P<loss>\d{1,9}\.\d{4})\b"
+    ),
+)
+_TIMM = (
+    re.compile(
+        r"\bTrain: (?P<epoch>\d{1,9}) \[\s*(?P<step>\d{1,15})/\d{1,15} \(\s*\d{1,3}%\)\]\s+Loss:\s+(?P<loss>[\d.]{1,20}) \([\d.]{1,20}\)\s+"
+        r"Time: (?P<seconds>[\d.]{1,20})s,\s+[\d.]{1,20}/s .{1,120}Data: [\d.]{1,20} \([\d.]{1,20}\)"
+    ),
+)
+_TORCHTUNE = re.compile(r"^Step (\d{1,15}) \| (?=loss:)")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3,6}")
-_DEEPSPEED = re.compile(
-    r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, MemAllocated=[\d.]{1,20}GB, "
-    r"MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
-)
 _OLMO = re.compile(r"\[step=(\d{1,15})/(\d{1,15}),epoch=\d{1,15}[^\]\n]{0,100}\]")
 _OLMO_FIGURE = re.compile(r"\s+([\w .()/-]{1,80})=([-+.,\deE]{1,30})")
+_COMPOSER = re.compile(r"^(?:\[epoch=\d{1,9}\])?\[batch=(\d{1,15})/(\d{1,15})\]:$")
+_COMPOSER_FIGURE = re.compile(r"\s+Train ([\w ./-]{1,100}): ([-+.,\deE]{1,30})")
 _BAR = re.compile(r"\| (\d{1,15})/(\d{1,15}) \[(?:(\d{1,5}):)?(\d{1,2}):(\d\d)<")
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
+_TITAN_ENDS = ("mfu:", "lr:")
+"""Of lines since May 2024, and before."""
 _TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3,6})\b")
 _TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
 
@@ -73,14 +98,34 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def json_lines(text: str) -> Iterator[Row]:
-    """JSON objects, each at the end of its line; text of a logger may stand before it."""
+def _objects(text: str) -> Iterator[tuple[int, str, str]]:
+    """For each line its number, what stands before an object, and the object, empty where there is none. One that is printed over several lines is joined."""
+    begun: list[str] = []
+    before = ""
     for number, line in lines(text):
+        if begun and len(begun) < _MOST_OBJECT_LINES and not line.lstrip().startswith("{"):
+            begun.append(line.strip())
+            whole = "{" + " ".join(begun)[1:].lstrip()
+            if whole.count("{") <= whole.count("}"):
+                yield number, before, whole
+                begun = []
+            continue
+        begun = []
         start = line.find("{")
-        if start < 0:
+        body = line[start:].rstrip() if start >= 0 else ""
+        if body.endswith((",", "{")) and body.count("{") > body.count("}"):
+            begun, before = [body], line[:start]
+        else:
+            yield number, line[:start] if start >= 0 else line, body
+
+
+def json_lines(text: str) -> Iterator[Row]:
+    """JSON objects, each at the end of its line, or over several lines; text of a logger may stand before it."""
+    for number, _, body in _objects(text):
+        if not body:
             continue
         try:
-            row = json.loads(line[start:], object_pairs_hook=_once)
+            row = json.loads(body, object_pairs_hook=_once)
         except (ValueError, RecursionError):
             continue
         if (
@@ -106,9 +151,13 @@ def _beside(row: dict[str, Any]) -> bool:
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of ms-swift before it wrote `elapsed_time`: its speed is the mean since the start."""
+    """The row with seconds that only its other figures tell: ms-swift's mean speed since the start, before it wrote `elapsed_time`; mmengine's `time`."""
     named, speed = figures(row), fields.number(row.get(_SPEED))
-    return {**row, "elapsed": named["step"] / speed} if speed and "clock" not in named and "seconds" not in named else row
+    if "seconds" in named or "clock" in named:
+        return row
+    if {"time", "data_time"} <= row.keys():
+        return {**row, "seconds": row["time"]}
+    return {**row, "elapsed": named["step"] / speed} if speed else row
 
 
 def playbook(text: str) -> Iterator[Row]:
@@ -120,7 +169,7 @@ def playbook(text: str) -> Iterator[Row]:
 
 def hugging_face(text: str) -> Iterator[Row]:
     """`trainer_state.json`, or the dictionaries that the Trainer prints."""
-    return _trainer_state(text) if text.lstrip()[:1] == "{" and '"log_history"' in text else _trainer_console(lines(text))
+    return _trainer_state(text) if text.lstrip()[:1] == "{" and '"log_history"' in text else _trainer_console(text)
 
 
 def _trainer_state(text: str) -> Iterator[Row]:
@@ -131,39 +180,49 @@ def _trainer_state(text: str) -> Iterator[Row]:
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise LogError("hf: 'log_history' is no list; expected the trainer_state.json that `trainer.save_state()` writes")
+    closing = next(
+        (entry for entry in reversed(history) if isinstance(entry, dict) and "train_runtime" in entry and "loss" not in entry), {}
+    )
+    mean = _mean(closing, state.get("max_steps"))
     for number, entry in enumerate(history, start=1):
         if isinstance(entry, dict) and "loss" in entry:
-            yield number, {"max_steps": state.get("max_steps"), **entry}
+            yield number, {"max_steps": state.get("max_steps"), **mean, **entry}
 
 
-def _trainer_console(found: Lines) -> Iterator[Row]:
+def _mean(closing: dict[str, Any], steps: Any) -> dict[str, float]:
+    """Seconds of a step on average, by the Trainer's closing line and its number of steps."""
+    runtime, number = fields.number(closing.get("train_runtime")), fields.number(steps)
+    return {"seconds by the closing line": runtime / number} if runtime and number and number > 0 else {}
+
+
+def _trainer_console(text: str) -> Iterator[Row]:
     """The dictionaries that the Trainer prints. They have no step: its progress bar has, which it draws anew after each, and its closing line."""
     rows: list[Row] = []
     bars: list[dict[str, Any] | None] = []
-    closing: dict[str, float] = {}
-    for number, line in found:
-        start = line.find("{'")
-        body = line[start:].rstrip()
-        if start < 0 or not body.endswith("}"):
-            bar = _BAR.search(line)
-            if bar and bars and bars[-1] is None:
-                bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": _bar_seconds(bar)}
+    closing: dict[str, Any] = {}
+    for number, before, body in _objects(text):
+        bar = _BAR.search(before)
+        if bar and bars and bars[-1] is None:
+            bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": _bar_seconds(bar)}
+        if not (body.startswith("{'") and body.endswith("}")):
             continue
-        items = [_HF_ITEM.fullmatch(item) for item in body[1:-1].split(", ")]
+        items = [_HF_ITEM.fullmatch(item) for item in _BETWEEN_ITEMS.split(body[1:-1].strip())]
         # What the console shows of `train_runtime` has four digits: no clock.
         row = {item[1]: item[2] for item in items if item and item[1] != "train_runtime"}
-        if line.startswith("{'train_runtime'", start):
-            closing = {item[1]: fields.number(item[2]) or 0.0 for item in items if item}
-        if all(items) and "loss" in row:
+        if body.startswith("{'train_runtime'"):
+            closing = {item[1]: item[2] for item in items if item}
+        alone = len({item[1] for item in items if item}) == len(items)
+        if alone and "loss" in row:
             rows.append((number, row))
             bars.append(None)
     if not closing and len(bars) > 1 and all(bars[:-1]) and bars[-1] is None:  # cut off before the bar was drawn anew
         rows.pop()
         bars.pop()
     drawn = all(bars) and len({bar["max_steps"] for bar in bars if bar}) == 1
-    steps = closing.get("train_runtime", 0.0) * closing.get("train_steps_per_second", 0.0)
+    steps = (fields.number(closing.get("train_runtime")) or 0.0) * (fields.number(closing.get("train_steps_per_second")) or 0.0)
     ahead = {"steps by the closing line": steps} if steps else {}
-    yield from ((number, row | ((bar or {}) if drawn else ahead)) for (number, row), bar in zip(rows, bars, strict=True))
+    mean = _mean(closing, (bars[0] or {}).get("max_steps") if drawn and bars else steps)
+    yield from ((number, mean | row | ((bar or {}) if drawn else ahead)) for (number, row), bar in zip(rows, bars, strict=True))
     if rows and not closing:
         raise Unfinished(
             "hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early"
@@ -227,9 +286,11 @@ def torchtitan(text: str) -> Iterator[Row]:
         names, values = words[::2], words[1::2]
         if len(names) != len(values) or not all(n.endswith(":") for n in names) or len(set(names)) < len(names):
             continue
-        if names[-1] != "mfu:":
+        if names[-1] not in _TITAN_ENDS:
             continue  # cut off, perhaps inside a number
         row: dict[str, Any] = {n[:-1]: v for n, v in zip(names, values, strict=True)}
+        if "iter" in row:
+            row["seconds"] = row.pop("iter")
         if memory := _TITAN_MEMORY.fullmatch(row.pop("memory", "")):
             row["memory_gib"] = memory[1]
         row |= {n: row[n].replace(",", "") for n in ("tps", "wps", "tflops") if n in row}
@@ -247,13 +308,14 @@ def _moment(text: str) -> float | None:
 
 
 def megatron(text: str) -> Iterator[Row]:
-    """Iteration lines of Megatron-LM since 2020, of Megatron-DeepSpeed, Megatron-Bridge and Primus: `name: value` between bars.
+    """Iteration lines of Megatron-LM since 2020, of Megatron-DeepSpeed, Megatron-Bridge, Primus and nanotron: `name: value` between bars.
 
     Primus puts the mean so far behind an iteration's own figure: `elapsed time per iteration (ms): 1200.0/1250.3`.
     """
     for number, line in lines(text):
         start = _MEGATRON.search(line)
-        if start is not None and _MEGATRON_TIME in line and (row := _barred(line[start.end() :])) is not None:
+        timed = any(name in line for name in _MEGATRON_TIMES)
+        if start is not None and timed and (row := _barred(line[start.end() :])) is not None:
             yield number, {"iteration": start[1], "train_iters": start[2], **{name: value.partition("/")[0] for name, value in row.items()}}
 
 
@@ -283,41 +345,74 @@ def verl(text: str) -> Iterator[Row]:
             yield number, {"step": start[1], **row}
 
 
-def nanogpt(text: str) -> Iterator[Row]:
-    """`iter 10: loss 2.9, time 345.1ms, mfu 38.2%`, and modded-nanoGPT's `step:10/1750 train_time:1234ms step_avg:123.4ms`, a time since the start."""
+def _matching(patterns: tuple[re.Pattern[str], ...]) -> Parser:
+    """A parser of lines that one of these patterns finds; the last date before the match is a clock."""
+
+    def parse(text: str) -> Iterator[Row]:
+        for number, line in lines(text):
+            match = next((m for each in patterns if (m := each.search(line))), None)
+            if match is not None:
+                moments = _DATE.findall(line[: match.start()])
+                row = {name: value for name, value in match.groupdict().items() if value is not None}
+                timed = row.keys() & {"ms", "ms_total", "seconds"} or not moments
+                yield number, row if timed else row | {"timestamp": moments[-1]}
+
+    return parse
+
+
+nanogpt = _matching(_NANOGPT)
+"""`iter 10: loss 2.9, time 345.1ms, mfu 38.2%`, and modded-nanoGPT's `step:10/1750 train_time:1234ms step_avg:123.4ms`, a time since the start."""
+deepspeed = _matching(_DEEPSPEED)
+"""The throughput timer's lines, `epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=...`, and those of 2022, `0/10, SamplesPerSec=...`."""
+mmengine = _matching(_MMENGINE)
+"""`Epoch(train) [1][50/300]  lr: 2e-2  eta: 0:10:00  time: 0.5012  data_time: 0.0012  memory: 3512  loss: 1.2345`, and `Iter(train) [50/80000] ...`."""
+timm = _matching(_TIMM)
+"""`Train: 0 [  50/1251 (  4%)]  Loss: 6.914 (6.93)  Time: 0.512s, 500.1/s  (0.530s, ...)  LR: 1.000e-05  Data: 0.010 (0.012)`."""
+
+
+def torchtune(text: str) -> Iterator[Row]:
+    """`Step 10 | loss:1.68 lr:2e-05 tokens_per_second_per_gpu:1234.5 grad_norm:1.5 peak_memory_active:14.2`, with the same names in each line."""
+    names: list[str] = []
     for number, line in lines(text):
-        match = _NANOGPT.search(line) or _MODDED.search(line)
-        if match is not None:
-            yield number, match.groupdict()
+        if (start := _TORCHTUNE.search(line)) is not None:
+            items = [item.partition(":") for item in line[start.end() :].split()]
+            names = names or [name for name, _, _ in items]
+            if [name for name, _, _ in items] == names:
+                yield number, {"step": start[1], **{name: value for name, _, value in items}}
 
 
-def deepspeed(text: str) -> Iterator[Row]:
-    """The throughput timer's lines of DeepSpeed, `epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=...`; the logger's time is the clock."""
-    for number, line in lines(text):
-        match = _DEEPSPEED.search(line)
-        if match is not None:
-            moments = _DATE.findall(line[: match.start()])
-            yield number, match.groupdict() | ({"timestamp": moments[-1]} if moments else {})
+def _blocks(adapter: str, head: re.Pattern[str], figure: re.Pattern[str]) -> Parser:
+    """A parser of blocks: a line with step and number of steps, and below it one figure a line, further in."""
 
-
-def olmo_core(text: str) -> Iterator[Row]:
-    """Blocks of OLMo-core's console: `[step=10/1000,epoch=1]`, and below it one figure a line, further in."""
-    pending: Row | None = None
-    for number, line in lines(text):
-        head, figure = _OLMO.search(line), _OLMO_FIGURE.fullmatch(line.rstrip())
-        if pending is not None and figure is not None and head is None:
-            if figure[1] in pending[1]:
-                raise LogError(
-                    f"olmo-core: line {number} names {shown(figure[1])} twice for one step; the log is damaged, or two processes write into it"
-                )
-            pending[1][figure[1]] = figure[2].replace(",", "")
-            continue
+    def parse(text: str) -> Iterator[Row]:
+        pending: Row | None = None
+        for number, line in lines(text):
+            begins, item = head.search(line.rstrip()), figure.fullmatch(line.rstrip())
+            if pending is not None and item is not None and begins is None:
+                if item[1] in pending[1]:
+                    raise LogError(
+                        f"{adapter}: line {number} names {shown(item[1])} twice for one step; the log is damaged, or two processes write into it"
+                    )
+                pending[1][item[1]] = item[2].replace(",", "")
+                continue
+            if pending is not None:
+                yield pending
+            moments = _DATE.findall(line[: begins.start()]) if begins else []
+            pending = (
+                (number, {"step": begins[1], "total_steps": begins[2]} | ({"timestamp": moments[-1]} if moments else {}))
+                if begins
+                else None
+            )
         if pending is not None:
             yield pending
-        moments = _DATE.findall(line[: head.start()]) if head else []
-        pending = (number, {"step": head[1], "total_steps": head[2]} | ({"timestamp": moments[-1]} if moments else {})) if head else None
-    if pending is not None:
-        yield pending
+
+    return parse
+
+
+olmo_core = _blocks("olmo-core", _OLMO, _OLMO_FIGURE)
+"""Blocks of OLMo's and OLMo-core's console: `[step=10/1000,epoch=1]`, and below it figures such as `train/CE loss=2.5`."""
+composer = _blocks("composer", _COMPOSER, _COMPOSER_FIGURE)
+"""Blocks of Composer's console: `[batch=10/1000]:`, and below it figures such as `Train loss/train/total: 2.5`."""
 
 
 def by_pattern(pattern: str) -> Parser:

@@ -20,12 +20,12 @@ from playbook.errors import ConfigError, ExitCode, LaunchError
 from playbook.records import confidential
 from playbook.records.case import Budget, Case, Delta, Guardrails, Loss
 from playbook.records.commands import Steps, Traced, fill
-from playbook.records.evidence import Derived, Variant
+from playbook.records.evidence import Derived, Measured, Variant
 from playbook.yaml_files import did_you_mean
 from playbook_bench import metrics
 from playbook_bench.launch.local import LocalLauncher, interruptible
 from playbook_bench.machine import detect
-from playbook_bench.run import confirm
+from playbook_bench.run import confirm, resolution
 from playbook_bench.run.confirm import Progress
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import Outcome
@@ -46,6 +46,7 @@ ID = "ab"
 _OPTIONS = {
     "compare useful tokens per second instead": "--metric tokens_per_s --work any",
     "declare delta.work with a reason": "--work any",
+    "mean losses differ": "--loss any",
 }
 """For what a guard advises to who writes a case, the options of the command line."""
 _ALL_DAY_MINUTES = 1440.0
@@ -165,7 +166,18 @@ def compare(asked: Question, options: Options, progress: Progress, command: str)
         LaunchError: a command cannot be started.
         PlaybookError, Interrupted: as `confirm.bench_run`.
     """
-    options = replace(options, settles=lambda derived: answer(derived, asked.margin).verdict != "undecided")
+    notes: list[str] = []
+
+    def settles(measured: Measured, derived: Derived) -> bool:
+        """Whether a look answers; after the first that does not, a note says what effect the launches can show at all."""
+        if answer(derived, asked.margin).verdict != "undecided":
+            return True
+        if not notes and derived.comparison is not None and derived.comparison.look is not None:
+            notes.append(resolution.sentence(measured, derived.comparison))
+            progress.note(notes[0])
+        return False
+
+    options = replace(options, settles=settles)
     (outcome,) = confirm.bench_run(case_of(asked, options.profile or detect.CPU), options, progress, command)
     return outcome, answer(outcome.evidence.derived, asked.margin)
 
@@ -189,10 +201,17 @@ def _verdict(low: float, high: float, margin: float) -> Verdict:
     return "faster" if low > 0 else "slower" if high < 0 else "undecided"
 
 
-def hint(derived: Derived) -> str:
-    """The option that lets launches be compared which do different work, where that is why they could not be; else empty."""
+def hint(outcome: Outcome, found: Answer) -> str:
+    """What helps where nothing was decided: the option that lets launches be compared which do different work, or what effect they can show; else empty."""
+    derived, measured = outcome.evidence.derived, outcome.evidence.measured
     details = [gate.detail for gate in derived.gates if not gate.ok]
-    return next((f"where that is meant: {option}" for words, option in _OPTIONS.items() if any(words in each for each in details)), "")
+    option = next((option for words, option in _OPTIONS.items() if any(words in each for each in details)), "")
+    if option:
+        return f"where that is meant: {option}"
+    comparison = derived.comparison
+    if found.verdict != "undecided" or comparison is None or derived.verdict.status != "measured":
+        return ""
+    return "; ".join(filter(None, (resolution.order_matters(comparison), resolution.sentence(measured, comparison))))
 
 
 def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def _at_once(record: Measured) -> Settled:
     return Settled(record, derive(record))
 
 
-def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Derived], bool]) -> list[Settled]:
+def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Measured, Derived], bool]) -> list[Settled]:
     """The verdicts of the claims of a series: discarded launches, then pairs until all of them are settled.
 
     `suffices` says of an effect without a claim whether it is known well enough to stop.
@@ -282,7 +282,9 @@ def _counted(running: Series, records: Sequence[Measured]) -> bool:
     return not noisy
 
 
-def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Settled], suffices: Callable[[Derived], bool]) -> None:
+def _timed(
+    running: Series, records: Sequence[Measured], settled: dict[int, Settled], suffices: Callable[[Measured, Derived], bool]
+) -> None:
     """Run a series of a metric with noise: discarded launches, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
     running.expected = schedule.launches(looks, limit, len(running.variants))
@@ -320,9 +322,9 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
         series.measure_pairs(running, enough)
 
 
-def _settles(judged: Settled, suffices: Callable[[Derived], bool]) -> bool:
+def _settles(judged: Settled, suffices: Callable[[Measured, Derived], bool]) -> bool:
     reason = judged.derived.verdict.reason
-    return suffices(judged.derived) if reason == "no_claim" else reason not in ("budget", "power")
+    return suffices(judged.measured, judged.derived) if reason == "no_claim" else reason not in ("budget", "power")
 
 
 def _burn_in(running: Series) -> bool:

@@ -45,7 +45,7 @@ class Options:
     """Whether variants are traced once a timed verdict from GPUs is reached."""
     untraced: Mapping[str, Evidence] = field(default_factory=dict)
     """By case, verdicts of earlier commands whose variants are traced first."""
-    settles: Callable[[Derived], bool] = lambda derived: True
+    settles: Callable[[Measured, Derived], bool] = lambda measured, derived: True
     """Decides at a look whether an effect without a claim is known well enough to stop."""
     began: float = field(default_factory=time.monotonic)
 

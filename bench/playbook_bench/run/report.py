@@ -26,7 +26,7 @@ from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, in_markdown, plain
 from playbook_bench import metrics
 from playbook_bench.judge import effects, receipt
-from playbook_bench.run import schedule
+from playbook_bench.run import resolution, schedule
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import Outcome
 
@@ -158,6 +158,8 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
     out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs{_aa(found)}, {_clock(evidence.seconds.total)}"))
     shown = effects.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
     out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
+    if clause := resolution.order_matters(found):
+        out.print(Text(f"{_INDENT}{clause}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
     if shares := _computing(evidence):

@@ -19,8 +19,7 @@ from playbook_bench.machine import requirements
 from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.automatic import Target, config_sha
-from playbook_trainer.config.neutral import torch_only
-from playbook_trainer.config.tree import TrainerConfig, flatten
+from playbook_trainer.config.tree import TrainerConfig, flatten, torch_only
 
 if TYPE_CHECKING:
     from playbook_bench.launch.local import Launcher

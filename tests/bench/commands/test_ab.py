@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 import venv
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError
 from playbook.records.commands import Steps
+from playbook.records.evidence import Comparison
 from playbook_app.cli.app import main
 from playbook_bench.launch.outcome import Result
-from playbook_bench.run import ab, replay
+from playbook_bench.run import ab, replay, resolution
 from playbook_bench.variants import checkout
 from playbook_bench.variants import command as variant
 from playbook_bench.variants.program import Program, start
@@ -26,14 +28,14 @@ COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
 def invented(monkeypatch):
     """Launches take no time: their steps are drawn, slower by `--slower`, by a launch noise of `noise`."""
 
-    def set_(seed=1, noise=0.003):
+    def set_(seed=1, noise=0.003, step_noise=0.005):
         draw = random.Random(seed)
 
         def start(program, folder, on_step=None):
             slower = next((float(w.partition("=")[2]) for w in program.words if w.startswith("--slower=")), 0.0)
             launch = 0.1 * (1 + slower) * (1 + draw.gauss(0, noise))
             tokens = program.tokens or 8
-            seconds = [launch * (1 + draw.gauss(0, 0.005)) for _ in range(20)]
+            seconds = [launch * (1 + draw.gauss(0, step_noise)) for _ in range(20)]
             rows = [
                 {"step": i, "timed": i >= 4, "seconds": s, "useful_tokens": tokens, "raw_tokens": tokens, "loss": 1.0}
                 for i, s in enumerate(seconds)
@@ -101,6 +103,47 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
     invented(noise=0.2)
     code, found, _ = run("--pairs", "4", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.02")
     assert (code, found["verdict"]) == (3, "undecided")
+
+
+@pytest.mark.parametrize(
+    ("noise", "says"),
+    [
+        ({"noise": 0.2}, "quieten the machine"),
+        ({"noise": 0.0, "step_noise": 0.1}, "let each launch make more steps: four times as many halve it"),
+    ],
+)
+def test_after_the_first_look_it_is_said_what_effect_shows_at_all_and_what_would_show_a_smaller_one(run, invented, noise, says):
+    invented(**noise)
+    _, found, err = run("--", *COMMAND, "--vs", *COMMAND)
+    assert found["verdict"] == "undecided"
+    note, after = err.split("launch 11 of")[0], float(re.search(r"12 pairs show an effect from about (\d+) % on", found["sentence"])[1])
+    assert says in note
+    assert says in found["sentence"]
+    invented(seed=2, **noise)
+    verdicts = {run("--seed", "2", "--", *COMMAND, "--vs", *COMMAND, f"--slower={slower * after / 100}")[1]["verdict"] for slower in (2, 4)}
+    assert "slower" in verdicts
+
+
+def test_values_that_point_the_other_way_than_the_effect_are_explained():
+    """Drift that favours the baseline: its launches came when the machine was quicker."""
+    found = Comparison(
+        metric="step_seconds", unit="s", better="lower", design="launches_abba", scale="log_ratio", baseline=1.0, candidate=1.1, effect=0.265,
+        low=-0.2, high=0.9, pairs=12, look=5,
+    )  # fmt: skip
+    assert "the means alone say -9.1 %, and +26.5 % is what is left" in resolution.order_matters(found)
+    assert resolution.order_matters(found.model_copy(update={"candidate": 0.9})) == ""
+    assert resolution.order_matters(found.model_copy(update={"better": "higher"})) == ""
+
+
+def test_another_loss_ends_it_after_two_launches_and_names_the_option(run):
+    words = [
+        sys.executable,
+        "-c",
+        "import sys,json\nfor i in range(1, 21): print(json.dumps({'step': i, 'seconds': (1 + i % 3 / 1e3) / 1e5, 'loss': float(sys.argv[1]), 'tokens': 4}))",
+    ]
+    code, found, err = run("--", *words, "4", "--vs", *words, "5")
+    assert (code, found["verdict"], err.count("launch ")) == (3, "undecided", 2), err
+    assert found["sentence"].endswith("where that is meant: --loss any")
 
 
 def test_what_a_second_command_goes_on_from_is_told_as_it_is(run, invented, monkeypatch):

@@ -194,19 +194,28 @@ UNKNOWN = {
     "milliseconds": "[12:00:0{i}] Update {n}/200 | train loss: {x} | took 512.{i} ms | lr 1e-4\n",
     "seconds": "epoch 0 it {n} loss={x} (0.51{i} s/it)\n",
     "named seconds": "it={n} loss={x} step_s=0.51{i}\n",
+    "a total": "step:{n}/1750 val_loss:{x} train_time:{total}ms step_avg:999.9ms\n",
+    "a percentage": "Epoch 0: {n}%|x | {n}/200 [00:0{i}<00:10, loss={x}, eta 7s, 0.51{i} s/it]\n",
+    "dates": "[2024-04-24 10:00:{at},100] [INFO] [trainer.py:96] step={n}, skipped=0, loss={x}, lr=[4e-05]\n",
+    "other words for it": "step {n} | loss: {x} | lr 1e-4 | dt: 51{i}.00ms | tok/sec: 8192.55\n",
 }
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_pattern_is_proposed_that_reads_the_log(kind: str) -> None:
-    text = "starting\n" + "".join(UNKNOWN[kind].format(i=i, n=10 * i, x=x) for i, x in enumerate(logs.LOSSES[:4], 1)) + "done\n"
+    text = (
+        "starting\n"
+        + "".join(UNKNOWN[kind].format(i=i, n=10 * i, x=x, total=5100 * i, at=10 + 5 * i) for i, x in enumerate(logs.LOSSES[:4], 1))
+        + "done\n"
+    )
     with pytest.raises(NoAdapter) as caught:
         read(text)
     assert caught.value.pattern in str(caught.value)
     log = read(text, caught.value.pattern)
-    assert [s.step for s in log.steps] == [10, 20, 30, 40]
-    assert [s.loss for s in log.steps] == list(logs.LOSSES[:4])
-    assert [s.seconds for s in log.steps] == pytest.approx([0.51] * 4, abs=0.01)
+    begin = int(log.clock == "differences")
+    assert [s.step for s in log.steps] == [10, 20, 30, 40][begin:]
+    assert [s.loss for s in log.steps] == (list(logs.LOSSES[begin:4]) if kind != "a total" else [None] * 3)
+    assert [s.seconds for s in log.steps] == pytest.approx([0.51] * (4 - begin), abs=0.011)
 
 
 @pytest.mark.parametrize("text", ["hello\n" * 9, "loss 2.0\n" * 9, "a 1\nb 2\nc 3\nd 4\n"])
@@ -222,7 +231,7 @@ def test_a_log_without_time_is_read_for_the_rest_and_says_what_ab_lacks() -> Non
         read(text)
     log = read(text, running=True)
     assert (log.clock, {s.tokens_per_s_per_gpu for s in log.steps}) == ("none", {9000})
-    assert any("no time, which `playbook ab` needs" in caveat for caveat in log.caveats)
+    assert any("no time of a step, which `playbook ab` needs" in caveat for caveat in log.caveats)
 
 
 def factory(losses: tuple[float, ...] = logs.LOSSES, scale: float = 1.0) -> str:
@@ -243,7 +252,7 @@ def test_a_file_beside_a_log_without_time_gives_its_seconds(tmp_path: Path, plac
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     path.write_text(logs.trainer_state(timed=False))
-    assert read(path, running=True).clock == "none"
+    assert read(path, running=True).clock == "mean"
     (tmp_path / "notes.txt").write_text("nothing\n")
     (tmp_path / "trainer_log.jsonl").write_text(factory())
     log = read(path, running=True)
@@ -261,7 +270,7 @@ def test_a_file_of_another_run_gives_no_seconds(tmp_path: Path, files: dict[str,
     """It has other losses, or there are two that disagree."""
     for name, text in {"trainer_state.json": logs.trainer_state(timed=False), **files}.items():
         (tmp_path / name).write_text(text)
-    assert read(tmp_path / "trainer_state.json", running=True).clock == "none"
+    assert read(tmp_path / "trainer_state.json", running=True).clock == "mean"
 
 
 def test_a_table_without_seconds_has_those_of_the_events_below_it(tmp_path: Path) -> None:
@@ -317,6 +326,129 @@ def test_of_several_runs_in_a_file_the_last_is_read_where_the_run_may_go_on() ->
     log = read(first + resumed, running=True)
     assert ([s.step for s in log.steps], {s.seconds for s in log.steps}) == (list(range(31, 51)), {0.5})
     assert any("steps begin again 1 time," in caveat and "from line 41 on" in caveat for caveat in log.caveats)
-    for damaged in (rows(*({"step": i // 2, "seconds": 0.5} for i in range(2, 42))), first + resumed[: len(resumed) // 4]):
+    for damaged in (rows(*({"step": i // 2, "seconds": 0.5, "loss": 2 + i} for i in range(2, 42))), first + resumed[: len(resumed) // 4]):
         with pytest.raises(LogError, match=r"logged twice|comes after step"):
             read(damaged, running=True)
+
+
+def test_a_finished_run_without_times_has_the_mean_of_its_closing_line_for_who_asks_how_fast_it_was() -> None:
+    log = read(logs.trainer_state(timed=False), running=True)
+    assert (log.clock, {s.seconds for s in log.steps}) == ("mean", {4.5 / 8})
+    assert any("mean of the whole run, by its closing line" in caveat for caveat in log.caveats)
+    log = read(printed(5, False, "'train_steps_per_second': '2', "), running=True)
+    assert (log.clock, log.every, [round(s.seconds, 9) for s in log.steps]) == ("mean", 5, [0.5] * 7)
+
+
+def test_a_bar_on_the_line_of_the_next_dictionary_is_of_the_step_before() -> None:
+    text = printed(5, bars=True, closing="").replace("\r  \r", "")
+    assert text.count("it/s]{") == 8
+    log = read(text, arrivals=[2.5 * i for i in range(10)])
+    assert (log.every, [s.step for s in log.steps]) == (5, list(range(10, 41, 5)))
+
+
+def test_a_dictionary_over_several_lines_is_one() -> None:
+    text = logs.printed_blocks()
+    log = read(text, arrivals=[0.5 * i for i in range(text.count("\n") + 1)])
+    assert (log.adapter, [s.step for s in log.steps]) == ("hf", list(range(2, 9)))
+    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
+    assert {s.tokens for s in log.steps} == {logs.TOKENS}
+    rows = [json.loads(line) for line in logs.json_lines().splitlines()[1:-1]]
+    log = read("".join(f"{json.dumps(row, indent=2)}\n" for row in rows), steps=8)
+    assert (log.adapter, [s.seconds for s in log.steps]) == ("jsonl", list(logs.SECONDS))
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+def test_blocks_of_composer_are_read_with_hours_rates_and_tokens(epochs: bool) -> None:
+    log = read(logs.composer(epochs), steps=8)
+    assert (log.adapter, log.clock, [s.step for s in log.steps]) == ("composer", "differences", list(range(2, 9)))
+    assert [s.seconds for s in log.steps] == pytest.approx([100 * s for s in logs.SECONDS[1:]], abs=0.5)  # 0.0001 h are 0.36 s
+    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
+    assert {s.tokens for s in log.steps} == {logs.TOKENS}
+    last = log.steps[-1]
+    assert (last.tokens_per_s, last.tokens_per_s_per_gpu, last.memory_bytes) == (131072, 16384, pytest.approx(4.0643e9))
+    assert log.steps[0].tokens_per_s is None
+
+
+def test_a_clock_of_hours_with_four_decimals_is_too_coarse_for_steps_of_a_second() -> None:
+    rows = [{"step": i, "loss": 2.0, "time/train": round(i * 0.5 / 3600, 4)} for i in range(1, 101)]
+    log = read("".join(json.dumps(row) + "\n" for row in rows), running=True)
+    assert {round(s.seconds, 2) for s in log.steps} == {0.5}
+    assert any("steps of 0.36 s" in caveat for caveat in log.caveats)
+
+
+def test_steps_that_begin_again_with_each_epoch_are_counted_on() -> None:
+    log = read(logs.mmengine())
+    assert (log.adapter, log.every, [s.step for s in log.steps]) == ("mmengine", 50, list(range(50, 401, 50)))
+    assert [s.seconds for s in log.steps] == list(logs.SECONDS)
+    assert any("begin again with each of 2 epochs" in caveat for caveat in log.caveats)
+    log = read(logs.timm())
+    assert (log.adapter, log.every, [s.step for s in log.steps]) == ("timm", 50, [0, 50, 100, 119, 120, 170, 220, 239])
+    assert [s.loss for s in log.steps] == pytest.approx(logs.LOSSES, abs=0.005)
+    rows = [{"mode": "train", "epoch": e, "iter": 50 * i, "loss": 2.0, "time": 0.5, "data_time": 0.01} for e in (1, 2) for i in (1, 2, 3)]
+    log = read("".join(json.dumps(row) + "\n" for row in rows))
+    assert ([s.step for s in log.steps], {s.seconds for s in log.steps}) == ([50, 100, 150, 200, 250, 300], {0.5})
+    del rows[1]
+    with pytest.raises(LogError, match="comes after step"):
+        read("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_lines_of_micro_batches_add_up_to_steps() -> None:
+    with pytest.raises(NoAdapter) as caught:
+        read(logs.micro_batches())
+    for pattern in (caught.value.pattern, logs.MICRO_PATTERN):
+        log = read(logs.micro_batches(), pattern)
+        assert [s.step for s in log.steps] == list(range(1, 8))
+        expected = [(a + 3 * b) / 4 for a, b in zip(logs.SECONDS, logs.SECONDS[1:], strict=False)]  # an update has the number of the next
+        assert [s.seconds for s in log.steps] == pytest.approx(expected)
+        assert any("each step has 4 lines, of its micro-batches" in caveat for caveat in log.caveats)
+    rows = [{"step": i // 4, "micro_step": i % 4, "loss": 2.0 + i % 4, "seconds": 0.125, "tokens": 1024} for i in range(4, 40)]
+    log = read("".join(json.dumps(row) + "\n" for row in rows), steps=9)
+    assert {(s.seconds, s.tokens, s.loss) for s in log.steps} == {(0.5, 4096, 3.5)}
+    with pytest.raises(LogError, match="need a counter of them"):
+        read("".join(json.dumps(row | {"micro_step": 0}) + "\n" for row in rows))
+
+
+def test_lines_of_several_ranks_are_one_where_they_say_the_same() -> None:
+    text = re.sub(r"(.*step: .*\n)", r"\1\1\1\1", logs.torchtitan(colours=False))
+    with pytest.raises(LogError, match="logged twice"):
+        read(text)
+    log = read(text, running=True)
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-6)
+    assert any("logged 4 times, by several ranks" in caveat for caveat in log.caveats)
+
+
+def test_a_rate_without_times_is_a_rate_alone() -> None:
+    with pytest.raises(LogError, match="expected the seconds of a step"):
+        read(logs.torchtune())
+    log = read(logs.torchtune(), running=True)
+    assert (log.adapter, log.clock, [s.step for s in log.steps]) == ("torchtune", "none", list(range(2, 9)))
+    assert [s.tokens_per_s_per_gpu for s in log.steps] == pytest.approx([logs.TOKENS / s for s in logs.SECONDS[1:]], rel=1e-4)
+    assert {s.memory_bytes for s in log.steps} == {14.25 * 2**30}
+    old = "".join(f"[2022-11-07 01:55:0{i},500] [INFO] [timer.py:180:stop] 0/{i}, SamplesPerSec=25.5\n" for i in range(1, 9))
+    assert {s.seconds for s in read(old, steps=8).steps} == {1.0}
+
+
+def test_figures_with_a_suffix_are_thousands_millions_and_more() -> None:
+    log = read(logs.nanotron(), steps=8)
+    last = log.steps[-1]
+    assert (last.tokens_per_s, last.tokens_per_s_per_gpu, last.memory_bytes, last.samples) == pytest.approx((2.09e6, 26200, 52.1e9, 512))
+    assert [s.seconds for s in log.steps] == list(logs.SECONDS[1:])
+    assert [s.tokens for s in log.steps] == pytest.approx([1.05e6] * 7)  # from totals of three digits: the mean of all
+    pattern = r"regex:s=(?P<step>\d+) t=(?P<ms_total>[\d.K]+) rate=(?P<tokens_per_s>[\d.KM]+)"
+    log = read("".join(f"s={i} t={0.5 * i}K rate=1.5M\n" for i in range(1, 9)), pattern)
+    assert {(s.seconds, s.tokens_per_s) for s in log.steps} == {(0.5, 1.5e6)}
+
+
+def test_torchtitans_lines_of_2024_have_their_own_time_or_their_stamps() -> None:
+    """`iter` until April, words per second (`wps`) and no loss norm until October."""
+    for rest, clock in (
+        ("iter: {s:.4f}  data: 0.0431  lr: 0.00026667", "logged"),
+        ("memory: 33.73GiB(42.59%)  wps: 2,050  mfu: 17.66%", "differences"),
+    ):
+        text = ""
+        for i, (at, s, x) in enumerate(zip(logs.moments(), logs.SECONDS, logs.LOSSES, strict=True), 1):
+            stamp = f"{at:06.3f}".replace(".", ",")
+            text += f"[rank0]:2024-04-24 10:00:{stamp} - root - INFO - step: {i:2}  loss: {x:7.4f}  {rest.format(s=s)}\n"
+        log = read(text, steps=8)
+        assert (log.adapter, log.clock) == ("torchtitan", clock)
+        assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[clock != "logged" :], abs=1e-6)

@@ -36,9 +36,20 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "nemo": (logs.nemo(), None),
     "verl": (logs.verl(), None),
     "wandb": (logs.wandb(), None),
+    "nanotron": (logs.nanotron(), None),
+    "composer": (logs.composer(), None),
+    "mmengine": (logs.mmengine(), None),
+    "timm": (logs.timm(), None),
+    "torchtune": (logs.torchtune(), None),
+    "blocks": (logs.printed_blocks(), None),
+    "micro": (logs.micro_batches(), logs.MICRO_PATTERN),
     "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }
+STEPS = {"mmengine": 400, "timm": 240, "micro": 7}
+"""How many steps those logs tell of whose lines cover several, or whose first and last steps are not whole; others as many as there are losses."""
+_BLOCKS = ("olmo", "state", "composer", "blocks")
+"""Logs with figures of a step on lines of their own."""
 WORD = re.compile(r"[\w+.\-]+")
 DIGIT = re.compile(r"\d")
 JUNK = "x|:,'\"{}[]\x00\x1b\r\n\t \x0b\u2028é0"
@@ -76,17 +87,17 @@ def lines_changed(rng: random.Random, text: str) -> str:
 MUTATIONS: list[Callable[[random.Random, str], str]] = [change_character, change_character, insert_junk, cut, lines_changed, lines_changed]
 
 
-def attempt(text: str, adapter: str | None) -> StepLog | str:
+def attempt(text: str, adapter: str | None, steps: int | None) -> StepLog | str:
     """The log as a launcher reads it, each line with its moment; or the message of the error."""
     try:
-        return read(text, adapter, steps=len(logs.LOSSES), arrivals=[0.5 * i for i in range(text.count("\n") + 2)])
+        return read(text, adapter, steps=steps, arrivals=[0.5 * i for i in range(text.count("\n") + 2)])
     except LogError as e:
         return str(e)
 
 
 @cache
 def original(kind: str) -> StepLog:
-    found = attempt(*LOGS[kind])
+    found = attempt(*LOGS[kind], STEPS.get(kind, len(logs.LOSSES)))
     assert isinstance(found, StepLog)
     return found
 
@@ -111,15 +122,15 @@ def check(kind: str, seed: int) -> bool:
     rng = random.Random(f"{kind} {seed}")
     mutated = rng.choice(MUTATIONS)(rng, text)
     # Most are read by the name of their adapter, as a second launch's is; the others must be recognised first.
-    found = attempt(mutated, adapter or (original(kind).adapter if seed % 4 else None))
-    if kind in ("olmo", "state") and sorted(mutated.split("\n")) == sorted(text.split("\n")):
+    found = attempt(mutated, adapter or (original(kind).adapter if seed % 4 else None), STEPS.get(kind, len(logs.LOSSES)))
+    if kind in _BLOCKS and sorted(mutated.split("\n")) == sorted(text.split("\n")):
         return False  # figures of a step on lines of their own, which changed places: nothing can show it
     if isinstance(found, str):
         assert len(found) > 30
         assert found.isprintable()
         return True
     # A line break in place of a digit does not show where a number ends a line and no other form is expected.
-    digits = (kind in ("state", "regex", "olmo") or mutated.count("\n") == text.count("\n")) and numbers(mutated) != numbers(text)
+    digits = (kind in (*_BLOCKS, "regex", "micro") or mutated.count("\n") == text.count("\n")) and numbers(mutated) != numbers(text)
     if digits:
         assert len(found.steps) == len(original(kind).steps)
         assert all(s.seconds > 0 for s in found.steps)

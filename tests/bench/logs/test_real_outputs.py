@@ -15,6 +15,7 @@ from playbook.paths import repo_root
 from playbook_bench.logs import StepLog, read
 
 KEPT = repo_root() / "tests/fixtures/logs"
+TARGETS = repo_root() / ".venv" / "targets"
 SCRIPTS = repo_root() / "tests/support/examples"
 STEPS = 6
 
@@ -48,10 +49,12 @@ def test_lightnings_table_is_read_with_its_own_time_and_with_the_monitors() -> N
     assert monitor.steps[0].samples is None
 
 
-def run(script: str, *arguments: str, folder: Path) -> tuple[str, list[float]]:
-    """What a script printed, and when each line came."""
-    words = [sys.executable, str(SCRIPTS / script), "--steps", str(STEPS), *arguments]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def run(script: str, *arguments: str, folder: Path, package: str = "", steps: int = STEPS) -> tuple[str, list[float]]:
+    """What a script printed, and when each line came; `package` is one that is unpacked and not installed."""
+    if package and not (TARGETS / package).is_dir():
+        pytest.fail(f"{TARGETS / package} is missing; run `make targets`")
+    words = [sys.executable, str(SCRIPTS / script), "--steps", str(steps), *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"PYTHONPATH": str(TARGETS / package)} if package else {})
     with subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         lines = [(line, time.monotonic()) for line in process.stdout]
@@ -76,6 +79,32 @@ def test_the_installed_lightning_writes_what_is_read(tmp_path: Path) -> None:
     log = read(tmp_path / "lightning-run", steps=STEPS)
     assert (log.adapter, log.clock, steps_of(log)[-1]) == ("lightning", "differences", STEPS - 1)
     assert all(s.seconds > 0 and s.loss is not None for s in log.steps)
+
+
+@pytest.mark.full
+def test_trl_writes_what_is_read(tmp_path: Path) -> None:
+    """Its totals of tokens, in the file and on the console, which has neither steps nor time."""
+    text, arrivals = run("train_trl.py", folder=tmp_path, package="trl", steps=12)
+    saved = read(tmp_path / "trl-run", running=True)
+    assert (saved.adapter, saved.clock, saved.every, steps_of(saved)) == ("hf", "mean", 2, [4, 6, 8, 10, 12])
+    assert {s.tokens for s in saved.steps} == {42}  # two samples of 20 words and an end
+    printed = read(text, steps=12, arrivals=arrivals)
+    assert (printed.adapter, printed.clock, printed.every, steps_of(printed)) == ("hf", "arrival", 2, [4, 6, 8, 10, 12])
+    assert [(s.tokens, s.step) for s in printed.steps] == [(s.tokens, s.step) for s in saved.steps]
+    assert [s.loss for s in printed.steps] == pytest.approx([s.loss for s in saved.steps], rel=1e-3)
+
+
+@pytest.mark.full
+def test_torchtitan_writes_what_is_read(tmp_path: Path) -> None:
+    text, _ = run("train_torchtitan.py", folder=tmp_path, package="torchtitan-0.3.0", steps=12)
+    printed, events = read(text, steps=12), read(next(tmp_path.rglob("events.out.tfevents.*")), steps=12)
+    assert (printed.adapter, printed.clock, printed.every, steps_of(printed)) == ("torchtitan", "differences", 2, [2, 4, 6, 8, 10, 12])
+    assert (events.adapter, events.clock, events.every, steps_of(events)) == ("tensorboard", "logged", 2, [1, 2, 4, 6, 8, 10, 12])
+    assert [s.loss for s in printed.steps] == pytest.approx([s.loss for s in events.steps][1:], abs=1e-5)
+    for log in (printed, events):
+        # Two clocks of the same sleeps: one unit, however late a busy machine writes a line.
+        assert all(0.1 < s.tokens_per_s_per_gpu * s.seconds / 4096 < 10 for s in log.steps if s.tokens_per_s_per_gpu)
+        assert {s.memory_bytes for s in log.steps} <= {9 * 2**30, 9.5 * 2**30}
 
 
 def test_a_plain_loops_lines_are_read_without_options(tmp_path: Path) -> None:

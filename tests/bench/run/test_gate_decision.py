@@ -278,7 +278,7 @@ def test_sources_and_revision_may_differ_between_commits(judged):
     [
         ({}, "torch"),
         ({"exit_codes.py": "1"}, "torch"),
-        ({"torch/kernels/permute.py": "1"}, "torch.experts"),
+        ({"torch/kernels/experts.py": "1"}, "torch.experts"),
         ({"torch/parallel/dispatch.py": "1", "exit_codes.py": "1"}, "torch.experts"),
         ({"data/packing.py": "1", "torch/model/vision.py": "1"}, "data"),
         ({"loop.py": "1", "torch/engine.py": "1"}, "loop and torch"),

@@ -261,6 +261,95 @@ def olmo_core() -> str:
     return "\n".join(out) + "\n"
 
 
+def nanotron() -> str:
+    """nanotron's lines, which round what they print to three digits."""
+    rows = [
+        f"08/31/2024 14:37:{i:02} [INFO|DP=0|PP=0|TP=0]: iteration: {i} / 8 | consumed_tokens: {1.05 * i:.3g}M | elapsed_time_per_iteration_ms: {s * 1000:.3g} |"
+        f" tokens_per_sec: 2.09M | tokens_per_sec_per_gpu: 26.2K | global_batch_size: 512 | lm_loss: {x} | lr: 0.00015 | model_tflops_per_gpu: 187 |"
+        f" hardware_tflops_per_gpu: 187 | grad_norm: 2.96 | cuda_max_memory_reserved: 52.1G | hd_free_memory_tb: 1.18T"
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1)
+    ]
+    return "\n".join(["08/31/2024 14:37:00 [INFO|DP=0|PP=0|TP=0]: [Start training] sequence_length: 2048", *rows]) + "\n"
+
+
+def composer(epochs: bool = False) -> str:
+    """Blocks of Composer's console; rates come after some batches, hours since the start have four decimals, and a validation has its own blocks."""
+    out = []
+    for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1):
+        rates = ["throughput/tokens_per_sec: 131072.0000", "throughput/device/tokens_per_sec: 16384.0000"] if i > 3 else []
+        figures = [
+            f"time/batch: {i - 1}",
+            f"time/token: {TOKENS * (i - 1)}",
+            "memory/peak_reserved_mem: 4.0643",
+            f"loss/train/total: {x:.4f}",
+            *rates,
+        ]
+        figures += [f"time/train: {at / 36:.4f}", "time/val: 0.0000", "lr-DecoupledAdamW/group0: 0.0001"]
+        out += [f"{'[epoch=1]' if epochs else ''}[batch={i}/8]:", *(f"\t Train {figure}" for figure in figures)]
+        out += ["[Eval batch=1/1] Eval on eval data:", "\t Eval metrics/eval/LanguageCrossEntropy: 2.2000"] if i == 4 else []
+    return "\n".join(out) + "\n"
+
+
+def mmengine(epochs: int = 2) -> str:
+    """mmengine's lines, whose iterations begin again with each epoch."""
+    half = list(zip(SECONDS, LOSSES, strict=True))
+    rows = [
+        f"2024/04/24 10:0{e}:{i:02d} - mmengine - INFO - Epoch(train)   [{e}][{i * 50:4d}/220]  base_lr: 2.0000e-02 lr: 2.0000e-02  eta: 0:10:00"
+        f"  time: {s:.4f}  data_time: 0.0012  memory: 3512  grad_norm: 1.5000  loss: {x:.4f}  loss_cls: {x / 2:.4f}"
+        for e in range(1, epochs + 1)
+        for i, (s, x) in enumerate(half[4 * e - 4 : 4 * e], 1)
+    ]
+    return (
+        "\n".join(
+            [
+                *rows[:4],
+                "2024/04/24 10:02:00 - mmengine - INFO - Epoch(val) [1][50/50]    acc: 70.1  data_time: 0.001  time: 0.01",
+                *rows[4:],
+            ]
+        )
+        + "\n"
+    )
+
+
+def timm() -> str:
+    """timm's lines, from batch 0 to the last of each epoch."""
+    rows = [
+        f"Train: {e} [{n:4d}/120 ({n * 100 // 119:3d}%)]  Loss:  {x:.2f} ({x:.2f})  Time: {s:.3f}s,  {256 / s:7.2f}/s  ({s:.3f}s,  {256 / s:7.2f}/s)"
+        f"  LR: 1.000e-05  Data: 0.010 (0.012)"
+        for e in (0, 1)
+        for n, s, x in zip((0, 50, 100, 119), SECONDS[4 * e :], LOSSES[4 * e :], strict=False)
+    ]
+    return "\n".join([*rows[:4], "Test: [   0/50]  Time: 0.9 (0.9)  Loss:   1.0 (1.0)  Acc@1: 80.0 (80.0)", *rows[4:]]) + "\n"
+
+
+def torchtune() -> str:
+    """torchtune's lines: a rate, and no time."""
+    return "".join(
+        f"Step {i} | loss:{x} lr:2e-05 tokens_per_second_per_gpu:{TOKENS / s:.2f} grad_norm:1.5 peak_memory_active:14.25 peak_memory_reserved:15.1 \n"
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1)
+    )
+
+
+def micro_batches() -> str:
+    """Lines of LitGPT: four of a step, and the step's number is that of updates so far."""
+    rows = [
+        f"Epoch 1 | iter {4 * i + m} step {i + (m == 4)} | loss train: {x - m / 1000:.3f}, val: n/a | iter time: {s * 250:.2f} ms{' (step)' if m == 4 else ''}"
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True))
+        for m in (1, 2, 3, 4)
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def printed_blocks() -> str:
+    """Dictionaries of TRL's trainers as a pretty printer shows them, one figure a line, each with the bar that is drawn after it."""
+    out = []
+    for i, x in enumerate(LOSSES, 1):
+        items = {"loss": x, "grad_norm": 1.5, "learning_rate": 5e-05, "num_tokens": TOKENS * i, "epoch": i / 8}
+        out.append("{\n" + ",\n".join(f"    '{name}': {value}" for name, value in items.items()) + "\n}\n")
+        out.append(f"\r {i * 12}%|#         | {i}/8 [00:0{i}<00:01,  1.9it/s]\n")
+    return "".join(out) + "{'train_runtime': 4.3, 'train_samples_per_second': 7.4, 'train_loss': 2.3, 'epoch': 1}\n"
+
+
 def lightning(monitor: bool = False) -> str:
     """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation and callbacks in rows of their own."""
     if not monitor:
@@ -278,3 +367,4 @@ def own_format() -> str:
 
 
 OWN_PATTERN = r"regex:^iter (?P<step>\d+) took (?P<ms>[\d.]+)ms loss=(?P<loss>\S+)$"
+MICRO_PATTERN = r"regex:iter (?P<micro>\d+) step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+),.*iter time: (?P<ms>[\d.]+) ms"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from playbook_trainer.axes import Axis
-from playbook_trainer.torch.kernels.cross_entropy import BLOCK, fused_rows
+from playbook_trainer.torch.kernels.dense import BLOCK, fused_rows
 
 
 def ruled_out(first: int, width: int, device: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from playbook_trainer.torch.kernels.permute import weigh
+from playbook_trainer.torch.kernels.experts import weigh
 
 
 def relative(a: Tensor, b: Tensor) -> float:

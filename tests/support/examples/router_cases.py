@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from playbook.paths import data_root
 from playbook_trainer.config.tree import load
 from playbook_trainer.torch.build import operators
-from playbook_trainer.torch.kernels.route import route
+from playbook_trainer.torch.kernels.experts import route
 from playbook_trainer.torch.model import ops
 from playbook_trainer.torch.model.decoder import Moe, Options
 

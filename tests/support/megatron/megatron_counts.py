@@ -17,8 +17,7 @@ import megatron_shim
 import torch
 
 from playbook_trainer.config.tree import load, parse_overrides
-from playbook_trainer.megatron import engine, probe
-from playbook_trainer.megatron.state import weights
+from playbook_trainer.megatron import engine, probe, weights
 
 
 def tensor_bytes(_: torch.device) -> int:

@@ -16,8 +16,7 @@ import torch
 from playbook_trainer.config import recipes
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import TrainerConfig, load
-from playbook_trainer.megatron import engine, groups, probe
-from playbook_trainer.megatron.state import weights
+from playbook_trainer.megatron import engine, groups, probe, weights
 
 NOWHERE = torch.device("meta")
 PLAIN = {

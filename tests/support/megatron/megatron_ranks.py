@@ -40,9 +40,9 @@ from playbook_trainer.data.batch import Batch
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.huggingface.names import sizes, slices
 from playbook_trainer.megatron import settings as mapping
-from playbook_trainer.megatron.model.gpt import build_text
-from playbook_trainer.megatron.state import weights
-from playbook_trainer.megatron.state.weights import held
+from playbook_trainer.megatron import weights
+from playbook_trainer.megatron.gpt import build_text
+from playbook_trainer.megatron.weights import held
 from playbook_trainer.torch.weights import collect, senders
 
 PACKS = ((7, 19, 38), (30, 1, 33))

@@ -34,8 +34,7 @@ from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.megatron import settings as mapping
-from playbook_trainer.megatron.model import vision_language
-from playbook_trainer.megatron.state import weights
+from playbook_trainer.megatron import vision_language, weights
 from playbook_trainer.torch.parallel import tensor
 from playbook_trainer.torch.parallel.context import _filled
 

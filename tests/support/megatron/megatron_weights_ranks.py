@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyS
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
 from playbook_trainer.megatron import settings as mapping
-from playbook_trainer.megatron.state import weights
+from playbook_trainer.megatron import weights
 
 WRAPPERS = {"megatron_fsdp": FullyShardedDataParallel, "fsdp2": TorchFullyShardedDataParallel}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from playbook.paths import repo_root
 from playbook.planner.plan import Plan
-from playbook_trainer.export.launchable import Launchable
+from playbook_trainer.export.launch import Launchable
 
 FOLDER = repo_root() / ".venv" / "targets" / "megatron-core"
 """The unpacked wheel, which `make targets` fetches."""

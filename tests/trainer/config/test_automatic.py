@@ -12,8 +12,7 @@ from playbook.errors import ConfigError
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config import megatron_checks as megatron
 from playbook_trainer.config.automatic import SWITCHES, Target
-from playbook_trainer.config.neutral import neutral
-from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load, neutral
 
 CONFIGS = Path("trainer/configs")
 MOE, DENSE, IMAGES = (CONFIGS / f"{name}.yaml" for name in ("qwen3_30b_a3b_24l", "qwen3_tiny", "qwen3_vl_30b_a3b_6l"))

@@ -20,10 +20,9 @@ from playbook.records.evidence import noise_key
 from playbook_bench.run import store
 from playbook_bench.variants.resolve import resolve_all
 from playbook_trainer.config import automatic
-from playbook_trainer.config import neutral as neutral_values
+from playbook_trainer.config import tree as neutral_values
 from playbook_trainer.config.automatic import Target, config_sha, sha_of
-from playbook_trainer.config.neutral import neutral, rendered
-from playbook_trainer.config.tree import TrainerConfig, dump, load
+from playbook_trainer.config.tree import TrainerConfig, dump, load, neutral, rendered
 
 TINY = Path("trainer/configs/qwen3_moe_tiny.yaml")
 H200 = Target("NVIDIA H200", transformer_engine=True)

@@ -23,7 +23,7 @@ from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageDecoder, ImageRef, decode, header_size
 from playbook_trainer.data.loader import build_loader
-from playbook_trainer.data.sources.parquet import Encoded
+from playbook_trainer.data.sources.shards import Encoded
 
 VL = "qwen3_vl_moe_tiny"
 MUTATED = 1000

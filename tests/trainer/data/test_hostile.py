@@ -17,9 +17,8 @@ from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vq
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.images import BadImage, header_size
 from playbook_trainer.data.loader import build_loader, check
-from playbook_trainer.data.sources import parquet
-from playbook_trainer.data.sources.parquet import text_groups
-from playbook_trainer.data.sources.webdataset import Member, tar_samples
+from playbook_trainer.data.sources import shards
+from playbook_trainer.data.sources.shards import Member, tar_samples, text_groups
 
 
 def hostile(kind: str, folder: Path) -> None:
@@ -167,7 +166,7 @@ def test_a_row_group_that_would_fill_the_memory_of_a_worker_is_refused_unread(tm
     write_parquet(tmp_path / "a.parquet", table.slice(0, 2), 5)
     write_parquet(tmp_path / "b.parquet", table, 5)
     assert text_groups([tmp_path / "b.parquet"], "text", "t").num_shards > 1
-    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 200)
+    monkeypatch.setattr(shards, "MAX_GROUP_BYTES", 200)
     message = r"b\.parquet: row group 0 holds 0\.\d MiB in text, and a worker holds one whole; expected at most .*with smaller row groups"
     with pytest.raises(DataError, match=message):
         text_groups([tmp_path / "a.parquet", tmp_path / "b.parquet"], "text", "t")

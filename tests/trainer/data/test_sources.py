@@ -16,7 +16,7 @@ from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, text_source, vqa_sou
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config import checks
-from playbook_trainer.config.data import GeneratedConfig
+from playbook_trainer.config.sections import GeneratedConfig
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.images import header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states

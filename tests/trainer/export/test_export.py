@@ -19,7 +19,7 @@ from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export import sheet as sheets
 from playbook_trainer.export import torchtitan
-from playbook_trainer.export.launchable import Launchable
+from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.render import TARGETS, export
 from playbook_trainer.export.sheet import leaves
 from tests.support.targets import megatron

@@ -20,7 +20,7 @@ from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan, parse
 from playbook.planner.time.cluster import cluster
-from playbook_trainer.export.launchable import Launchable
+from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.plan_accelerate import launchable
 
 pytest.importorskip("accelerate")

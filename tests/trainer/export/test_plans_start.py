@@ -12,7 +12,7 @@ from playbook.errors import ConfigError
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
-from playbook_trainer.export.planned.model import lacking
+from playbook_trainer.export.plan_megatron import lacking
 from playbook_trainer.export.plans import TARGETS, launchable
 from playbook_trainer.export.sheet import RELEASES
 from tests.support.targets import bridge, megatron

@@ -27,7 +27,7 @@ from playbook.paths import data_root
 from playbook_trainer.checkpoint_files import Best
 from playbook_trainer.config.tree import TrainerConfig, dump, load
 from playbook_trainer.megatron import wrap
-from playbook_trainer.megatron.state.checkpoints import MegatronHeader, MegatronSaver, difference, read_index, reading
+from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference, read_index, reading
 
 FORM = "torch_dist"
 READERS = [dcp.FileSystemReader, CachedMetadataFileSystemReader]

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from playbook.renamed_keys import first_name, modern
-from playbook_trainer.config.neutral import neutral, torch_only
-from playbook_trainer.config.tree import TrainerConfig, dump, flatten
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, neutral, torch_only
 
 # The switches that take a fast path of the torch backend: their values, and the rules by which a fast one is refused. Torch-free.
 # `checks` refuses a fast value that breaks a rule; `automatic` takes the fast value where it breaks none. Both ask a configuration by

@@ -1,7 +1,9 @@
 """A dry run: whether a configuration can run on so many ranks, and what each would hold, with neither ranks, torch nor a process group.
 
-State bytes follow from the layout and are exact up to padding. Activations are those of fused kernels in 16 bits (`playbook.planner.activations`), an
-estimate. Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one process for the same purpose.
+State bytes follow from the layout and are exact up to padding. Activations are an estimate (`playbook.planner.activations`): those of fused
+kernels in 16 bits, or with the megatron backend those of Transformer Engine's, which measured peaks of text models bear out to within eight
+percent (`playbook.planner.memory`). Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one process
+for the same purpose.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
-from playbook_trainer.config import automatic, checks
-from playbook_trainer.config import megatron_memory as arithmetic
+from playbook_trainer.config import automatic, checks, megatron_checks
+from playbook_trainer.config.megatron_fields import recompute_layers
 from playbook_trainer.config.model import shape_of
-from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
-MASTER_BYTES = 4
+_MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
 _RESIDENT_LAYERS = 3
@@ -62,7 +63,7 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
 def stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
     """What a rank of each pipeline stage holds."""
     if config.backend == "megatron":
-        return arithmetic.stages(config, plan)
+        return _megatron_stages(config, plan)
     sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
     return [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
 
@@ -73,7 +74,7 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     return Plan(
         shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len, even_rows=False,
-        options=arithmetic.options(config) if config.backend == "megatron" else _options(config),
+        options=_megatron_options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     sent = config.offload.activations
     kept = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
     alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
-    states = {"parameters": MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
+    states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     # Without FSDP the backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
     grows = plan.microbatches == 1 and plan.pp == 1 and not config.wants_fsdp(plan.dp * plan.cp, plan.edp)
@@ -169,3 +170,130 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         grown=on_gpu["gradients"] if grows else 0.0,
         host=counts * sum(states.values()) - sum(on_gpu.values()) + alive.host,
     )
+
+
+_MOMENT_BYTES = 8
+"""Per parameter in float32: the master weight, and both moments."""
+
+_HOST_BYTES = 16
+"""Per parameter of an optimizer on the host: float32 weight, gradient and both moments.
+
+Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py`."""
+
+
+def _megatron_options(config: TrainerConfig) -> Options:
+    """The features that are chosen, with what Megatron-FSDP shards by its strategy in the planner's words."""
+    found = megatron_checks.options(config)
+    if config.megatron.data_parallel != "megatron_fsdp":
+        return found
+    shards = {"no_shard": "none", "optim": "optimizer", "optim_grads": "optimizer", "optim_grads_params": "fsdp"}
+    return replace(found, sharding=shards[config.megatron.sharding_strategy])
+
+
+def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
+    """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
+
+    A precision-aware optimizer keeps moments in `moments_dtype`, and of a float32 master weight only what its bfloat16 weight lacks;
+    Megatron-FSDP keeps it whole, and so do 8-bit weights.
+    Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
+    """
+    own = config.megatron
+    if config.train.dtype == "fp32":
+        return 4, 4, 8
+    gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
+    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
+    weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
+    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp" and weight
+    return weight, gradient, (2 if remainder else 4) + 2 * moments
+
+
+def _megatron_states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str, float]:
+    """Bytes of weights, gradients, optimizer state and 8-bit copies on the GPU, and of what an offloaded optimizer keeps on the `host`."""
+    unit = replace(plan, grad_bytes=2, master_bytes=2, moment_bytes=1)
+    weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
+    if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
+        gradients = optimizer
+    fraction = megatron_checks.offloaded_fraction(config)
+    per_weight, per_gradient, per_state = _megatron_widths(config)
+    if fraction and config.train.dtype == "bf16":
+        per_state = _MASTER_BYTES + _MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
+    stays = _MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
+    return {
+        "parameters": per_weight * weights,
+        "gradients": per_gradient * gradients,
+        "optimizer": (per_state * (1 - fraction) + stays) * optimizer,
+        "fp8_weights": memory.fp8_weights(plan, held),
+        "host": _HOST_BYTES * optimizer * fraction,
+    }
+
+
+def _updates_weights(config: TrainerConfig) -> bool:
+    """Whether an optimizer on the host writes the weights themselves, and not float32 copies of them that stay on the GPU.
+
+    Source: Megatron-LM, `megatron/core/optimizer/distrib_optimizer.py` (_build_model_and_main_param_groups).
+    """
+    return config.train.dtype == "fp32" or config.megatron.precision_aware_optimizer
+
+
+def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
+    """What a rank of each pipeline stage holds."""
+    sizes = config.parallel.pipeline_layout or pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return [_megatron_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
+
+
+def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
+    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
+    placed = [list(enumerate(chunk)) for chunk in chunks]
+    if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
+        placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
+    width = WIDTH[config.train.dtype] / activations.BF16
+    alive = memory.alive(plan, stage, [[_megatron_layer(config, plan, i, place, len(chunk)) for place, i in chunk] for chunk in placed])
+    state = _megatron_states(config, plan, held)
+    host = state.pop("host")
+    return StageBytes(
+        stage=stage,
+        layers=sum(map(len, chunks)),
+        in_flight=alive.in_flight,
+        held=held.dense + held.experts,
+        **state,
+        gathered=memory.gathered(plan, held, WIDTH[config.train.dtype]),
+        activations=width * alive.on_gpu,
+        vision=alive.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
+        loss=activations.loss(plan) if last else 0.0,
+        replayed=width * alive.again,
+        workspace=memory.WORKSPACE_BYTES,
+        host=host + width * alive.host,
+    )
+
+
+def _megatron_layer(config: TrainerConfig, plan: Plan, index: int, place: int, length: int) -> Kept:
+    """What a layer keeps; under full recompute that depends on its place in a chunk, and on the chunk's length."""
+    if config.train.recompute != "full":
+        return activations.layer(plan, index)
+    saved = activations.saved(plan, index)
+    span, whole, entry = recompute_layers(config), sum(saved.values()), saved["attention norm in"]
+    if config.megatron.recompute_method == "block":
+        return Kept(entry, 0.0, whole - entry) if place < span else Kept(whole)
+    # A stretch ends with its chunk at the latest.
+    return Kept(entry if place % span == 0 else 0.0, 0.0, min(span, length) * whole - entry)
+
+
+WIDTH = {"fp32": 4, "bf16": 2}
+"""Bytes of a number in each `train.dtype`."""
+
+
+def vision(config: TrainerConfig, plan: Plan) -> float:
+    """Bytes that the vision tower keeps of a micro-batch in which every token is an image's; real rows hold text too.
+
+    A block keeps per patch: the inputs and outputs of both norms, queries, keys and values before and after rotation, the output of
+    attention, and the MLP before and after its activation. Source: Hugging Face transformers,
+    `models/qwen3_vl_moe/modeling_qwen3_vl_moe.py`.
+    """
+    tower = config.model.vision
+    if tower is None or config.data.kind not in ("vqa", "chat") or "vision" in config.train.freeze:
+        return 0.0
+    rows = plan.mbs * plan.seq_len  # whole ones: a context-parallel rank holds a part of them, and encodes the images of all
+    entry = rows * tower.spatial_merge_size**2 * tower.hidden_size * WIDTH[config.train.dtype]
+    block = entry * (10 + 2 * tower.ffn_size / tower.hidden_size)
+    again = "vision" in config.train.recompute_modules
+    return entry * tower.depth + block if again else block * tower.depth

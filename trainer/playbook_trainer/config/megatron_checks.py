@@ -9,11 +9,10 @@ from typing import Any
 from playbook.planner import layout
 from playbook.planner.options import Options
 from playbook.planner.rules import Words
-from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import shape_of
-from playbook_trainer.config.neutral import neutral, torch_only
 from playbook_trainer.config.row_lengths import unlike_lengths, variable_lengths
-from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.config.sections import MegatronConfig
+from playbook_trainer.config.tree import TrainerConfig, neutral, torch_only
 
 WORDS = Words(
     names={
@@ -78,6 +77,11 @@ def options(config: TrainerConfig) -> Options:
         offload=config.offload.activations,
         offload_modules=tuple(m for m in mg.offload_modules if m != "fused_group_mlp"),
     )
+
+
+def offloaded_fraction(config: TrainerConfig) -> float:
+    """The share of the optimizer state that lives, and is updated, on the host: 0 to 1."""
+    return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
 
 
 def pads_experts(config: TrainerConfig) -> bool:

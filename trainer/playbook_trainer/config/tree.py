@@ -1,33 +1,39 @@
 """The trainer's configuration: one YAML tree, mirrored by these models. Torch-free, so that the harness can read it.
 
 Precedence: defaults < file < `key.path=value` overrides. Unknown keys are errors. `model` may be the name of a file in
-`trainer/configs/models/`, a folder with the config.json of a published model, or a mapping with `preset` (such a name) and fields that replace the preset's.
+`trainer/configs/models/`, a folder with the config.json of a published model, or a mapping with `preset` (such a name) and fields that
+replace the preset's.
+
+Each key has a neutral value: the one with which the trainer does what it did before the key existed. Hashes of configurations leave out keys
+that have their neutral value, so a new key changes no stored hash. `playbook schemas export` writes the default of a key that is new to the
+table, and never changes a value there, whatever the key's default becomes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
 
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
 from playbook.renamed_keys import modern, modern_key, old_names
-from playbook.yaml_files import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
-from playbook_trainer.config.data import DataConfig as DataConfig
+from playbook.yaml_files import Marks, Strict, did_you_mean, models_in, parse, parse_scalar, read, validate
 from playbook_trainer.config.huggingface import fields_of
-from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
-from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import ModelConfig as ModelConfig
 from playbook_trainer.config.model import VisionConfig as VisionConfig
+from playbook_trainer.config.sections import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, MegatronConfig, known
+from playbook_trainer.config.sections import DataConfig as DataConfig
 
 TORCH_ONLY: JsonDict = {"backend": "torch"}
 """Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral or auto."""
@@ -485,3 +491,40 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
         if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
             rest[part] = {**base[part], **rest[part]}
     return {"name": preset, **base, **rest}
+
+
+FILE = "trainer.neutral.json"
+"""Below schemas/. Keys that every model must name, such as `model.hidden_size`, have no line and always count."""
+
+
+@cache
+def neutral() -> Mapping[str, Any]:
+    """By dotted key, the value that a hash of a configuration leaves out."""
+    found: dict[str, Any] = json.loads((data_root("schemas") / FILE).read_text(encoding="utf-8"))
+    return found
+
+
+def declared(section: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key of the tree with its field; sections too, each before its keys."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        for inner in models_in(field.annotation):
+            yield from declared(inner, f"{prefix}{name}.")
+
+
+def trainer_keys() -> set[str]:
+    """Every dotted key of the trainer's tree, sections included."""
+    return {"model.preset", *dict(declared())}
+
+
+def rendered() -> str:
+    """The content of the table for the tree of today: known values as they are, the default of each new key; keys that are gone have no line."""
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in declared() if not field.is_required()}
+    lines = [f"  {json.dumps(k)}: {json.dumps(neutral().get(k, v))}" for k, v in defaults.items() if not isinstance(v, BaseModel)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+@cache
+def torch_only() -> tuple[str, ...]:
+    """Keys that the megatron backend does not read."""
+    return tuple(key for key, field in declared() if field.json_schema_extra == TORCH_ONLY)

@@ -1,15 +1,18 @@
-"""Documents of samples under the policies for those that are bad or too long."""
+"""Documents of samples under the policies for those that are bad or too long, and texts cut into documents of a row's length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from playbook.errors import DataError
 from playbook_trainer.config.tree import DataConfig
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.images import BadImage
-from playbook_trainer.data.sources.streams import Items
+from playbook_trainer.data.sources.streams import Flat, Items, Joined
 from playbook_trainer.data.sources.vqa import TooLong
 
 T = TypeVar("T")
@@ -67,3 +70,49 @@ def none_left(lost: Sequence[Lost]) -> str:
         f"the data has {len(lost)} samples in a row of which none can be used, first {lost[0].why}; raise data.seq_len or "
         "data.max_images_per_sample, set data.on_long_sample: cut, or mend the data"
     )
+
+
+class Pieces(Sequence[Document]):
+    """A tokenized text in pieces of `seq_len` tokens, the last one shorter; each is made when it is asked for."""
+
+    def __init__(self, tokens: NDArray[Any], seq_len: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return -(-len(self._tokens) // self._seq_len)
+
+    @overload
+    def __getitem__(self, i: int) -> Document: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Document]: ...
+    def __getitem__(self, i: int | slice) -> Document | Sequence[Document]:
+        if isinstance(i, slice):
+            return [self[n] for n in range(len(self))[i]]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return Document(self._tokens[i * self._seq_len : (i + 1) * self._seq_len].astype(np.int64))
+
+
+class _Unreadable(Items[Document]):
+    """A text that is none, as one piece: whoever reads it learns why."""
+
+    def __init__(self, why: DataError) -> None:
+        self._why = why
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Document:
+        raise self._why
+
+
+def pieces(texts: Flat[T], documents: Callable[[T], Sequence[Document]]) -> Flat[Document]:
+    """The pieces of all texts as samples, all held as token ids."""
+
+    def cut(i: int) -> Items[Document]:
+        try:
+            return documents(texts.items[i])
+        except DataError as e:
+            return _Unreadable(e)
+
+    return Flat(Joined([cut(i) for i in range(len(texts.items))]), texts.name)

@@ -13,11 +13,9 @@ import numpy as np
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig, TrainerConfig
 from playbook_trainer.data.document import Document
-from playbook_trainer.data.epochs import EpochPlan, EpochRows, measured
-from playbook_trainer.data.packing import Lane, LaneState, Packing
-from playbook_trainer.data.reader import Lost, Reader, none_left
+from playbook_trainer.data.packing import EpochPlan, EpochRows, Lane, LaneState, Packing, measured
+from playbook_trainer.data.reader import Lost, Pieces, Reader, none_left, pieces
 from playbook_trainer.data.sources.chat import ChatTemplate, Conversation
-from playbook_trainer.data.sources.pieces import Pieces, pieces
 from playbook_trainer.data.sources.registry import Text, open_chat, open_text, open_vqa
 from playbook_trainer.data.sources.streams import HOLD_OUT, Flat, Part, Sharded, Split
 from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, fit_images, merge_factor

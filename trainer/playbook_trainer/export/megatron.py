@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from playbook_trainer.config import megatron_fields as fields
 from playbook_trainer.config.environment import GROUPED_GEMM, sharded
+from playbook_trainer.config.megatron_checks import offloaded_fraction
 from playbook_trainer.config.megatron_fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.sheet import READING, Sheet, Target
@@ -33,11 +34,6 @@ def _has_sharded_optimizer(config: TrainerConfig) -> bool:
     return data_parallel(config) in ("distributed_optimizer", "megatron_fsdp")
 
 
-def offloaded(config: TrainerConfig) -> float:
-    """How much of the optimizer is on the host."""
-    return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
-
-
 def optimizer(sheet: Sheet) -> None:
     """What the update is, and its learning rate."""
     config, opt, mg = sheet.config, sheet.config.optimizer, sheet.config.megatron
@@ -57,7 +53,7 @@ def optimizer(sheet: Sheet) -> None:
     # Its warm-up has to end before its decay does; in a run that is all warm-up, the decay never begins.
     last = max(config.train.steps, opt.warmup_steps + 1)
     sheet.put("train.steps optimizer.warmup_steps", "scheduler", "lr_decay_iters", last)
-    fraction, keys = offloaded(config), "offload.optimizer megatron.optimizer_offload_fraction"
+    fraction, keys = offloaded_fraction(config), "offload.optimizer megatron.optimizer_offload_fraction"
     # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks, and alone has a form on the host.
     asks = {
         "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,
@@ -420,7 +416,7 @@ def _no_fp8_param(config: TrainerConfig) -> str:
     """Why weights cannot be gathered in 8 bits, or nothing."""
     if data_parallel(config) == "ddp":
         return "without shards nothing is gathered"
-    if offloaded(config) and config.precision.fp8 != "delayed":
+    if offloaded_fraction(config) and config.precision.fp8 != "delayed":
         return f"with the optimizer on the host it takes the recipe delayed alone, found {config.precision.fp8}"
     return ""
 

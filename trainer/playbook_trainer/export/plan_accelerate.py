@@ -15,8 +15,8 @@ import yaml
 
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
-from playbook_trainer.export import torch_plans
-from playbook_trainer.export.launchable import Launchable
+from playbook_trainer.export import launch
+from playbook_trainer.export.launch import Launchable
 
 RELEASE = "accelerate 1.15.0"
 _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
@@ -98,8 +98,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     from playbook.planner.models import fields_of
 
     config = huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
-    torch_plans.require(plan, RELEASE, _EXPRESSED, lacks(plan, config))
-    row = torch_plans.row_of(plan, hardware)
+    launch.require(plan, RELEASE, _EXPRESSED, lacks(plan, config))
+    row = launch.row_of(plan, hardware)
     script = _SCRIPT.format(
         steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, cp=plan.cp, attention="eager" if plan.shape.sinks else "sdpa",
         loss="torch.nn.functional.cross_entropy" if plan.loss == "torch" else "torch.compile(torch.nn.functional.cross_entropy)",
@@ -108,20 +108,20 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
         "accelerate.yaml": yaml.safe_dump(settings(plan, hardware), sort_keys=False),
         "model.json": json.dumps(config, indent=1) + "\n",
         "train.py": script,
-        **({torch_plans.RUNS: row} if row else {}),
+        **({launch.RUNS: row} if row else {}),
     }
     return Launchable(
         "accelerate", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py"), files,
         ("layers run as transformers has them, where the prediction supposes compiled ones; on several nodes set machine_rank and main_process_ip in accelerate.yaml",
-         torch_plans.beside(plan, hardware, "tokens / seconds / GPUs of its last lines")),
+         launch.beside(plan, hardware, "tokens / seconds / GPUs of its last lines")),
     )  # fmt: skip
 
 
 def settings(plan: Plan, hardware: str) -> dict[str, Any]:
     """What `accelerate launch --config_file` reads."""
     return {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": torch_plans.nodes(plan, hardware),
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": launch.nodes(plan, hardware),
         "num_processes": plan.gpus, "machine_rank": 0, "rdzv_backend": "static", "main_training_function": "main", "use_cpu": False,
         "fsdp_config": {
             "fsdp_version": 2, "fsdp_reshard_after_forward": plan.options.sharding == "fsdp2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

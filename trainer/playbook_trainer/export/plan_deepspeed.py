@@ -12,8 +12,8 @@ from typing import Any
 
 from playbook.planner.options import LORA_TARGETS
 from playbook.planner.plan import Plan
-from playbook_trainer.export import plan_accelerate, torch_plans
-from playbook_trainer.export.launchable import Launchable, torchrun
+from playbook_trainer.export import launch, plan_accelerate
+from playbook_trainer.export.launch import Launchable, torchrun
 
 RELEASE = "deepspeed 0.19.6"
 _STAGE = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -70,21 +70,21 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
         "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100), "lora": range(_LARGEST_RANK),
         "lora_targets": (o.lora_targets,),
     }  # fmt: skip
-    torch_plans.require(plan, RELEASE, expressed, _lacks(plan, config), {"master_bytes": 4})
+    launch.require(plan, RELEASE, expressed, _lacks(plan, config), {"master_bytes": 4})
     recompute = "model.gradient_checkpointing_enable(dict(use_reentrant=False))\n" if o.recompute else ""
     script = _SCRIPT.format(
         steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, init=o.sharding == "zero3",
         attention="eager" if plan.shape.sinks else "sdpa", adapters=_adapters(plan), recompute=recompute,
     )  # fmt: skip
-    row = torch_plans.row_of(plan, hardware)
+    row = launch.row_of(plan, hardware)
     files = {
         "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n", "train.py": script,
-        **({torch_plans.RUNS: row} if row else {}),
+        **({launch.RUNS: row} if row else {}),
     }  # fmt: skip
     return Launchable(
         "deepspeed", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, (*torchrun(plan.gpus), "train.py"), files,
         ("ds_config.json is what transformers' Trainer, ms-swift, axolotl and LLaMA-Factory take by their setting deepspeed",
-         torch_plans.beside(plan, hardware, "tokens / seconds / GPUs of its last lines")),
+         launch.beside(plan, hardware, "tokens / seconds / GPUs of its last lines")),
     )  # fmt: skip
 
 

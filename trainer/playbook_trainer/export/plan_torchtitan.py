@@ -11,8 +11,8 @@ from typing import Any
 
 from playbook.planner import pipeline
 from playbook.planner.plan import Plan
-from playbook_trainer.export import torch_plans, torchtitan_file
-from playbook_trainer.export.launchable import Launchable
+from playbook_trainer.export import launch, torchtitan_file
+from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, RELEASE, Code, document, stages
 
 _MODULE = "plan_torchtitan"
@@ -38,23 +38,23 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     from playbook.planner.models import fields_of
 
     fields = fields_of(plan.model) if fields is None else fields
-    torch_plans.require(plan, RELEASE, _EXPRESSED, _lacks(plan, fields))
+    launch.require(plan, RELEASE, _EXPRESSED, _lacks(plan, fields))
     even = "; routing is forced to be even, as the plan supposes" if plan.shape.experts and plan.even_rows else ""
-    title = f"{torch_plans.plain(plan.model)} on {plan.gpus} {hardware} GPUs, for {RELEASE}{even}."
+    title = f"{launch.plain(plan.model)} on {plan.gpus} {hardware} GPUs, for {RELEASE}{even}."
     model = torchtitan_file.source(plan.shape, fields, plan.seq_len)
     last = plan.gpus // plan.pp * (plan.pp - 1)  # the first rank of the last stage knows the loss
-    each = min(plan.gpus, torch_plans.gpus_per_node(hardware))
-    row, nodes = torch_plans.row_of(plan, hardware), torch_plans.nodes(plan, hardware)
+    each = min(plan.gpus, launch.gpus_per_node(hardware))
+    row, nodes = launch.row_of(plan, hardware), launch.nodes(plan, hardware)
     command = [
         "torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(each),
         "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE, "--config", FUNCTION,
     ]  # fmt: skip
     return Launchable(
         "torchtitan", RELEASE, _ENVIRONMENT, tuple(command),
-        {f"{_MODULE}.py": document(title, model, _sections(plan, steps), random=True), **({torch_plans.RUNS: row} if row else {})},
+        {f"{_MODULE}.py": document(title, model, _sections(plan, steps), random=True), **({launch.RUNS: row} if row else {})},
         ("torch 2.14 or newer; 2.12 does without a pipeline and HybridEP",
          "the time stamps of its lines are the clock: keep them in the log",
-         torch_plans.beside(plan, hardware, "tps of its last lines")),
+         launch.beside(plan, hardware, "tps of its last lines")),
     )  # fmt: skip
 
 

@@ -12,17 +12,16 @@ from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
-from playbook_trainer.export import plan_accelerate, plan_deepspeed, plan_torchtitan
-from playbook_trainer.export.launchable import Launchable, refuse
-from playbook_trainer.export.planned import bridge, megatron, ours
+from playbook_trainer.export import plan_accelerate, plan_bridge, plan_deepspeed, plan_megatron, plan_ours, plan_torchtitan
+from playbook_trainer.export.launch import Launchable, refuse
 
 TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
-    "megatron-lm": megatron.launchable,
-    "megatron-bridge": bridge.launchable,
+    "megatron-lm": plan_megatron.launchable,
+    "megatron-bridge": plan_bridge.launchable,
     "torchtitan": plan_torchtitan.launchable,
     "accelerate": plan_accelerate.launchable,
     "deepspeed": plan_deepspeed.launchable,
-    "playbook": ours.launchable,
+    "playbook": plan_ours.launchable,
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
 SETTINGS: Mapping[str, tuple[str, ...]] = {

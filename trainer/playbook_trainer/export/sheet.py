@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import SWITCHES
-from playbook_trainer.config.neutral import neutral
-from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.config.tree import TrainerConfig, dump, neutral
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 READING = " ".join(

@@ -28,14 +28,12 @@ from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
 from playbook_trainer.huggingface import weights as hf
-from playbook_trainer.megatron import graphs, groups, inputs, settings, wrap
+from playbook_trainer.megatron import gpt as model
+from playbook_trainer.megatron import graphs, groups, inputs, settings, vision_language, weights, wrap
+from playbook_trainer.megatron.checkpoints import MegatronSaver, gather_parameters
+from playbook_trainer.megatron.experts import balances, mask_padding
 from playbook_trainer.megatron.hooks import announced
 from playbook_trainer.megatron.inputs import Inputs
-from playbook_trainer.megatron.model import gpt as model
-from playbook_trainer.megatron.model import vision_language
-from playbook_trainer.megatron.model.experts import balances, mask_padding
-from playbook_trainer.megatron.state import weights
-from playbook_trainer.megatron.state.checkpoints import MegatronSaver, gather_parameters
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.torch.build import part_of
 

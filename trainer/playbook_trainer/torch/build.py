@@ -156,15 +156,15 @@ def operators(config: TrainerConfig) -> Ops:
     train = config.train
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder is True else Ops()
     if train.fused_activation is True:
-        from playbook_trainer.torch.kernels.swiglu import swiglu, weighted_swiglu
+        from playbook_trainer.torch.kernels.dense import swiglu, weighted_swiglu
 
         ops = replace(ops, swiglu=swiglu, weighted_swiglu=weighted_swiglu)
     if train.fused_norms is True:
-        from playbook_trainer.torch.kernels.norm import norm, norm_rotate
+        from playbook_trainer.torch.kernels.dense import norm, norm_rotate
 
         ops = replace(ops, norm=norm, norm_rotate=norm_rotate)
     if config.moe.fused_router is True:
-        from playbook_trainer.torch.kernels.route import route
+        from playbook_trainer.torch.kernels.experts import route
 
         ops = replace(ops, route=route)
     return ops
@@ -173,7 +173,7 @@ def operators(config: TrainerConfig) -> Ops:
 def loss_rows(train: TrainConfig) -> LossRows:
     """The function that turns a chunk of logits into loss and gradient: plain, compiled, or a Triton kernel."""
     if train.fused_loss is True:
-        from playbook_trainer.torch.kernels.cross_entropy import fused_rows
+        from playbook_trainer.torch.kernels.dense import fused_rows
 
         return fused_rows
     return _compiled(plain_rows, config=train.compile) if train.compile.loss is True else plain_rows

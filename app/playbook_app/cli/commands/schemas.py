@@ -19,7 +19,7 @@ from playbook.text import count
 from playbook_app.cli.options import commands
 from playbook_app.cli.output import complain, say
 from playbook_bench.launch.slurm import Cluster
-from playbook_trainer.config import neutral
+from playbook_trainer.config import tree
 from playbook_trainer.config.tree import TrainerConfig
 
 app = commands()
@@ -32,11 +32,11 @@ def schemas_export(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
 ) -> None:
     """Write the JSON Schemas of all files into schemas/: the repository's, or outside of one a folder here."""
-    folder, grown = data_root("schemas"), neutral.rendered()
+    folder, grown = data_root("schemas"), tree.rendered()
     if not check and in_package(folder):
         folder = Path("schemas")
         folder.mkdir(exist_ok=True)
-    values = folder / neutral.FILE
+    values = folder / tree.FILE
     if not check:
         values.write_text(grown, encoding="utf-8")
         for path in (*schemas.write(folder, schema_models()), values):
@@ -44,7 +44,7 @@ def schemas_export(
         return
     lines = schemas.drift(folder, schema_models())
     if values.read_text(encoding="utf-8") != grown:
-        lines.append(f"{neutral.FILE}: differs from the keys of the trainer's tree")
+        lines.append(f"{tree.FILE}: differs from the keys of the trainer's tree")
     for line in lines:
         complain(f"{folder / line}")
     if lines:

@@ -20,7 +20,7 @@ from playbook_app.cli import app as root
 from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_findings, print_json, print_table, say
 from playbook_app.services.standing import stock_here
-from playbook_trainer.config.neutral import trainer_keys
+from playbook_trainer.config.tree import trainer_keys
 
 app = commands()
 _skills_app = commands()

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from playbook_trainer.torch.kernels import adamw, cross_entropy, norm, permute, route, swiglu  # noqa: E402
+from playbook_trainer.torch.kernels import adamw, dense, experts  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LOSS = {"logits": "*bf16", "target": "*i64", "width": "i32"}
@@ -29,26 +29,26 @@ ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width"
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (cross_entropy._stats, {**LOSS, "top": "*fp32", "total": "*fp32", "aimed": "*fp32"}, {"BLOCK": 4096}),
-        (cross_entropy._gradient, {**LOSS, "lse": "*fp32", "valid": "*i1"}, {"BLOCK": 4096}),
-        (permute._spread, ROWS, {"K": 8, "BLOCK": 2048}),
-        (permute._collect, {**ROWS, "weight": "*fp32", "out": "*bf16"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
-        (permute._collect, {**ROWS, "weight": "*bf16", "out": "*bf16"}, {"K": 8, "WEIGHED": False, "BLOCK": 2048}),
+        (dense._stats, {**LOSS, "top": "*fp32", "total": "*fp32", "aimed": "*fp32"}, {"BLOCK": 4096}),
+        (dense._gradient, {**LOSS, "lse": "*fp32", "valid": "*i1"}, {"BLOCK": 4096}),
+        (experts._spread, ROWS, {"K": 8, "BLOCK": 2048}),
+        (experts._collect, {**ROWS, "weight": "*fp32", "out": "*bf16"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
+        (experts._collect, {**ROWS, "weight": "*bf16", "out": "*bf16"}, {"K": 8, "WEIGHED": False, "BLOCK": 2048}),
         (
-            permute._unweigh,
+            experts._unweigh,
             {**ROWS, "weight": "*fp32", "out": "*bf16", "grad_weight": "*fp32"},
             {"K": 8, "CHOICES": 8, "BLOCK": 512},
         ),
-        (swiglu._forward, {"h": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
-        (swiglu._backward, {"h": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
-        (route._choose, SCORES, {"K": 8, "NORMALIZE": True, "ROWS": 16, "COLS": 128}),
-        (route._choose, SCORES, {"K": 16, "NORMALIZE": False, "ROWS": 4, "COLS": 512}),
-        (route._choose_backward, SCORES, {"K": 8, "CHOICES": 8, "NORMALIZE": True, "ROWS": 16, "COLS": 128}),
-        (route._choose_backward, SCORES, {"K": 6, "CHOICES": 8, "NORMALIZE": False, "ROWS": 32, "COLS": 64}),
-        (norm._norm, {**NORM, **COUNTS}, {"BLOCK": 2048}),
-        (norm._norm_backward, {**NORM, **COUNTS}, {"BLOCK": 2048}),
-        (norm._rotate, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
-        (norm._rotate_backward, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
+        (dense._forward, {"h": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (dense._backward, {"h": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (experts._choose, SCORES, {"K": 8, "NORMALIZE": True, "ROWS": 16, "COLS": 128}),
+        (experts._choose, SCORES, {"K": 16, "NORMALIZE": False, "ROWS": 4, "COLS": 512}),
+        (experts._choose_backward, SCORES, {"K": 8, "CHOICES": 8, "NORMALIZE": True, "ROWS": 16, "COLS": 128}),
+        (experts._choose_backward, SCORES, {"K": 6, "CHOICES": 8, "NORMALIZE": False, "ROWS": 32, "COLS": 64}),
+        (dense._norm, {**NORM, **COUNTS}, {"BLOCK": 2048}),
+        (dense._norm_backward, {**NORM, **COUNTS}, {"BLOCK": 2048}),
+        (dense._rotate, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
+        (dense._rotate_backward, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
         (
             adamw._adamw,
             {**dict.fromkeys("pg", "*fp32"), **dict.fromkeys("mv", "*bf16"), "low": "*fp32", "scale": "*fp32", "count": "i32", **FACTORS},

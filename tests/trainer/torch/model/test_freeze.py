@@ -10,7 +10,7 @@ from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
 from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
-from playbook_trainer.config.labels import FREEZABLE
+from playbook_trainer.config.sections import FREEZABLE
 from playbook_trainer.config.tree import load
 from playbook_trainer.observe.receipt import Observer, observing
 from playbook_trainer.torch.build import freeze, part_of

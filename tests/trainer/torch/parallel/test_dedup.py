@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook_trainer.axes import Axis
-from playbook_trainer.torch.parallel import dedup
-from playbook_trainer.torch.parallel.dedup import Dedup, count_sorted
+from playbook_trainer.torch.parallel import dispatch
+from playbook_trainer.torch.parallel.dispatch import Dedup, count_sorted
 
 
 class Wires:
@@ -74,8 +74,8 @@ def on_each_rank(ranks, function):
 def dispatched(monkeypatch, ranks, experts, x, chosen, prob, weight, grad, dtype=torch.float64):
     """Outputs and gradients of all ranks' tokens, through the dispatcher; an expert is a matrix."""
     wires = Wires(ranks)
-    monkeypatch.setattr(dedup, "all_to_all", wires.all_to_all)
-    monkeypatch.setattr(dedup, "exchange_counts", wires.exchange_counts)
+    monkeypatch.setattr(dispatch, "all_to_all", wires.all_to_all)
+    monkeypatch.setattr(dispatch, "exchange_counts", wires.exchange_counts)
     held = experts // ranks
 
     def rank(r):

@@ -18,7 +18,7 @@ from PIL import Image
 
 from playbook import files
 from playbook.errors import DataError
-from playbook_trainer.config.data import GeneratedConfig
+from playbook_trainer.config.sections import GeneratedConfig
 from playbook_trainer.data.sources.vqa import Sample
 
 _LONGEST = 1_000_000

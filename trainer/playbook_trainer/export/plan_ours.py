@@ -15,8 +15,8 @@ from playbook.planner.shapes import Shape
 from playbook.yaml_files import read
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import from_data, model_names
-from playbook_trainer.export.launchable import Launchable, refuse, torchrun
-from playbook_trainer.export.planned.megatron import STEPS, chunk_sizes
+from playbook_trainer.export.launch import Launchable, refuse, torchrun
+from playbook_trainer.export.plan_megatron import STEPS, chunk_sizes
 
 _FILE = "plan.yaml"
 _OUTPUT = "run"
@@ -61,7 +61,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
     text = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
     return Launchable(
         "playbook", f"playbook {__version__}", {}, (*torchrun(plan.gpus), "-m", "playbook_trainer", _FILE), {_FILE: text}, log=_OUTPUT,
-        notes=(f"{STEPS} steps on random tokens", *([] if _is_preset(plan) else ["rotary base and norms are those of a preset's defaults"])),
+        notes=(f"{STEPS} steps on random tokens", *([] if is_preset(plan) else ["rotary base and norms are those of a preset's defaults"])),
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def inexpressible(plan: Plan) -> list[str]:
         "frozen parts": bool(o.frozen),
         "activations of some layers on the host": o.offload and (o.offload_percent != 100 or not megatron),
     }
-    return [*(_unlike(plan.shape) if not _is_preset(plan) else []), *(words for words, holds in found.items() if holds)]
+    return [*(_unlike(plan.shape) if not is_preset(plan) else []), *(words for words, holds in found.items() if holds)]
 
 
 def configuration(plan: Plan) -> dict[str, Any]:
@@ -129,14 +129,15 @@ def configuration(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _is_preset(plan: Plan) -> bool:
+def is_preset(plan: Plan) -> bool:
+    """Whether the trainer has a preset of the plan's model."""
     return plan.model in model_names()
 
 
 def _model(plan: Plan) -> Any:
     """The preset's name, with another number of layers where they were cut; the counts of a model that has no preset."""
     shape, whole = plan.shape, MODELS.get(plan.model)
-    if _is_preset(plan) and whole is not None:
+    if is_preset(plan) and whole is not None:
         preset = read(data_root("configs") / "models" / f"{plan.model}.yaml")[0]
         return plan.model if shape.layers == whole.layers else {"name": plan.model, **preset, "num_layers": shape.layers, **_dense(shape)}
     counts = {word: getattr(shape, key) for key, word in _SHAPE.items()}

@@ -37,7 +37,7 @@ from torch.nn.functional import linear, pad
 from playbook.errors import ConfigError
 from playbook_trainer.axes import Axis
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron.model.experts import Experts
+from playbook_trainer.megatron.experts import Experts
 from playbook_trainer.megatron.settings import has_transformer_engine
 from playbook_trainer.torch.model import ops
 from playbook_trainer.torch.model.attention import attend

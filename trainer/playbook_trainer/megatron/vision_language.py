@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 from playbook_trainer.data.batch import VisionBatch
-from playbook_trainer.megatron.model.gpt import build_text
+from playbook_trainer.megatron.gpt import build_text
 from playbook_trainer.torch.build import compile_regions, freeze
 from playbook_trainer.torch.model.decoder import blank_image, rotary_angles
 from playbook_trainer.torch.model.vision import VisionBlock, VisionTower

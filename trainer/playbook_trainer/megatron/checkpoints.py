@@ -52,7 +52,7 @@ from playbook_trainer.checkpoint_files import (
 )
 from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.megatron import wrap
-from playbook_trainer.megatron.state.weights import unwrapped
+from playbook_trainer.megatron.weights import unwrapped
 
 _FIXED = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Degrees that a checkpoint can only be resumed with."""

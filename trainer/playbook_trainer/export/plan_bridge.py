@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from playbook.planner.plan import Plan
-from playbook_trainer.export.launchable import Launchable, refuse, torchrun
-from playbook_trainer.export.planned.megatron import STEPS, environment, inexpressible, notes, settings
+from playbook_trainer.export.launch import Launchable, refuse, torchrun
+from playbook_trainer.export.plan_megatron import STEPS, environment, inexpressible, notes, settings
 from playbook_trainer.export.sheet import RELEASES
 
 _FILE = "plan_bridge.py"

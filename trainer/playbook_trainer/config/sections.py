@@ -1,0 +1,178 @@
+"""The sections `data` and `megatron` of the configuration, and the names that are allowed in its lists, such as `train.recompute_modules`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from playbook.yaml_files import Strict, did_you_mean
+
+
+class GeneratedConfig(Strict):
+    """Made-up data with natural statistics (`data.source: generated`); sample i is a function of `seed` and i alone."""
+
+    seed: int = Field(default=0, ge=0)
+    num_samples: int = Field(default=1_000_000, gt=0, le=2**40)
+    """Documents, or image-question-answer samples, of one epoch."""
+    mean_tokens: float = Field(default=427, gt=0, le=2**24)
+    """Mean length of a text document; lengths are log-normal."""
+    sigma: float = Field(default=1.1, ge=0, le=5)
+    """Standard deviation of the logarithm of a document's length."""
+    pool_images: int = Field(default=256, gt=0, le=1_000_000)
+    """Distinct JPEG files; each is made once, on first use, and kept in `data.path` (or a cache folder of the user)."""
+    images_per_sample: list[float] = Field(default_factory=lambda: [1.0], max_length=1000)
+    """Weights of one, two, three ... images per sample; VQAv2 has one."""
+
+
+class DataConfig(Strict):
+    """The training data and how it is packed into rows."""
+
+    kind: Literal["text", "vqa", "chat", "mock"] = "text"
+    """text: packed text. vqa: images with questions and answers. chat: conversations, with images or without, by the tokenizer's chat template. mock: random tokens, no image; only to measure how far it misleads."""
+    path: str | None = None
+    """A file, a folder, or the name of a Hugging Face data set; None takes the bundled data."""
+    source: Literal["auto", "files", "parquet", "vqav2", "webdataset", "huggingface", "generated"] = "auto"
+    """The layout of `path`; auto looks at what is there. files: .txt and .jsonl, or a folder with samples.jsonl."""
+    subset: str | None = None
+    """Which part: the COCO subset of VQAv2 (train2014), or the configuration of a Hugging Face data set."""
+    text_key: str = "text"
+    """The column or key that holds a document's text."""
+    generated: GeneratedConfig = Field(default_factory=GeneratedConfig)
+    tokenizer: str = "byte"
+    """`byte`, or the path of a tokenizer.json."""
+    seq_len: int = Field(default=256, gt=0, le=2**24)
+    pack: bool = True
+    """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
+    pack_buffer: int = Field(default=32, gt=0, le=2**16)
+    """Samples among which first-fit packing chooses."""
+    pad: bool = True
+    """Pad every row to seq_len, so that shapes stay static."""
+    pad_to_multiple: int | None = Field(default=None, gt=0)
+    """With `pad: false`, pad every row to a multiple of this many tokens."""
+    num_workers: int = Field(default=0, ge=0, le=1024)
+    """Processes of each rank that read data; 0 reads in the rank itself."""
+    images: Literal["variable", "fixed"] = "variable"
+    """Image sizes as they come, or every image resized to one size (fixed_image_size)."""
+    fixed_image_size: list[int] = Field(default_factory=lambda: [128, 128])
+    """Height and width in pixels, used with `images: fixed`."""
+    max_image_pixels: int = Field(default=65_536, gt=0, le=2**28)
+    """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
+    min_image_pixels: int | None = Field(default=None, ge=0, le=2**28)
+    """Smaller images are scaled up to at least this many pixels, as Qwen3-VL's preprocessor does, or to max_image_pixels where that is less. None takes
+    what the image processor beside init.weights says, and scales nothing up where there is none."""
+    max_source_pixels: int = Field(default=64_000_000, gt=0, le=2**31)
+    """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
+    max_images_per_sample: int = Field(default=3, gt=0, le=2**16)
+    """A sample with more is too long."""
+    on_long_sample: Literal["drop", "cut"] = "drop"
+    """An image-question-answer sample that is longer than a row, with its images scaled down as far as they may be. drop: it is left out, and counted.
+    cut: its last images are left out, then its answer is cut at the end. A question is never cut: where it leaves no room, the sample is dropped."""
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    """A row of the data that cannot be read as a sample. fail: stop with its file and line. skip: it is left out, named and counted."""
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """fail: stop with the file's name. skip: the image becomes grey, its sample bears no loss and keeps its place, and both are counted."""
+    cache: Literal["none", "memory"] = "none"
+    """memory: each worker keeps decoded and resized images, so that each is decoded once."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """What the cache of one worker may hold; images beyond it are decoded anew."""
+
+
+RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_experts", "mla_up_proj", "vision")
+"""Names as megatron-core has them, and `vision` for the blocks of the vision tower."""
+
+FREEZABLE = ("vision", "projector", "language_model")
+"""The parts of a vision-language model that can be frozen."""
+
+GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
+"""Names as megatron-core has them; the torch backend captures the first three."""
+
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp")
+"""Parts whose inputs fine-grained offload takes to the host. Source: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`."""
+
+_MEANT = {
+    "vision_tower": "vision",
+    "vision_model": "vision",
+    "visual": "vision",
+    "merger": "projector",
+    "llm": "language_model",
+    "decoder": "language_model",
+    "text": "language_model",
+    "up_proj": "mla_up_proj",
+    "mla": "mla_up_proj",
+    "norm": "layernorm",
+    "norms": "layernorm",
+    "layer_norm": "layernorm",
+    "rmsnorm": "layernorm",
+    "attn": "core_attn",
+    "attention": "core_attn",
+    "activation": "moe_act",
+    "act": "moe_act",
+    "swiglu": "moe_act",
+    "ffn": "mlp",
+    "experts": "moe",
+    "shared_expert": "shared_experts",
+}
+
+
+def known(values: list[str], names: tuple[str, ...]) -> list[str]:
+    """The values, refused unless each is one of `names` and none stands twice."""
+    for value in values:
+        if value not in names:
+            meant = _MEANT.get(value)
+            hint = f"; did you mean '{meant}'?" if meant in names else did_you_mean(value, list(names))
+            raise ValueError(f"'{value}' is not known{hint}; there are {', '.join(names)}")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{values} names something twice")
+    return values
+
+
+class MegatronConfig(Strict):
+    """Settings of megatron-core that the torch backend has no counterpart of; `parallel.fsdp` and what belongs to it are the torch backend's."""
+
+    kernels: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Layers by Transformer Engine, or by this trainer and megatron-core alone; auto takes Transformer Engine where it is installed."""
+    grouped_gemm: Literal["cublas", "cutlass"] = "cublas"
+    """How Transformer Engine multiplies a rank's experts. cublas: a product for each expert. cutlass, on Hopper in 16 bits: one kernel for all
+    experts, forward and for the gradient of the input; gradients of the weights stay a product for each."""
+    data_parallel: Literal["ddp", "distributed_optimizer", "megatron_fsdp", "fsdp2"] = "distributed_optimizer"
+    """What data-parallel ranks hold. ddp: copies of everything. distributed_optimizer: shares of the optimizer state. megatron_fsdp: what
+    sharding_strategy says. fsdp2: shares of everything, by torch."""
+    sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    """What Megatron-FSDP shards: nothing, optimizer state, gradients too (ZeRO-2), or parameters too (ZeRO-3)."""
+    precision_aware_optimizer: bool = False
+    """Moments in optimizer.moments_dtype and gradients in grad_reduce_dtype, with the part of the float32 master weights that bf16 weights
+    lack beside them; without it all are float32."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are accumulated and summed over ranks."""
+    overlap_grad_reduce: bool = True
+    """Sum gradients over data-parallel ranks beside the backward pass."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters beside the forward pass that needs them."""
+    tp_comm_overlap: bool = False
+    """Cut tensor-parallel collectives up and run them beside the matrix products (Transformer Engine's user buffers)."""
+    overlap_expert_parallel: bool = False
+    """Run the expert all-to-all of one micro-batch beside the computation of another."""
+    cuda_graph_impl: Literal["none", "transformer_engine", "local", "full_iteration"] = "none"
+    """Who captures. none: Transformer Engine, where train.cuda_graphs names parts. local: megatron-core. full_iteration: forward and backward
+    pass of a step as one graph, without named parts."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How attention reaches the tokens of other context ranks: a ring, a gather of keys and values, an exchange of tokens for heads, or
+    exchanges inside groups (of cp_sizes) and a ring among them."""
+    cp_sizes: list[int] = Field(default_factory=list)
+    """Ranks of the exchange and of the ring, with a2a+p2p."""
+    offload_modules: list[str] = Field(default_factory=list)
+    """Parts of a layer whose inputs wait in host memory for the backward pass."""
+    optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the optimizer state that lives, and is updated, on the host; offload.optimizer alone means all of it."""
+    fp8_param: bool = False
+    """Keep weights in 8 bits and gather them so; with a recipe of precision.fp8."""
+    recompute_layers: int | None = Field(default=None, gt=0)
+    """With train.recompute full: layers per checkpoint (uniform), or layers of a chunk that are made again (block). None means 1, or all."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """uniform: every stretch of recompute_layers layers is made again from its input. block: only the first recompute_layers of a chunk are."""
+
+    @field_validator("offload_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return known(value, OFFLOAD_MODULES)

@@ -1,1 +1,0 @@
-"""Plans in the words of trainers: what is started, not what was configured."""

@@ -1,1 +1,0 @@
-"""The models on megatron-core's layers."""

@@ -1,1 +1,0 @@
-"""Weights and checkpoints of the megatron backend."""
