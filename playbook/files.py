@@ -39,7 +39,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that lack. A `.playbook` that is first made here is kept out of git: what lies in it belongs to one machine.
+    """Make a folder, and those above it that lack. A `.playbook` that is first made here is kept out of git: what lies in it belongs to
+    one machine.
 
     Raises:
         OSError: it cannot be made.
@@ -112,8 +113,8 @@ def _written(path: Path, content: str | bytes, durable: bool) -> Path:
 def take(folder: Path) -> str:
     """Keep others out of the folder until this process ends, however it does; who keeps us out, or "" where nobody does.
 
-    A file server may go on holding the lock of a node that died. So a job of Slurm that was queued again, which Slurm counts, takes it from its own
-    start before, if that was on another host. Two steps of one start are two commands.
+    A file server may go on holding the lock of a node that died. So a job of Slurm that was queued again, which Slurm counts, takes it
+    from its own start before, if that was on another host. Two steps of one start are two commands.
 
     Raises:
         OSError: there can be no file in it.

@@ -71,7 +71,10 @@ def own_file() -> Path | None:
 
 
 def default_results() -> Path:
-    """Where records are written and looked for, unless told otherwise. Cards are found from below `playbook.toml`, so their evidence is too."""
+    """Where records are written and looked for, unless told otherwise.
+
+    Cards are found from below `playbook.toml`, so their evidence is too.
+    """
     toml = own_file()
     return DEFAULT_RESULTS if toml is None or toml.parent == Path.cwd() else toml.parent / DEFAULT_RESULTS
 
@@ -96,7 +99,8 @@ def in_package(path: Path) -> bool:
 
 
 def shipped(kind: str, path: PurePath) -> Path | None:
-    """The file of one kind that a path names as guides, cards and skills write it (`trainer/configs/...`); None where there is none, or it leads out.
+    """The file of one kind that a path names as guides, cards and skills write it (`trainer/configs/...`); None where there is none, or
+    it leads out.
 
     Raises:
         KeyError: `kind` is not one of `KINDS`.

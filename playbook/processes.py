@@ -31,7 +31,8 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
 
 
 def adopting(stays: Callable[[], Collection[int]] = frozenset) -> Callable[[], None]:
-    """From now on this process adopts whatever the processes that it starts leave behind, such as a daemon; the function that comes back kills all of them that live, and ends that.
+    """From now on this process adopts whatever the processes that it starts leave behind, such as a daemon; the function that comes back
+    kills all of them that live, and ends that.
 
     Only Linux can.
 

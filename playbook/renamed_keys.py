@@ -32,7 +32,8 @@ REMOVED: Mapping[str, Any] = MappingProxyType(
         "megatron.delay_wgrad": False,
     }
 )
-"""Keys that are gone, and the value that holds since. A file or record that names one with that value loads; with another, the key is unknown."""
+"""Keys that are gone, and the value that holds since. A file or record that names one with that value loads; with another, the key is
+unknown."""
 
 
 def modern(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """JSON Schema (2020-12) of every file that people write or read, exported from the typed models.
 
-Editors use the files for completion and hover text, and `check` is the door: what a file's schema refuses is no card, case, cluster or record. The command line passes the
-models in, so that this module needs to know neither the harness nor the trainer.
+Editors use the files for completion and hover text, and `check` is the door: what a file's schema refuses is no card, case, cluster or
+record. The command line passes the models in, so that this module needs to know neither the harness nor the trainer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ class Refusal(NamedTuple):
 
 
 def check(instance: Any, name: str) -> list[Refusal]:
-    """What the exported schema of that name refuses in plain data, in the order in which it stands there; empty for what a model may read."""
+    """What the exported schema of that name refuses in plain data, in the order in which it stands there; empty for what a model may
+    read.
+    """
     errors = sorted(_validator(name).iter_errors(instance), key=lambda e: [str(part) for part in e.absolute_path])
     return [Refusal(tuple(e.absolute_path), e.message[:300]) for e in errors]
 
 
 @cache
 def _validator(name: str) -> Validator:
-    """The validator of one schema, with numbers and patterns as the models read them: 1.0 is no integer, infinity no number, and `$` is the end."""
+    """The validator of one schema, with numbers and patterns as the models read them: 1.0 is no integer, infinity no number, and `$` is
+    the end.
+    """
     from jsonschema import Draft202012Validator, ValidationError, validators
 
     def integer(_: Any, value: Any) -> bool:
@@ -55,7 +59,8 @@ def _validator(name: str) -> Validator:
             yield ValidationError(f"{value[:60]!r} does not match {expression}")
 
     types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
-    validator: type[Validator] = validators.extend(Draft202012Validator, {"pattern": pattern}, type_checker=types)  # type: ignore[no-untyped-call]
+    rules = {"pattern": pattern}
+    validator: type[Validator] = validators.extend(Draft202012Validator, rules, type_checker=types)  # type: ignore[no-untyped-call]
     return validator(json.loads((data_root("schemas") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")))
 
 

@@ -99,7 +99,10 @@ def parse(text: str, name: str) -> tuple[Any, Marks]:
 
 
 def _fast_loader() -> Any:
-    """The loader of libyaml, which does not ask in Python what each scalar is: `parse_scalar` says so, by other rules. None where it is not built in."""
+    """The loader of libyaml, which does not ask in Python what each scalar is: `parse_scalar` says so, by other rules.
+
+    None where it is not built in.
+    """
     loader = getattr(yaml, "CSafeLoader", None)
     return loader and type("_Loader", (loader,), {"resolve": lambda *_: "tag:yaml.org,2002:str"})
 
@@ -120,6 +123,7 @@ def _compose(text: str) -> Any:
 
 
 def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, node_ids: set[int]) -> Any:
+    """The plain value of a YAML node; places go into `marks`, faults into `findings`. `node_ids`: nodes that were read."""
     line, column = node.start_mark.line + 1, node.start_mark.column + 1
     marks.setdefault(path, (line, column))
 
@@ -169,8 +173,8 @@ def load(path: Path, model: type[M], thorough: bool = True) -> tuple[M, Marks]:
 def validate(data: Any, marks: Marks, model: type[M], name: str, thorough: bool = True) -> M:
     """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`.
 
-    `thorough` puts it through the model's exported schema too. That refuses what the model refuses, and takes a fifth of a second for all that ships:
-    what ships goes through it in `cards check`, and not in each command that reads it.
+    `thorough` puts it through the model's exported schema too. That refuses what the model refuses, and takes a fifth of a second
+    for all that ships, which goes through it in `cards check` and not in each command that reads it.
     """
     if not isinstance(data, Mapping):
         raise FileError([Finding(name, 1, 1, f"expected a mapping of keys to values, found {_kind(data)}")])
@@ -202,6 +206,7 @@ def did_you_mean(word: str, options: typing.Iterable[str]) -> str:
 
 
 def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Finding:
+    """A pydantic error as a finding at its place in the file, in the words of the file's author."""
     # A union's branch adds its own name to the location; only what exists in the file names a place.
     where = tuple(part for part in error["loc"])
     clean = tuple(p for i, p in enumerate(where) if where[: i + 1] in marks or i == len(where) - 1)

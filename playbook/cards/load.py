@@ -61,7 +61,10 @@ def card_of(claim: str, cards: Mapping[str, Card]) -> str | None:
 
 
 def read_cards(paths: Sequence[Path], trusted: Path | None = None) -> Cards:
-    """The cards of files and folders; whatever is no card becomes a finding. Those of the folder `trusted` are read without their exported schema."""
+    """The cards of files and folders; whatever is no card becomes a finding.
+
+    Those of the folder `trusted` are read without their exported schema.
+    """
     cards = Cards()
     for path in dict.fromkeys(_files(paths, cards.findings)):
         try:
@@ -104,6 +107,7 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
 
 
 def _files(paths: Iterable[Path], findings: list[Finding]) -> Iterator[Path]:
+    """The card files below the paths; what is no card becomes a finding."""
     for path in paths:
         if not path.is_dir():
             if path.suffix == ".yaml" or not path.exists():
@@ -230,6 +234,7 @@ def _tested(
     cases: Collection[str] | None,
     metrics: Collection[str] | None,
 ) -> Iterator[Finding]:
+    """Findings on how a claim or a mechanism check is tested: its case, metric and expectation go together."""
     if case is not None and cases is not None and case not in cases:
         yield entry.finding((*place, "case"), f"case '{case}' does not exist in bench/cases/{did_you_mean(case, cases)}")
     logic = kind in LOGIC_KINDS
@@ -294,7 +299,8 @@ profiles: {{cpu: {{}}}}  # and h200x8, or what your machines are
 
 
 def begin(folder: Path, name: str, claims: Collection[str]) -> list[Path]:
-    """Write `cards/NAME.yaml` and `cases/NAME.yaml` there; where no `playbook.toml` tells of own cards yet, one in the working folder that does.
+    """Write `cards/NAME.yaml` and `cases/NAME.yaml` there; where no `playbook.toml` tells of own cards yet, one in the working folder
+    that does.
 
     `claims` are the ids that are taken.
 

@@ -85,6 +85,7 @@ def unmet(scope: Mapping[str, Any], facts: Mapping[str, Any], waive: Collection[
 
 
 def _fault(kind: Kind, predicate: Any) -> str | None:
+    """What is wrong with a predicate of this kind; None where it is sound."""
     if isinstance(predicate, list):
         if not predicate:
             return "an empty list is met by nothing; name at least one value"
@@ -167,7 +168,9 @@ def agrees(sizes: Sizes, run: Mapping[str, Any]) -> bool:
 
 
 def follow(card: Card, run: Facts) -> list[str]:
-    """One line for each rule of a card whose size holds for a run, else one that names the planner; none where the run or the card says nothing of sizes."""
+    """One line for each rule of a card whose size holds for a run, else one that names the planner; none where the run or the card says
+    nothing of sizes.
+    """
     rules = [rule.sizes for rule in card.decide if rule.sizes]
     if not rules or run.model is None or run.seq_len is None:
         return []

@@ -1,9 +1,9 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
-A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it answers. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.terms` judges it, is answered with the reason
-and what is nearest.
-Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
+A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it
+answers. Every hit says why it was found and whether any of its claims speaks for the machine that was stated. A question that the cards
+do not cover, as `playbook.cards.terms` judges it, is answered with the reason and what is nearest. Sources: Robertson and Zaragoza, The
+Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
 def search(index: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> Answer:
     """The cards that answer a question, best first; where they do not cover it or none applies to the stated run, why, and what is nearest.
 
-    Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with these ids, and cards that have one.
+    Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with
+    these ids, and cards that have one.
 
     Raises:
         PlaybookError: the question is too long, or holds no word.
@@ -355,6 +356,7 @@ def _told(index: Index, ranked: Ranked, words: list[str]) -> Passage:
 
 
 def _hit(index: Index, ranked: Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
+    """The hit of a ranked card; None where `only` leaves none of its claims."""
     card = index.cards[ranked.card]
     near = list(dict.fromkeys(p.claim for _, p in ranked.passages if p.claim))
     claims = [c for i in near for c in card.claims if c.id == i] + [c for c in card.claims if c.id not in near]

@@ -101,7 +101,10 @@ def _power(match: re.Match[str]) -> str:
 
 
 def opening(text: str) -> str:
-    """What a pasted text asks: its first line of prose and the prose right below. Where it has none, its first line, or its last below a heading."""
+    """What a pasted text asks: its first line of prose and the prose right below.
+
+    Where it has none, its first line, or its last below a heading.
+    """
     lines = [line.strip() for line in text.splitlines()]
     start = next((i for i, line in enumerate(lines) if _is_prose(line)), None)
     if start is None:
@@ -226,7 +229,9 @@ def _model(line: str) -> str | None:
 
 @cache
 def _synonyms() -> tuple[Mapping[str, list[str]], Mapping[str, list[list[str]]], re.Pattern[str], Mapping[str, str]]:
-    """The names of each phrase, the phrases that begin with a word, longest first, and a pattern for phrases with a gap, its groups with their names."""
+    """The names of each phrase, the phrases that begin with a word, longest first, and a pattern for phrases with a gap, its groups with
+    their names.
+    """
     groups: Mapping[str, Sequence[str]] = parse((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"), _SYNONYMS)[0]
     table: dict[str, list[str]] = {}
     gapped: dict[str, tuple[str, str]] = {}
@@ -341,7 +346,8 @@ _WEIGHTS = "coverage.yaml"
 MOST = 2
 """How many words of a kind, or phrases, count at most, so that a long question says no more than a short one."""
 LEAST = -0.8
-"""Log odds from which on the search answers: with each sixth of the known questions left out of the fit, one covered question in 33 stays unanswered."""
+"""Log odds from which on the search answers: with each sixth of the known questions left out of the fit, one covered question in 33 stays
+unanswered."""
 _UNSEEN = 0.3
 """What a word counts that is in no known question of a kind, in questions."""
 
@@ -381,7 +387,9 @@ def kinds(text: str) -> dict[str, float]:
 
 
 def odds(questions: Sequence[Asked]) -> dict[str, float]:
-    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them; under the empty name, of any other."""
+    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them; under the empty
+    name, of any other.
+    """
     counts = {has: Counter(t for q in questions if bool(q.cards) is has for t in q.said) for has in (True, False)}
     many = {has: sum(bool(q.cards) is has for q in questions) + 2 * _UNSEEN for has in counts}
     share = {t: {has: (counts[has][t] + _UNSEEN) / many[has] for has in counts} for t in {*counts[True], *counts[False], ""}}

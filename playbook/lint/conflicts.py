@@ -1,4 +1,6 @@
-"""Lint rules on what cards claim: undeclared contradictions, comparisons of unequal work, claims that no run can settle, outdated sources."""
+"""Lint rules on what cards claim: undeclared contradictions, comparisons of unequal work, claims that no run can settle, outdated
+sources.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def effect(expect: Expect) -> tuple[str, float, float] | None:
 def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
     """Decisions that set one key, or one knob under two keys, to different values where both apply.
 
-    A condition that only one of them names does not separate them; without a common one, nobody knows. Words such as `order` are keys only where all conditions are common.
+    A condition that only one of them names does not separate them; without a common one, nobody knows. Words such as `order` are keys
+    only where all conditions are common.
     """
     index: dict[str, list[tuple[LoadedCard, int, Decision, str]]] = {}
     for entry in shelf.every:
@@ -85,7 +88,10 @@ def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
                     continue
                 if overlap(a.when, b.when) and not linked(first, None, second, None):
                     who = place(first, second, "another decision")
-                    message = f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep one, or narrow `when`"
+                    message = (
+                        f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep"
+                        " one, or narrow `when`"
+                    )
                     yield second, ("decide", i, "set", key), message
 
 
@@ -112,7 +118,10 @@ def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decis
         if common:
             because = ", ".join(other.because)
             who = place(warns, sets, "a decision")
-            message = f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or narrow `when`"
+            message = (
+                f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or"
+                " narrow `when`"
+            )
             yield sets, ("decide", i, "set", key), message
 
 
@@ -171,7 +180,10 @@ def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard,
     other = place(first, second, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):
         if a.layout[key] != b.layout[key]:
-            message = f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the source says"
+            message = (
+                f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the"
+                " source says"
+            )
             yield second, ("families", i, "layout", key), message
     for open_, set_, entry, place_ in ((a, b, second, i), (b, a, first, j)):
         for key in sorted(set(open_.unspecified) & set_.layout.keys()):
@@ -284,7 +296,10 @@ def _without_threshold(shelf: Shelf) -> Iterator[Found]:
             for key, value in rule.when.items():
                 words = _BY_DEGREE.search(f"{key} {value}".replace("_", " "))
                 if words and not (str(key).endswith("_percent") and is_number(value)):
-                    message = f"'{key}: {value}' does not say from which share of the step on; write a number, such as exposed_dispatch_percent: '>=2'"
+                    message = (
+                        f"'{key}: {value}' does not say from which share of the step on; write a number, such as"
+                        " exposed_dispatch_percent: '>=2'"
+                    )
                     yield entry, ("decide", i, "when", key), message
 
 

@@ -116,6 +116,7 @@ def _implied_peak(shelf: Shelf) -> Iterator[Found]:
 
 
 def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, Path_, str, tuple[str, str], float, float]]:
+    """The peaks that a card's families imply: entry, place, name, (GPU, precision), low and high in TFLOP/s."""
     for i, family in enumerate(entry.card.families):
         rate, mfu = family.measured.get("model_tflops_per_gpu"), family.measured.get("mfu")
         gpus, precision = gpus_named(family.hardware), family.settings.get("precision")

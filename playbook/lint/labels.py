@@ -49,7 +49,10 @@ def table_for(version: Any) -> Table | None:
 
 
 def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[str, str]]:
-    """The words that `table` does not know: (key, message) for each. The torch backend has labels of its own; the trainer's schema judges them."""
+    """The words that `table` does not know: (key, message) for each.
+
+    The torch backend has labels of its own; the trainer's schema judges them.
+    """
     torch = values.get("backend") == "torch"
     for key, value in values.items():
         if key in _OWN_KEYS or (torch and key.startswith("train.")):
@@ -166,7 +169,8 @@ def excluded(values: Mapping[str, Any], layout: Mapping[str, int], model: str = 
     messages = broken(case, EXCLUSIONS, words=WORDS, stated=stated)
     if view.get("cuda_graph_impl") == "transformer_engine" and "full_iteration" in options.graphs:
         messages.append(
-            "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on new ones"
+            "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on"
+            " new ones"
         )
     return messages
 

@@ -87,6 +87,11 @@ def evaluate(expression: str, numbers: Mapping[str, float]) -> float:
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
+    """The value of an expression's node over named numbers.
+
+    Raises:
+        ValueError: it holds anything but numbers, names, arithmetic, min and max.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     if isinstance(node, ast.Name) and node.id in numbers:
@@ -151,7 +156,8 @@ def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Ma
     if computed != expected:
         degrees_shown = " ".join(f"{k} {v}" for k, v in d.items() if v > 1)
         yield (
-            f"{quantity} by '{expression}' is {computed:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write '{right[quantity]}'"
+            f"{quantity} by '{expression}' is {computed:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write"
+            f" '{right[quantity]}'"
         )
 
 

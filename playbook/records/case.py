@@ -33,7 +33,8 @@ _GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer",
 """Ranges that every run has; finding one proves nothing."""
 
 RANGES = MODEL_RANGES | _GENERIC_RANGES | {"recompute", "offload", "prefetch"}
-"""Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named `attention.bwd`."""
+"""Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named
+`attention.bwd`."""
 
 GROUP_WORDS = frozenset({"world", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "replicate", "shard", "optimizer", "embedding"})
 """What names of process groups are made of, such as `dp_cp`."""
@@ -189,8 +190,10 @@ class Case(Strict):
     profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ...
 
-    `like` begins from another profile of the case, its values for single variants included: `h100x4: {like: h200x4, model.num_layers: 12}`.
-    More ranks than one on a profile of one GPU take turns on it: such a case may judge what is counted (bytes, collectives, memory), and no time.
+    `like` begins from another profile of the case, its values for single variants included:
+    `h100x4: {like: h200x4, model.num_layers: 12}`.
+    More ranks than one on a profile of one GPU take turns on it: such a case may judge what is counted (bytes, collectives, memory),
+    and no time.
     """
     variant_profiles: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """Per machine class and variant, where a variant's delta needs another value there."""
@@ -407,6 +410,7 @@ def _names_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
 
 
 def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Whether every variant is proven by a rule that can fail, and each rule looks at one thing."""
     problems: list[tuple[tuple[str | int, ...], str]] = []
     for variant in case.variants:
         receipt = case.activation.of(variant)

@@ -1,4 +1,6 @@
-"""What a case of a command has beside what every case has: how its steps are read, what a variant may change, and the trace that proves it."""
+"""What a case of a command has beside what every case has: how its steps are read, what a variant may change, and the trace that proves
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ DELTAS: Mapping[str, type[Any]] = {
     "revision": str,
     "step_tokens": int,
 }
-"""What a variant of a command may change, besides the values of its template's words. `step_tokens`: of the whole job, where its log tells none."""
+"""What a variant of a command may change, besides the values of its template's words. `step_tokens`: of the whole job, where its log
+tells none."""
 _GIVEN = ("run", "root")
 """Words that every template may use: the launch's own new folder, and the folder of the repository, or of the command's start."""
 _MOST_TOKENS = 2**53
@@ -46,7 +49,7 @@ class Steps(Strict):
 
 
 class Traced(Strict):
-    """The trace that the first, discarded launch of each variant leaves: a Chrome trace of torch.profiler, or an SQLite export of Nsight Systems."""
+    """The trace that the first, discarded launch of each variant leaves: a Chrome trace of torch.profiler, or an SQLite export of nsys."""
 
     file: str
     arguments: list[str] = Field(default_factory=list)

@@ -1,7 +1,7 @@
 """What must not be kept in a record: passwords, keys and tokens, told by the name that they have or by their shape.
 
-Names are those that detect-secrets 1.5 looks for (its plugin for keywords, with `auth`), shapes the prefixes that issuers give their tokens.
-A name says nothing of a value that is a number or a path; a value of no known shape under a name that says nothing is not found.
+Names are those that detect-secrets 1.5 looks for (its plugin for keywords, with `auth`), shapes the prefixes that issuers give their
+tokens. A name says nothing of a value that is a number or a path; a value of no known shape under a name that says nothing is not found.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def is_secret(name: str) -> bool:
 
 
 def of_words(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Which of a command's words must not be kept and why, without its value; empty where there is none. `environment` is this process's, if None."""
+    """Which of a command's words must not be kept and why, without its value; empty where there is none.
+
+    `environment` is this process's, if None.
+    """
     secrets = dict(_values(os.environ if environment is None else environment))
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -73,7 +76,9 @@ def of_variables(variables: Mapping[str, str]) -> str:
 
 
 def hidden(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A text with each secret replaced: values of this process's variables by their names, what has the shape of one, and what is assigned to a name of one."""
+    """A text with each secret replaced: values of this process's variables by their names, what has the shape of one, and what is
+    assigned to a name of one.
+    """
     for _, value in sorted(_values(os.environ if environment is None else environment), key=lambda pair: -len(pair[1])):
         text = text.replace(value, _HIDDEN)
     text = _SHAPES.sub(_HIDDEN, text)

@@ -1,7 +1,9 @@
-"""Checks that a record does not contradict itself: its plan, its order of runs, its noise and its machine. A record that does counts for nothing.
+"""Checks that a record does not contradict itself: its plan, its order of runs, its noise and its machine. A record that does counts for
+nothing.
 
-A record that was changed and sealed again passes its own hash. These checks, with a replay, find the changes that leave a trace in the rest of the
-record. They vouch for no more: whoever can write every field of a record can write one that agrees with itself (docs/guide/evidence.md).
+A record that was changed and sealed again passes its own hash. These checks, with a replay, find the changes that leave a trace in the
+rest of the record. They vouch for no more: whoever can write every field of a record can write one that agrees with itself
+(docs/guide/evidence.md).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _DRAWN_BY_BLOCKS = (1, 2)
 
 
 def expected(rules: int, seed: int, pair: bool, variants: Sequence[str], count: int) -> list[str] | None:
-    """The first `count` entries of a plan's order: halves of ABBA blocks for a pair, else all variants in a drawn order and its reverse; None for rules whose order is not known here."""
+    """The first `count` entries of a plan's order: halves of ABBA blocks for a pair, else all variants in a drawn order and its reverse;
+    None for rules whose order is not known here.
+    """
     if rules not in _DRAWN_BY_BLOCKS:
         return None
     draw = random.Random(seed)
@@ -255,7 +259,9 @@ def _phases(run: Run) -> float:
 
 
 def _totals(evidence: Evidence) -> Iterator[str]:
-    """The series took as long as its launches: none was left out, but where it started over, or a launch failed, those are in the total too."""
+    """The series took as long as its launches: none was left out, but where it started over, or a launch failed, those are in the total
+    too.
+    """
     measured, plan = evidence.measured, evidence.measured.plan
     if plan is None or not measured.runs:
         return

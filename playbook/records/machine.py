@@ -17,7 +17,8 @@ from playbook.records.evidence import FIRST_REVISION, Machine, Measured
 CPU = "cpu"
 
 Kind = tuple[int, str | None, str, int | None, int, str, int | None, int | None]
-"""Number of GPUs, their name, their links, their memory in GiB, number of nodes, CPU model, cores (None if there are GPUs), host memory in GiB."""
+"""Number of GPUs, their name, their links, their memory in GiB, number of nodes, CPU model, cores (None if there are GPUs), host memory
+in GiB."""
 
 
 def kind(machine: Machine) -> Kind:
@@ -73,11 +74,13 @@ _NOTABLE_NOISE = 0.03
 _NOTABLE_LIMITED = 10.0
 """Percent of the GPUs' readings in timed steps with clocks held down."""
 TIMED_STEPS = "timed steps"
-"""Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be start-up."""
+"""Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be
+start-up."""
 
 
 def host_limit(figures: Mapping[str, Any]) -> str:
-    """A clause where launches differ so much that this host is the limit of what a series can see; else nothing. `found`: a comparison or curve.
+    """A clause where launches differ so much that this host is the limit of what a series can see; else nothing. `found`: a comparison or
+    curve.
 
     By the A/A, or since rules of version 3, which have none, by the launches that are compared.
     """
@@ -89,7 +92,10 @@ def host_limit(figures: Mapping[str, Any]) -> str:
 
 
 def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
-    """For each limit that held GPUs' clocks down in the timed steps, a clause with its share of the readings and the clock. `runs`: (variant, telemetry) of the measured runs."""
+    """For each limit that held GPUs' clocks down in the timed steps, a clause with its share of the readings and the clock.
+
+    `runs`: (variant, telemetry) of the measured runs.
+    """
     shares: dict[str, dict[str, list[float]]] = {}
     clocks: dict[str, list[float]] = {}
     for variant, telemetry in runs:
@@ -135,9 +141,11 @@ class Here:
 
 
 def updates_since(strict: Mapping[str, Any], reader: Here) -> list[str]:
-    """Libraries of another minor version and the driver, each as `then -> now`, where the reader's GPUs are those of the record or neither has any.
+    """Libraries of another minor version and the driver, each as `then -> now`, where the reader's GPUs are those of the record or
+    neither has any.
 
-    `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends on.
+    `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends
+    on.
     """
     machine, packages = _part(strict, "machine"), _part(strict, "packages")
     if not machine or machine.get("gpu") != reader.gpu:
@@ -149,7 +157,8 @@ def updates_since(strict: Mapping[str, Any], reader: Here) -> list[str]:
 
 
 def revised(measured: Measured, today: Mapping[str, int], paths: Paths) -> list[str]:
-    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks has none.
+    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks
+    has none.
 
     A run has the paths that it names and those that its configuration takes today. An older record has the number of its backend alone.
     """

@@ -1,7 +1,7 @@
 """Reads evidence and traces: typed, and checked against their own hash and for contradictions.
 
-Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. This module alone decides which record speaks for a
-claim and what makes its verdict stale. A record with `problems` is `altered`: it is shown as that and never as a verdict.
+Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. This module alone decides which record
+speaks for a claim and what makes its verdict stale. A record with `problems` is `altered`: it is shown as that and never as a verdict.
 """
 
 from __future__ import annotations
@@ -71,11 +71,14 @@ class Record:
     """Why the record counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
     present: Present = field(default_factory=Present)
     foreign: bool = False
-    """Whether none of the cards that were read has its claim, or its runs were on another backend than the claim is about. One of the cards may have another claim of the same id."""
+    """Whether none of the cards that were read has its claim, or its runs were on another backend than the claim is about. One of the
+    cards may have another claim of the same id."""
     assumed_gib: int | None = None
-    """Host memory in GiB that is assumed for an older record without it: that of newer records from otherwise equal machines, if they agree."""
+    """Host memory in GiB that is assumed for an older record without it: that of newer records from otherwise equal machines, if they
+    agree."""
     machine: str = "unknown"
-    """Label of its machine: the name, what sets it apart from other machines of that name, and who measured there if the record was imported."""
+    """Label of its machine: the name, what sets it apart from other machines of that name, and who measured there if the record was
+    imported."""
 
     @property
     def altered(self) -> bool:
@@ -174,7 +177,10 @@ class Record:
 
     @property
     def measured(self) -> str:
-        """When its last run started, in ISO format; when it was written where it has no runs. Judging a record again does not make it younger."""
+        """When its last run started, in ISO format; when it was written where it has no runs.
+
+        Judging a record again does not make it younger.
+        """
         return max((r.started for r in self.runs), default="") or self.created
 
     @property
@@ -184,7 +190,10 @@ class Record:
 
     @property
     def precedence(self) -> tuple[int, str, str, str]:
-        """Sort key: of two records on a claim, the one with the larger key speaks for it. A verdict beats an error, which beats `not_applicable`; then the last measured, then the last judged."""
+        """Sort key: of two records on a claim, the one with the larger key speaks for it.
+
+        A verdict beats an error, which beats `not_applicable`; then the last measured, then the last judged.
+        """
         settles = {"not_applicable": 0, "error": 1}.get(self.status, 2)
         return settles, self.measured, self.created, self.id
 
@@ -193,7 +202,10 @@ class Record:
         return self.present.case_changes(self.content.measured) if self.present.case_changes and isinstance(self.content, Evidence) else []
 
     def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> Iterator[str]:
-        """Why the verdict no longer speaks for today, what is dear to find out last; none while it does. `claim` is the one that it settled, as it stands today."""
+        """Why the verdict no longer speaks for today, what is dear to find out last; none while it does.
+
+        `claim` is the one that it settled, as it stands today.
+        """
         if not isinstance(self.content, Evidence):
             return
         yield from _expired(self.content.expires, today)
@@ -263,7 +275,8 @@ def _expired(expires: str, today: date) -> list[str]:
 class Reader:
     """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files.
 
-    `thorough` puts evidence through its exported schema too. It refuses what the models refuse, and takes ten times as long for all records.
+    `thorough` puts evidence through its exported schema too. It refuses what the models refuse, and takes ten times as long for all
+    records.
     """
 
     def __init__(self, thorough: bool = False) -> None:
@@ -272,7 +285,8 @@ class Reader:
         self._last: tuple[Any, list[Record]] = None, []
 
     def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
-        """Every record below the folders, newest first. Of several copies of one id, the first unaltered one counts. With `cards`, a record on a claim of any other card speaks for no claim.
+        """Every record below the folders, newest first. Of several copies of one id, the first unaltered one counts. With `cards`, a
+        record on a claim of any other card speaks for no claim.
 
         Raises:
             FileError: a file that is no record, with its path; none is skipped.
@@ -297,7 +311,8 @@ class Reader:
         if self._last[0] != inputs:
             claims = None if cards is None else by_claim(cards)
             records = _with_memory(by_id.values())
-            # An altered record names no machine: else one with a foreign name, or another host's memory, would rename those of sound records.
+            # An altered record names no machine: else one with a foreign name, or another host's memory, would rename those of sound
+            # records.
             labels = _labels(records) | _labels([r for r in records if not r.altered])
             named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in records]
             self._last = inputs, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
@@ -381,7 +396,9 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
 
 
 def _plain(raw: bytes) -> Any:
-    """JSON as plain data: by pydantic's reader, in half the time, and by Python's where that refuses it, for its messages and what it alone takes."""
+    """JSON as plain data: by pydantic's reader, in half the time, and by Python's where that refuses it, for its messages and what it
+    alone takes.
+    """
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -443,7 +460,9 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
 
 
 def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:
-    """The statuses of a claim over all machines: for each the status of the record that speaks, or `stale`; `untested` where there is none."""
+    """The statuses of a claim over all machines: for each the status of the record that speaks, or `stale`; `untested` where there is
+    none.
+    """
     newest = verdicts(records, claim.id)
     return {"stale" if r.stale(today, claim) else r.status for r in newest} or {UNTESTED}
 

@@ -1,4 +1,6 @@
-"""Where claims and decision rules stand, in words, and which claims wait for a verdict: what terminal, site, skills and MCP server say of a verdict they take from here."""
+"""Where claims and decision rules stand, in words, and which claims wait for a verdict: what terminal, site, skills and MCP server say of
+a verdict they take from here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 8: "eight"}
 
 
 def in_words(record: Record, stale: Sequence[str] | str | None = None, *, places: bool = True) -> str:
-    """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`; with or without the machine."""
+    """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`; with
+    or without the machine.
+    """
     return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record, places)])
 
 
@@ -39,7 +43,8 @@ def standing(records: Iterable[Record], claim: Claim | MechanismCheck, today: da
 def basis(rule: Decision, records: Sequence[Record], claims: Claims, today: date) -> _Basis:
     """What a decision rule rests on, derived and never typed: `measured` where a fresh verdict confirms one of the claims that it cites.
 
-    `refuted` where there are fresh verdicts, and all are against it; else `hypothesis`. A verdict on another backend than the rule's says nothing.
+    `refuted` where there are fresh verdicts, and all are against it; else `hypothesis`. A verdict on another backend than the rule's says
+    nothing.
     """
     cited = [(r, claims[i][1]) for i in rule.because if i in claims for r in verdicts(records, i)]
     backend = rule.when.get("backend")
@@ -78,8 +83,8 @@ def _machine(record: Record) -> str:
 def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> list[str]:
     """Claims and mechanism checks, as `CARD/CLAIM`, that have no fresh verdict from this profile and whose case has it, or needs no run.
 
-    Those that most decision rules rest on come first, and a claim's mechanism check follows it. Behind them come those that were undecided after all
-    of their pairs, and last what failed when it last ran.
+    Those that most decision rules rest on come first, and a claim's mechanism check follows it. Behind them come those that were
+    undecided after all of their pairs, and last what failed when it last ran.
     """
     rules = Counter(claim for card in cards.values() for rule in card.decide for claim in rule.because)
     waiting: list[tuple[tuple[int, int], str]] = []
@@ -114,7 +119,9 @@ def untraced_verdicts(cards: Mapping[str, Card], records: Sequence[Record], prof
 
 
 def _lateness(last: Record | None, today: date, claim: Claim | MechanismCheck) -> int:
-    """How far behind a claim has to wait: its last series failed, or took all of its pairs and left it open; a series that time cut goes on at once."""
+    """How far behind a claim has to wait: its last series failed, or took all of its pairs and left it open; a series that time cut goes
+    on at once.
+    """
     if last is None:
         return 0
     if last.status == "error":

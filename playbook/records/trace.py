@@ -118,7 +118,8 @@ class TraceResult(Strict):
 
 
 def waterfall(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """What makes up the difference between the steps of two tables, in milliseconds, the largest part first; the parts add up to it exactly.
+    """What makes up the difference between the steps of two tables, in milliseconds, the largest part first; the parts add up to it
+    exactly.
 
     A part is a range without those inside it, over its passes; idle is when nothing ran. Of a sweep, the tables are of two of its variants.
     """

@@ -125,6 +125,7 @@ def _read(path: Path) -> str:
 
 
 def _skill_md(skill: Skill) -> Iterator[Finding]:
+    """Findings in a SKILL.md: its front matter, its length and its links."""
     path = skill.path / "SKILL.md"
     try:
         text = _read(path)
@@ -219,6 +220,7 @@ def _link_problem(folder: Path, target: str) -> str | None:
 
 
 def _card(skill: Skill) -> Iterator[Finding]:
+    """Findings in a skill's card.yaml, and its keys noted on the skill."""
     path = skill.path / "card.yaml"
     if not path.is_symlink() and not path.exists():
         return  # half of the known skills have none
@@ -239,6 +241,7 @@ def _card(skill: Skill) -> Iterator[Finding]:
 
 
 def _row(skill: Skill, path: Path, marks: Marks, where: Path_, row: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings in one mapping of a card.yaml: degrees that do not divide, words that megatron-core does not know."""
     degrees, gpus = _layout(row, where)
     table = table_for(None)
     assert table is not None  # at least one table ships

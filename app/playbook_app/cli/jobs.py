@@ -193,7 +193,10 @@ class Job:
         return code
 
     def checkpoint(self) -> Any:
-        """Called before the time limit: let training save a checkpoint, then queue the same command again. `confirm` continues from its journal."""
+        """Called before the time limit: let training save a checkpoint, then queue the same command again.
+
+        `confirm` continues from its journal.
+        """
         if self.words[0] == "train":
             _let_the_steps_save(os.environ["SLURM_JOB_ID"])
         return library().helpers.DelayedSubmission(self)

@@ -32,7 +32,9 @@ def say(text: str) -> None:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """A line of prose in lines of at most so many columns, the later ones below its words behind a name in front; a word or a command that is longer stays whole."""
+    """A line of prose in lines of at most so many columns, the later ones below its words behind a name in front; a word or a command
+    that is longer stays whole.
+    """
     if len(line) <= width or " --" in line or "playbook " in line:
         return [line]
     name = _NAME.match(line)
@@ -53,7 +55,8 @@ def print_json(data: Any) -> None:
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare: Sequence[str] = (), wide: bool = False) -> None:
     """A table without lines, a line for each row.
 
-    On a terminal that is too narrow, cells are folded between their words, and where that does not do, the `spare` columns go, in their order; not where it is to be `wide`.
+    On a terminal that is too narrow, cells are folded between their words, and where that does not do, the `spare` columns go, in their
+    order; not where it is to be `wide`.
     """
     shown = {c: [c, *(plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for row in rows)] for c in columns}
     limit = shutil.get_terminal_size().columns
@@ -110,7 +113,8 @@ def print_trace(trace: Mapping[str, Any]) -> None:
     print_table(rows, ("path", "phase", "count", *figures))
     shares = ", ".join(f"{k} {v:.0%}" for k, v in trace["coverage"].items() if v is not None)
     say(
-        f"{trace['span_ms']:.1f} ms a step over {count(trace['num_steps'], 'step')}; busy is {trace['measures']} time; in named parts: {shares}"
+        f"{trace['span_ms']:.1f} ms a step over {count(trace['num_steps'], 'step')}; busy is {trace['measures']} time; in named parts:"
+        f" {shares}"
     )
     for note in trace["notes"]:
         say(f"note: {note}")
@@ -209,7 +213,8 @@ def print_snapshot(snapshot: Mapping[str, Any]) -> None:
     planned = snapshot.get("planned", {})
     rows = [
         {
-            "part": part, "GiB": f"{snapshot['parts'].get(part, 0) / GIB:.2f}", "of peak": f"{snapshot['parts'].get(part, 0) / snapshot['peak']:.0%}",
+            "part": part, "GiB": f"{snapshot['parts'].get(part, 0) / GIB:.2f}",
+            "of peak": f"{snapshot['parts'].get(part, 0) / snapshot['peak']:.0%}",
             "planned GiB": f"{planned.get(part, 0) / GIB:.2f}",
         }
         for part in {**snapshot["parts"], **planned}

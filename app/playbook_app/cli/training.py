@@ -68,6 +68,7 @@ def show_curve(
 
 
 def _row(gpus: int, answer: Answer, best: Sequence[tuple[int, Choice]], whole: Training | None) -> dict[str, str]:
+    """The fastest plan on so many GPUs as a row, its bar relative to the most tokens per second and GPU of all."""
     if not answer.choices:
         empty = dict.fromkeys(("tokens/s/GPU", "80 %", "all GPUs", "to the first", "days", "price"), "")
         return {"GPUs": f"{gpus:,}", **empty, "": "", "layout": "nothing fits"}

@@ -1,4 +1,4 @@
-"""The server's answers and schemas in short: a few lines of text beside each structured answer, and schemas without what their names say."""
+"""The server's answers and schemas in short: a few lines of text beside each structured answer, and schemas without what names say."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ def _export(answer: Mapping[str, Any]) -> str:
 
 
 def _diagnosis(answer: Mapping[str, Any]) -> str:
+    """The position, the walls, one line for each action, and the fastest plan."""
     lines = [answer["position"], f"wall: {', '.join(w['name'] for w in answer['walls']) or 'unknown'}"]
     for action in answer["actions"]:
         gain = "" if action["expected"] is None else f" {'at most' if action['at_most'] else 'about'} {action['expected']:+.0%}"

@@ -73,7 +73,9 @@ def shape_of(model: str) -> Shape:
 
 
 def layout_answer(plan: Plan) -> LayoutAnswer:
-    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from its degrees, and the nearest legal layouts."""
+    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from its degrees, and the nearest legal
+    layouts.
+    """
     broken = plan.broken()
     degrees = {k: getattr(plan, k) for k in ("tp", "pp", "cp", "ep", "etp")}
     attention, expert = plan.tp * plan.pp * plan.cp, plan.etp * plan.ep * plan.pp
@@ -195,7 +197,8 @@ def diagnosis_answer(question: Asked, figures: Figures, knowledge: Knowledge) ->
     """
     shape, runs_with, less = cut(shape_of(question.model), question.layout)
     where = setting(
-        shape, (named(question.model) or "given") + less, of_text(counted(question.hardware, question.gpus)[0], question.network), question.gpus,
+        shape, (named(question.model) or "given") + less, of_text(counted(question.hardware, question.gpus)[0], question.network),
+        question.gpus,
         seq_len=question.seq_len or None, gbs=question.global_batch_size or None, known=runs_with, framework=question.framework,
         said="config.json" if question.model.lstrip().startswith("{") else question.model,
     )  # fmt: skip

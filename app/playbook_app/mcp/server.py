@@ -68,11 +68,14 @@ _READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
-    "Start with plan_layout for what to run and its speed, or with diagnose for a run that is slow: give it the layout that runs and what was seen of a step;"
-    " export_layout gives the flags. Performance guidance for training large models, stated as claims with verdicts from matched runs: for what to set and why, list_cards and choose by title and summary, or say that none fits; search serves flags and error texts; then"
-    " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
-    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
-    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
+    "Start with plan_layout for what to run and its speed, or with diagnose for a run that is slow: give it the layout that runs and"
+    " what was seen of a step; export_layout gives the flags. Performance guidance for training large models, stated as claims with"
+    " verdicts from matched runs: for what to set and why, list_cards and choose by title and summary, or say that none fits; search"
+    " serves flags and error texts; then get_card: `decide` says what to set, because of which claims, `rests_on` for each rule"
+    " whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
+    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects"
+    " are positive where the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so"
+    " +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
 )
 
 _CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
@@ -157,6 +160,8 @@ def server(library: Library) -> MCPServer[Any]:
 
 
 def _search(out: MCPServer[Any], library: Library) -> None:
+    """Register the search of cards."""
+
     @cache
     def index() -> engine.Index:
         return engine.index(library.cards, load_sections())
@@ -170,7 +175,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
         limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
     ) -> SearchAnswer:
-        """Cards that answer a question, best first, with the reason, where their claims stand, and whether they apply to the stated machine; where none answers, why and what is nearest."""
+        """Cards that answer a question, best first: why, where their claims stand, whether they fit the machine; else what is nearest."""
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
@@ -189,6 +194,8 @@ def _search(out: MCPServer[Any], library: Library) -> None:
 
 
 def _cards(out: MCPServer[Any], library: Library) -> None:
+    """Register the tools that read cards and claims."""
+
     @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def list_cards() -> CardList:
         """Every card: id, title, summary, and the status of its claims by machine."""
@@ -212,7 +219,7 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
 
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
-        """One claim with statement, mechanism, scope, sources, and verdicts; the id of a mechanism check such as `W9.m` gives the claim that it belongs to."""
+        """One claim with statement, mechanism, scope, sources, verdicts; the id of a mechanism check, such as `W9.m`, gives its claim."""
         with _told():
             return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
@@ -232,6 +239,8 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
 
 
 def _layout(out: MCPServer[Any]) -> None:
+    """Register the check of a layout and the search of layouts."""
+
     @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
     def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
@@ -269,7 +278,7 @@ def _memory(out: MCPServer[Any]) -> None:
     def estimate_memory(
         model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
     ) -> MemoryAnswer:
-        """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
+        """Peak allocated bytes per GPU, stage by stage, of a legal layout, without what the allocator reserves beyond that."""
         with _told():
             return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
 
@@ -290,6 +299,8 @@ def _export(out: MCPServer[Any], library: Library) -> None:
 
 
 def _diagnosis(out: MCPServer[Any], library: Library) -> None:
+    """Register the diagnosis of a run."""
+
     @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
     def diagnose(
         model: planning.Model,
@@ -307,7 +318,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
         framework: _Framework = "megatron-lm",
     ) -> DiagnosisAnswer:
-        """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
+        """Where a run's speed stands, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
         with _told():
             question = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
             stock = library.stock()
@@ -317,7 +328,10 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
-    """Register cards with their verdicts, and skills with the files that they link to. Every address is fixed; none is built from an argument."""
+    """Register cards with their verdicts, and skills with the files that they link to.
+
+    Every address is fixed; none is built from an argument.
+    """
 
     def whole(card_id: str) -> str:
         return card_file([card_id], library.stock())

@@ -70,7 +70,8 @@ _WORDS: Mapping[str, tuple[str, tuple[str, str, str, str]]] = {
         ("actor.ppo_micro_batch_size_per_gpu", "", "model.enable_gradient_checkpointing", "actor.use_torch_compile"),
     ),
 }
-"""By framework on transformers' layers: how a setting is written, and its names for the micro-batch, the micro-batches of a step, recompute of layers and their compilation."""
+"""By framework on transformers' layers: how a setting is written, and its names for the micro-batch, the micro-batches of a step,
+recompute of layers and their compilation."""
 
 
 def _plain_lines(plan: Plan, framework: str) -> list[str]:
@@ -112,6 +113,7 @@ def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str)
 
 
 def _of_exports(off: Exported, on: Exported) -> Changed:
+    """What differs between a plan's exports without and with an action: flags set and unset, variables, and what has no words."""
     if on.target == "torchtitan":  # its file has sections; each setting has words of its own
         first, second = ({f"{s.section}.{s.field}".strip("."): s for s in e.settings} for e in (off, on))
         flags = [words(s) for k, s in second.items() if k != "model" and (k not in first or first[k].value != s.value)]

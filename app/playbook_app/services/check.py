@@ -291,7 +291,10 @@ def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[
             varied = {key for case in cited for delta in case.variants.values() for key in delta}
             for key in (str(k) for k in rule.set):
                 if "." in key and key not in varied:
-                    message = f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it; cite a claim on it, or leave it out"
+                    message = (
+                        f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it;"
+                        " cite a claim on it, or leave it out"
+                    )
                     at = entry.finding(("decide", i, "set", key), message)
                     yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0])
 

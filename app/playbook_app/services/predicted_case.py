@@ -32,7 +32,8 @@ _TOKENS = ("model.eos_token_id", "model.pad_token_id")
 _UNLIKE = ("data.seq_len", "train.global_batch_size")
 """Beside the model's counts, what makes the work of two runs differ."""
 _FUSED: Mapping[str, Any] = {
-    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True, "optimizer.fused": True,
+    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True,
+    "optimizer.fused": True,
 }  # fmt: skip
 _FUSED_MOE: Mapping[str, Any] = {"moe.apply_probs_on": "activation", "moe.fused_permutation": True, "moe.fused_router": True}
 """Kernels of the torch backend that a prediction takes for granted: megatron-core has their like by default."""
@@ -164,7 +165,9 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _predicted(run: _Run, answer: Answer) -> dict[str, float]:
-    """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of its backend."""
+    """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of
+    its backend.
+    """
     step = predicted(_config(run.settings), run.plan.gpus, answer.question.cluster)
     assert step is not None, "only float32 has no law"
     speed = step.tokens_per_s_per_gpu

@@ -1,7 +1,8 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
-Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, one H200, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and `llms-full.txt`. A page whose source is gone is removed.
+Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and `_generated/`
+(claims, one H200, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and
+`llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def generate(
     today: date | None = None,
     base: str = "",
 ) -> Site:
-    """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's address.
+    """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's
+    address.
 
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.

@@ -170,7 +170,8 @@ def calculator_page() -> str:
         "Which layouts can run, what each GPU then holds, and the nearest layout that can run where one cannot. The rules and the figures "
         "are those of `playbook layout check` and `playbook layout memory`, computed in this page; nothing is sent anywhere. The address "
         "of the page holds the layout: copy it to share it.",
-        "<noscript><p>This page computes in the browser and needs JavaScript. Without it, use <code>playbook layout check</code>.</p></noscript>",
+        "<noscript><p>This page computes in the browser and needs JavaScript. Without it, use <code>playbook layout"
+        " check</code>.</p></noscript>",
         '<div id="pb-line" class="pb-line-of-answer" aria-live="polite"></div>',
         f'<form id="pb-layout" data-search-exclude class="pb-layout" hidden>\n{groups}\n'
         '<p><button type="reset" class="md-button">Start again</button></p>\n</form>',
@@ -186,7 +187,8 @@ _NOTES = """\
 
 - Bytes sent per layer and step are not here; `playbook layout traffic` takes the same settings.
 - The peak is what is *allocated*. The driver, NCCL and what the allocator reserves come on top.
-- Activations of linear attention and of Mamba follow from their kernels; no run has checked them. A vision tower counts with its states, not with its activations.
+- Activations of linear attention and of Mamba follow from their kernels; no run has checked them.
+  A vision tower counts with its states, not with its activations.
 - How good the estimate is, and on which runs it was checked: [Layouts](../guide/layouts.md#does-it-fit).
 """
 
@@ -197,6 +199,7 @@ def _group(title: str, opened: bool, keys: Sequence[tuple[str, str]], data_table
 
 
 def _control(key: str, label: str, data_tables: Mapping[str, Any]) -> str:
+    """The form control of one key: boxes, a choice, or an input, by what the tables say of it."""
     option = data_tables["options"].get(key)
     if key in ("recompute", "graphs", "offload_modules", "frozen", "lora_targets"):
         boxes = "".join(f'<label><input type="checkbox" name="{key}" value="{v}">{v}</label>' for v in data_tables["labels"][key])

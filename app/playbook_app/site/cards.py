@@ -54,10 +54,14 @@ def effects(record: Record) -> str:
 
 
 def _interval(comparison: Mapping[str, Any]) -> str:
+    """A comparison's effect with its interval in brackets, in percent, in points or in the metric's unit."""
     value, low, high = (comparison.get(k) for k in ("effect", "low", "high"))
     exact = low == high
     if not isinstance(value, int | float):
-        return f"{quantity(comparison.get('baseline'), str(comparison.get('unit')))} → {quantity(comparison.get('candidate'), str(comparison.get('unit')))}"
+        return (
+            f"{quantity(comparison.get('baseline'), str(comparison.get('unit')))} →"
+            f" {quantity(comparison.get('candidate'), str(comparison.get('unit')))}"
+        )
     # A difference of shares is in points, another difference in the metric's unit.
     if comparison.get("scale") == "difference" and comparison.get("unit") != "share":
         shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]

@@ -146,8 +146,10 @@ def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     intro = [
         "## Training side by side",
         "",
-        "A small vision-language model with experts, in bfloat16, from the same weights on the same stream of photographs with questions and answers.",
-        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats have the same seed.",
+        "A small vision-language model with experts, in bfloat16, from the same weights on the same stream of photographs with"
+        " questions and answers.",
+        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats have the same"
+        " seed.",
         f"Asked for: at most {ALLOWED:g} times the distance of repeats.",
         "",
     ]
@@ -162,9 +164,15 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         way for way in ways if len(losses := [r["loss"] for r in rows if r["run"] == way]) > 1 and all(loss == losses[0] for loss in losses)
     ]
     if "lr" in first:
-        why = "Learning rates of repeats differ by a millionth, as little as the order of a sum does: most ways repeat to the last bit without that."
+        why = (
+            "Learning rates of repeats differ by a millionth, as little as the order of a sum does: most ways repeat to the last bit"
+            " without that."
+        )
     elif equal_repeats:
-        why = f"Repeats of {', '.join(map(text, equal_repeats))} are equal to the last bit; those of the rest differ, since sums are not always added up in one order."
+        why = (
+            f"Repeats of {', '.join(map(text, equal_repeats))} are equal to the last bit; those of the rest differ, since sums are not"
+            " always added up in one order."
+        )
     else:
         why = "Repeats differ because sums on a GPU are not always added up in the same order."
     gpus = first.get("gpus", first["ranks"])
@@ -191,7 +199,9 @@ def _times(far: float, within: float) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
-    """Every run's loss less the mean of all runs at that step, as a line coloured by its way: the losses themselves would lie on each other."""
+    """Every run's loss less the mean of all runs at that step, as a line coloured by its way: the losses themselves would lie on each
+    other.
+    """
     curves = [row["loss"] for row in rows]
     if not all(math.isfinite(v) for loss in curves for v in loss):
         return ""
@@ -262,7 +272,10 @@ def forest(bars: Sequence[Bar]) -> str:
 
 def _row(axis: _Axis, b: Bar) -> str:
     claimed = "" if b.margin is None else {">=": "at least ", "<=": "at most ", "within": "within "}.get(b.op, "") + _tick(b.margin)
-    name = f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a><span class="pb-of">{attribute(b.about)}</span>'
+    name = (
+        f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a>'
+        f'<span class="pb-of">{attribute(b.about)}</span>'
+    )
     interval = f"{_short(b.low)}, {_short(b.high)}"
     words = f'{_short(b.effect)} % [{interval}]<span class="pb-of">{attribute(claimed)}</span>'
     return f"<tr><td>{name}</td><td>{axis.draw(b)}</td><td>{words}</td><td>{badge(b.status)}</td></tr>"

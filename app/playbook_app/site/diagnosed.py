@@ -44,7 +44,8 @@ def form(path: Path) -> str:
         f"{_select('gpu', 'of kind', list(clusters()), _START[2])}"
         '<label>Your speed<input name="speed" type="number" min="0" step="any" value="25" inputmode="decimal"></label>'
         f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}"
-        '<details><summary>or paste a file</summary><label>config.json, a calibration or a hardware file<textarea name="file" rows="2" spellcheck="false"></textarea></label></details></form>\n'
+        "<details><summary>or paste a file</summary><label>config.json, a calibration or a hardware file"
+        '<textarea name="file" rows="2" spellcheck="false"></textarea></label></details></form>\n'
         '<div id="pb-diagnosis" aria-live="polite"></div>'
     )
 
@@ -60,7 +61,10 @@ def _select(name: str, label: str, values: list[str], chosen: str) -> str:
 
 
 def data(path: Path) -> str:
-    """What the page compares with, for `search/diagnosis.json` of the built site; empty without plans. Speeds are tokens per second and GPU."""
+    """What the page compares with, for `search/diagnosis.json` of the built site; empty without plans.
+
+    Speeds are tokens per second and GPU.
+    """
     return json.dumps({**_settings(), "plans": _plans(path)}, separators=(",", ":")) if path.is_file() else ""
 
 
@@ -110,7 +114,8 @@ def _sizes(shape: Shape) -> list[int]:
 
 
 _MODELS = (
-    "llama3_8b", "llama3_70b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_120b", "qwen3_next_80b_a3b", "qwen3_235b_a22b", "deepseek_v3",
+    "llama3_8b", "llama3_70b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_120b", "qwen3_next_80b_a3b",
+    "qwen3_235b_a22b", "deepseek_v3",
 )  # fmt: skip
 _HARDWARE = ("h100", "h200", "b200")
 _GPUS = (8, 64, 256)

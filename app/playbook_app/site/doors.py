@@ -1,4 +1,6 @@
-"""Three decisions with their alternatives, each asked of the planner beforehand: FSDP or 3D, how much CP, which dispatcher; and the pages that show them."""
+"""Three decisions with their alternatives, each asked of the planner beforehand: FSDP or 3D, how much CP, which dispatcher; and the pages
+that show them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ WAYS: Mapping[str, tuple[Way, ...]] = {"layout": _LAYOUTS, "cp": _CP, "dispatche
 
 @dataclass(frozen=True)
 class Asked:
-    """A decision for a model on so many GPUs, at this length, with steps of four million tokens; an empty network is that of the GPU's data sheet."""
+    """A decision for a model on so many GPUs, at this length, with steps of four million tokens; an empty network is that of the GPU's
+    data sheet.
+    """
 
     door: str
     model: str
@@ -110,6 +114,7 @@ def ask(request: Asked) -> Answered:
 
 
 def _ask(request: Asked, fixed: str, backend: str) -> Answered:
+    """The planner's fastest plan with these settings; one without speed where no layout has them."""
     shape = MODELS[request.model]
     settings = tuple(w for w in fixed.split(",") if w and (shape.experts or not w.startswith("ep=")))
     question = Question(
@@ -141,7 +146,9 @@ def line(answered: Answered) -> str:
 
 @dataclass(frozen=True)
 class Door:
-    """A page that answers one decision: its title, the answer in a sentence, cards and pages with the evidence, and what would change the answer."""
+    """A page that answers one decision: its title, the answer in a sentence, cards and pages with the evidence, and what would change the
+    answer.
+    """
 
     page: str
     door: str
@@ -158,7 +165,8 @@ DOORS = (
         "fsdp-or-3d",
         "layout",
         "FSDP or 3D parallelism?",
-        "FSDP beats 3D parallelism that nobody has tuned, and is simpler; the fastest layout is seldom FSDP: data parallelism where the model fits, EP for experts, PP and TP for what is larger, CP for long rows alone.",
+        "FSDP beats 3D parallelism that nobody has tuned, and is simpler; the fastest layout is seldom FSDP: data parallelism where the"
+        " model fits, EP for experts, PP and TP for what is larger, CP for long rows alone.",
         ("FSDP or TP and PP", "which layout", "FSDP, ZeRO or 3D parallelism for my model and GPUs"),
         ("fsdp-vs-3d-parallel", "parallel-folding", "pipeline-scaling"),
         (
@@ -176,7 +184,8 @@ DOORS = (
         "how-much-cp",
         "cp",
         "How much context parallelism?",
-        "None where rows fit without it. At 32K to 128K tokens begin with CP 4 or 8: by the planner that is mostly within 5 % of the fastest layout, since it spares recompute and TP. By itself each doubling costs speed, as four H200s have shown.",
+        "None where rows fit without it. At 32K to 128K tokens begin with CP 4 or 8: by the planner that is mostly within 5 % of the"
+        " fastest layout, since it spares recompute and TP. By itself each doubling costs speed, as four H200s have shown.",
         ("how much CP for 32K, 64K or 128K tokens", "which context parallel degree on 64 H100"),
         ("long-context-cp-sizing", "long-context-memory"),
         (("How much does context parallelism cost?", "../experiments/context-parallelism.md"),),
@@ -190,7 +199,8 @@ DOORS = (
         "which-dispatcher",
         "dispatcher",
         "Which dispatcher of tokens to experts?",
-        "All-to-all to bring a run up. Where dispatch is exposed, or EP leaves the node, try HybridEP or DeepEP as a matched pair; the planner gives both the same speed.",
+        "All-to-all to bring a run up. Where dispatch is exposed, or EP leaves the node, try HybridEP or DeepEP as a matched pair; the"
+        " planner gives both the same speed.",
         ("which dispatcher across nodes", "all-to-all, all-gather, DeepEP or HybridEP"),
         ("moe-dispatcher-choice", "communication-overlap"),
         (("Which dispatcher is fastest on four H200s?", "../experiments/moe-dispatchers.md"),),
@@ -243,6 +253,7 @@ def _summary(rows: Sequence[Answered]) -> str:
 
 
 def _form(door: Door, first: Answered) -> str:
+    """The form of a decision, filled with the first case."""
     a = first.asked
     gpus = "".join(f"<option{' selected' if g == a.hardware else ''}>{attribute(g)}</option>" for g in clusters())
     links = (
@@ -252,10 +263,12 @@ def _form(door: Door, first: Answered) -> str:
     )
     return (
         '<form id="pb-door" class="pb-filters pb-diagnose" data-search-exclude hidden>'
-        f'<label>Model<input name="model" list="pb-models" value="{a.model}" autocomplete="off" spellcheck="false"></label><datalist id="pb-models"></datalist>'
+        f'<label>Model<input name="model" list="pb-models" value="{a.model}" autocomplete="off" spellcheck="false"></label>'
+        '<datalist id="pb-models"></datalist>'
         '<label>GPUs<input name="gpus" type="number" min="1" step="1" value="64" inputmode="numeric"></label>'
         f'<label>of kind<select name="hardware">{gpus}</select></label>'
-        f'<label>Tokens of a row<input name="seq_len" type="number" min="1" step="1" value="{a.seq_len}" inputmode="numeric"></label>{links}</form>'
+        f'<label>Tokens of a row<input name="seq_len" type="number" min="1" step="1" value="{a.seq_len}" inputmode="numeric"></label>'
+        f"{links}</form>"
     )
 
 

@@ -121,6 +121,7 @@ def _statement(shelf: Shelf, record: Record) -> str:
 
 
 def _facts(record: Record) -> list[list[str]]:
+    """Rows on what was run: machine, case, data, dates, time spent and the hash of the record."""
     seconds = record.get("seconds", default={})
     return [
         ["Machine", text(record.get("measured", "machine", "description", default=""))],
@@ -184,6 +185,7 @@ def _failed(record: Record) -> list[list[str]]:
 
 
 def _comparison(record: Record) -> list[list[str]]:
+    """Rows of a comparison: metric, both values, effect, design and the statistics behind it."""
     comparison = record.get("derived", "comparison")
     if not isinstance(comparison, Mapping):
         return []
@@ -224,7 +226,9 @@ def _on_logarithms(key: str, value: float) -> str:
 
 
 def _itself(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """A row with the candidate's change of the metric itself, for metrics where lower is better: an effect of +100 % is a change of -50 %."""
+    """A row with the candidate's change of the metric itself, for metrics where lower is better: an effect of +100 % is a change of -50
+    %.
+    """
     value = comparison.get("effect")
     if (
         comparison.get("scale") != "log_ratio"

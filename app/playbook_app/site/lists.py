@@ -226,11 +226,13 @@ def record_and_trace(shelf: Shelf, claim: str = "W9") -> str:
     """Links to the newest record of a claim and to the trace of its case, with what each says; for the page that follows one verdict."""
     records = verdicts(shelf.records, claim)[:1]
     lines = [
-        f"- {link('The record', f'../evidence/{r.id}.md')} has every step of every launch. The trainer has become faster since, so the verdict is shown as `confirmed, stale`."
+        f"- {link('The record', f'../evidence/{r.id}.md')} has every step of every launch. The trainer has become faster since, so the"
+        " verdict is shown as `confirmed, stale`."
         for r in records
     ]
     lines += [
-        f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token over all ranks' rows."
+        f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token"
+        " over all ranks' rows."
         for r in records
         for trace in traces(shelf.records, r.get("case"))[:1]
     ]
@@ -246,6 +248,7 @@ def facts(shelf: Shelf) -> str:
         if record:
             mark = link(badge(record.status, record.status), f"evidence/{record.id}.md")
             lines.append(
-                f"- {text(words)} **{effect(record)}**. {mark} {text(in_words(record).partition(', ')[2])}, {link(text(name), f'cards/{shelf.home[name]}.md#{anchor(name)}')}"
+                f"- {text(words)} **{effect(record)}**. {mark} {text(in_words(record).partition(', ')[2])},"
+                f" {link(text(name), f'cards/{shelf.home[name]}.md#{anchor(name)}')}"
             )
     return "\n".join(lines)

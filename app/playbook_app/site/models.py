@@ -95,6 +95,7 @@ def _entries(cards: Iterable[Card]) -> list[tuple[Card, ConfigFamily]]:
 
 
 def _row(card: Card, family: ConfigFamily) -> list[str]:
+    """One family as a row of cells, with what the filters look at."""
     words = " ".join([family.name, family.model, family.hardware, str(family.settings), family.note or "", card.title]).lower()
     marks = f'data-text="{attribute(words)}" data-model="{attribute(family.model)}" data-platform="{attribute(family.hardware)}"'
     published = "<br>".join(_figure(k, q) for k, q in family.measured.items())

@@ -80,13 +80,16 @@ def parity_page(folder: Path) -> str:
 
 
 def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on models of the torch backend against transformers; empty without rows."""
     if not rows:
         return []
     out = [
         "## Models, against transformers",
         "",
-        "Tiny random weights that excite every parameter, float32 on the CPU. They travel through our writer and the reader of transformers. Logits: largest",
-        "absolute difference. Loss: difference of the means per label. Gradients: the largest relative difference of any parameter (norm of the difference",
+        "Tiny random weights that excite every parameter, float32 on the CPU. They travel through our writer and the reader of"
+        " transformers. Logits: largest",
+        "absolute difference. Loss: difference of the means per label. Gradients: the largest relative difference of any parameter"
+        " (norm of the difference",
         f"over the norm), and whose it is. torch {text(rows[0]['torch'])}, transformers {text(rows[0]['transformers'])}.",
         "",
         "| model | documents | logits | loss | gradients | of |",
@@ -100,6 +103,7 @@ def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _layouts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on layouts against one rank; empty without rows."""
     if not rows:
         return []
     out = [
@@ -112,19 +116,23 @@ def _layouts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for row in sorted(rows, key=lambda r: (r["backend"] != "gloo", r["layout"])):
         out.append(
-            f"| {text(row['layout'])} | {row['ranks']} | {text(row['backend'])} | {row['steps']} | {row['loss']:.1e} | {row['grad_norm']:.1e} |"
+            f"| {text(row['layout'])} | {row['ranks']} | {text(row['backend'])} | {row['steps']} | {row['loss']:.1e} |"
+            f" {row['grad_norm']:.1e} |"
         )
     return [*out, "", "Asked for: loss within 1e-5, gradient norm within 1e-4.", ""]
 
 
 def _megatron(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on models of megatron-core against transformers and one rank; empty without rows."""
     if not rows:
         return []
     out = [
         "## Models on megatron-core",
         "",
-        "The same weights in megatron-core's layers, of Transformer Engine or of this trainer (`local`), against transformers, and in several layouts",
-        "against one rank. Relative differences: of the logits and of the worst parameter's gradient the norm of the difference over the norm. In BF16",
+        "The same weights in megatron-core's layers, of Transformer Engine or of this trainer (`local`), against transformers, and in"
+        " several layouts",
+        "against one rank. Relative differences: of the logits and of the worst parameter's gradient the norm of the difference over"
+        " the norm. In BF16",
         "the reference is FP32, and what is asked for follows from how far transformers in BF16 is from it.",
         "",
         "| model | against | ranks | kernels | on | precision | logits | loss | gradients | asked for | megatron-core | torch |",

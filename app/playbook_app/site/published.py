@@ -1,4 +1,4 @@
-"""Pages of speeds: published runs by hardware and precision, plans that were asked beforehand, and worked examples of one setting varied."""
+"""Pages of speeds: published runs by hardware and precision, plans that were asked beforehand, worked examples of one setting varied."""
 
 from __future__ import annotations
 
@@ -80,13 +80,18 @@ def _step(name: tuple[str, str, str], values: Sequence[float], most: float) -> s
 
 
 def _run(row: Row) -> list[str]:
+    """One published run as a row of cells, with what the filters look at."""
     words = " ".join([row["id"], row["model"], row["hardware"], row["precision"], row["dispatcher"]]).lower()
     page = source_link(row["source_group"], row.get("source", ""))
     source = f"[{text(row['source_group'])}]({page})" if page else text(row["source_group"])
-    marks = f'#{attribute(row["id"])} data-text="{attribute(words)}" data-model="{attribute(row["model"])}" data-platform="{attribute(row["hardware"])}"'
+    marks = (
+        f'#{attribute(row["id"])} data-text="{attribute(words)}" data-model="{attribute(row["model"])}"'
+        f' data-platform="{attribute(row["hardware"])}"'
+    )
     layout = " ".join(f"{k} {row[k]}" for k in _DEGREES if row[k] not in ("", "1"))
     return [
-        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {text(row["task"])}, {source} {text(row["release_or_date"])}</span> {{ {marks} }}',
+        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {text(row["task"])}, {source}'
+        f" {text(row['release_or_date'])}</span> {{ {marks} }}",
         text(f"{row['gpus']} {row['hardware']}".strip()),
         text(row["precision"]),
         _cell(row["seq_len"], "tokens a row"),
@@ -113,6 +118,7 @@ def tables_page(path: Path) -> str:
 
 
 def _row(a: Answered) -> list[str]:
+    """One answer of the planner as a row of cells; stages in GiB."""
     words = f"{a.asked.model} {a.asked.hardware} {a.asked.gpus}"
     marks = f'data-text="{words}" data-model="{a.asked.model}" data-platform="{a.asked.hardware}"'
     head = [f"{code(a.asked.model)} {{ {marks} }}", f"{a.asked.gpus} {a.asked.hardware}"]
@@ -126,7 +132,8 @@ def _row(a: Answered) -> list[str]:
     return [
         *head,
         link(layout + recompute, address({"model": a.asked.model, **chosen})),
-        f'**{number(round(a.speed))}**<br><span class="pb-of">{number(round(a.low))} to {number(round(a.high))}</span> {{ data-label="tokens/s per GPU" }}',
+        f'**{number(round(a.speed))}**<br><span class="pb-of">{number(round(a.low))} to {number(round(a.high))}</span>'
+        ' { data-label="tokens/s per GPU" }',
         f'{a.mfu:.0%} {{ data-label="MFU" }}',
         f'{bars(a.stages_gib, a.capacity_gib)} {{ .pb-drawn title="stage by stage: {", ".join(map(str, peaks))} GiB" }}',
         f'{memory} {{ data-label="GiB" }}',

@@ -72,6 +72,7 @@ def _row(key: str, value: Mapping[str, Any], definitions: Mapping[str, Any], doc
 
 
 def _type(value: Mapping[str, Any]) -> str:
+    """The type of a value in words, from its JSON Schema."""
     if "enum" in value:
         return " or ".join(map(str, value["enum"]))
     if "anyOf" in value:

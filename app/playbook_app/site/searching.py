@@ -44,7 +44,9 @@ def shortened(index: Mapping[str, Any], questions_of_pages: Mapping[str, Sequenc
 
 
 def _boosted(entry: Mapping[str, Any], questions_of_pages: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """A page that says what it is asked, or has its title alone, goes before a card that has as many of the words, since cards have many more."""
+    """A page that says what it is asked, or has its title alone, goes before a card that has as many of the words, since cards have many
+    more.
+    """
     page, _, section = entry["location"].partition("#")
     if section or page.startswith(("cards/", "evidence/")):
         return {}
@@ -75,7 +77,9 @@ _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 
 
 def asked(cards: Mapping[str, Card]) -> str:
-    """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
+    """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms
+    of a question.
+    """
     index = search.index(cards)
     numbers: dict[str, int] = {}
     order = {card_id: i for i, card_id in enumerate(index.cards)}

@@ -83,6 +83,7 @@ def samples(launches: pd.DataFrame, steps: pd.DataFrame) -> str:
 
 
 def _launch(run: Mapping[Hashable, Any], seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
+    """One launch: a dot for each of its steps, a line at their mean, and its letter and role below."""
     variant = "candidate" if run.get("variant") == "candidate" else "baseline"
     aside = "" if run.get("role") == "measure" else " pb-aside"
     shown = seconds[:: max(1, math.ceil(len(seconds) / _MAX_POINTS))]
@@ -153,7 +154,8 @@ def contrasts(rows: Sequence[tuple[str, float, float, float]]) -> str:
         y = line * i + 20
         out.append(f'<text x="{axis_px - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>')
         out.append(
-            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/><circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
+            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/>'
+            f'<circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
         )
         out.append(f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>')
     return "".join([*out, "</svg>"])

@@ -101,7 +101,7 @@ def ab(
         progress.close()
     report.print_outcome(outcome, out, answer.verdict)
     report.print_summary([outcome], out)
-    if hint := two_commands.hint(outcome, found):
+    if hint := two_commands.hint(outcome, answer):
         out.print(f"      {hint}", markup=False)
     walls = _walls(question, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:

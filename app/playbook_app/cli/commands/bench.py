@@ -85,7 +85,10 @@ def bench_check(
     full_length: Annotated[bool, typer.Option("--full-length", help="Keep the case's own number of steps.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    """Check activation proofs by one short launch of each variant, before a series is spent on them.
+
+    Exit code 5 where one does not hold.
+    """
     from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
@@ -136,7 +139,10 @@ def bench_aa(
     pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
+    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine.
+
+    Exit code 3 where it is contaminated, and not stored.
+    """
     from playbook_bench.run import aa, options, report
 
     out = report.console(sys.stderr if as_json else None)
@@ -160,7 +166,8 @@ def bench_trace(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; a folder or archive of several ranks, or of their flight recorder's dumps; or a memory snapshot."
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or"
+            " packed; a folder or archive of several ranks, or of their flight recorder's dumps; or a memory snapshot."
         ),
     ] = None,
     against: Annotated[
@@ -170,7 +177,9 @@ def bench_trace(
     results: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
+    """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step
+    runs into.
+    """
     from playbook_bench.run import tracing
 
     if (case is None) == (file is None):

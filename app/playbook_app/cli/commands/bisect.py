@@ -53,7 +53,9 @@ def bisect(
     limit: Slowdown = "3%",
     as_json: AsJson = False,
 ) -> None:
-    """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge; or the version of a package, with ab as the judge."""
+    """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge; or the version of a
+    package, with ab as the judge.
+    """
     arguments = list(words or [])
     if packages is not None and (not arguments or case is not None):
         raise PlaybookError(

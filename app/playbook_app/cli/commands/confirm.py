@@ -52,7 +52,8 @@ def confirm(
         bool,
         typer.Option(
             "--untested",
-            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest on first, or as named; --budget ends it, the next call goes on, and first traces what was left without.",
+            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest"
+            " on first, or as named; --budget ends it, the next call goes on, and first traces what was left without.",
         ),
     ] = False,
     profile: Profile = None,
@@ -113,7 +114,9 @@ def confirm(
 
 
 def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[list[str], Mapping[str, Evidence]]:
-    """The claims of a campaign, the most valuable first, or in the order in which they are `named`, and verdicts to trace; said before the first is tested."""
+    """The claims of a campaign, the most valuable first, or in the order in which they are `named`, and verdicts to trace; said before
+    the first is tested.
+    """
     cards = load_all()
     standing = cards, records_here(cards, here(), results), profile, today()
     claims, untraced = untested_claims(*standing), untraced_verdicts(*standing)

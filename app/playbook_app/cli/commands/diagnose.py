@@ -258,8 +258,8 @@ def _agree(where: Setting, speed: Measured, log: _Log) -> None:
     flops = speed.tokens_per_s_per_gpu * where.flops_per_token
     if log.flops and not 1 / _OTHER_COUNT < flops / log.flops < _OTHER_COUNT:
         raise ConfigError(
-            f"the log says {log.flops / 1e12:,.0f} TFLOP/s on each GPU, and {q.global_batch} samples of {q.seq_len} tokens in {speed.step_s:.3g} s on"
-            f" {q.gpus} GPUs are {flops / 1e12:,.0f}; check --model, --gbs, --seq and --gpus"
+            f"the log says {log.flops / 1e12:,.0f} TFLOP/s on each GPU, and {q.global_batch} samples of {q.seq_len} tokens in"
+            f" {speed.step_s:.3g} s on {q.gpus} GPUs are {flops / 1e12:,.0f}; check --model, --gbs, --seq and --gpus"
         )
 
 
@@ -284,8 +284,8 @@ def _where(request: _Asked, run: Path | None) -> Setting:
     shape, settings, less = cut(shape, request.known)
     name += less  # a model that was cut is another one: no published run is of it
     return setting(
-        shape, name, hardware, gpus, seq_len=request.seq, gbs=request.gbs, known=settings, framework=framework, said=model, network=request.network,
-        routing=_routing(request, run),
+        shape, name, hardware, gpus, seq_len=request.seq, gbs=request.gbs, known=settings, framework=framework, said=model,
+        network=request.network, routing=_routing(request, run),
     )  # fmt: skip
 
 
@@ -297,7 +297,9 @@ def _routing(request: _Asked, run: Path | None) -> Routing | None:
 
 
 def _split(text: str) -> list[str]:
-    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the default."""
+    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the
+    default.
+    """
     settings: list[str] = []
     for part in (p for p in re.split(r"[,\s]+", text) if p and p != "bf16"):
         if "=" in part or not settings:
@@ -409,11 +411,13 @@ def _walls(file: Path) -> dict[str, Any]:
 
 
 def _show(diagnosis: Mapping[str, Any]) -> None:
+    """Print a diagnosis: speed beside the prediction and published runs, walls, actions, and how sure it is."""
     at, speed, best, yours = diagnosis["setting"], diagnosis["measured"], diagnosis["predicted"]["best"], diagnosis["predicted"]["yours"]
     say(f"{at['model']} on {at['gpus']} {at['hardware']}, {at['precision']}, {at['seq_len']} tokens, global batch {at['gbs']}")
     if speed:
         say(
-            f"you        {speed['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {speed['mfu']:.0%} MFU, {speed['step_s']:.2f} s a step ({speed['said']})"
+            f"you        {speed['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {speed['mfu']:.0%} MFU, {speed['step_s']:.2f} s a step"
+            f" ({speed['said']})"
         )
     for name, each in (("predicted", yours), ("fastest", best)):
         if each:
@@ -426,8 +430,9 @@ def _show(diagnosis: Mapping[str, Any]) -> None:
     runs = diagnosis["published"]
     for row in runs["rows"][:_SHOWN] if runs else ():
         say(
-            f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']} {row['hardware']},"
-            f" {row['precision']} {row['layout']} ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
+            f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']}"
+            f" {row['hardware']}, {row['precision']} {row['layout']}"
+            f" ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
         )
     say(f"so         {diagnosis['position']['sentence']}")
     walls = [w for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1]
@@ -460,6 +465,7 @@ def _show_obstacle(near: Mapping[str, Any] | None) -> None:
 
 
 def _show_action(place: int, action: Mapping[str, Any]) -> None:
+    """Print one action: its gain, its claims, what to set, and how to test it."""
     planner, record = action["planner"], action["record"]
     gains = [
         *([f"{planner['value']:+.0%} [{planner['low']:+.0%}, {planner['high']:+.0%}] by the planner"] if planner else []),
@@ -515,6 +521,7 @@ def answer(
 
 
 def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) -> dict[str, Any]:
+    """The peak of the trainer and the room of an inference engine on the same GPUs, in GiB."""
     shape, room = find(model), machine(hardware).memory_gib * _ENGINE
     sizes = (2**i for i in range(_MOST_TP.bit_length()))
     tp = next((n for n in sizes if rl_step.engine(shape, n).weights / memory.GIB <= room * _WEIGHTS), _MOST_TP)
@@ -553,8 +560,8 @@ def show(step_answer: Mapping[str, Any]) -> None:
         engine = both["engine"]
         tokens = "" if engine["kv_tokens"] is None else f", and room for {engine['kv_tokens']:,} tokens of keys and values"
         say(
-            f"memory     of {both['gpu_gib']:.0f} GiB: the trainer's peak {both['trainer_gib']:.0f} GiB; an engine alone on {engine['tp']} GPU,"
-            f" {engine['weights_gib']:.0f} GiB of weights on each{tokens}"
+            f"memory     of {both['gpu_gib']:.0f} GiB: the trainer's peak {both['trainer_gib']:.0f} GiB; an engine alone on"
+            f" {engine['tp']} GPU, {engine['weights_gib']:.0f} GiB of weights on each{tokens}"
         )
     for place, action in enumerate(step_answer["actions"], 1):
         say(f"{place}  {action}")

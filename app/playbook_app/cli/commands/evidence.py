@@ -63,7 +63,10 @@ def evidence_show(
     file: Annotated[str, typer.Argument(metavar="FILE|CLAIM", help="An evidence file, a record's id, or a claim such as W9.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one record: what was claimed, what was found, what it rests on. Of a claim, the record that speaks for it; the others are named."""
+    """Show one record: what was claimed, what was found, what it rests on.
+
+    Of a claim, the record that speaks for it; the others are named.
+    """
     record, claim_today, others = _chosen(file)
     path = record.path if record else Path(file)
     sound = record.content if record and not record.altered else None
@@ -92,7 +95,8 @@ def evidence_show(
 
 
 def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, list[Record]]:
-    """The record that an id or a claim means, the claim that it speaks for, and the records of other machines on that; no record where a file is named.
+    """The record that an id or a claim means, the claim that it speaks for, and the records of other machines on that; no record where a
+    file is named.
 
     Raises:
         PlaybookError: it is no file, and there is no such record or claim, or none on the claim.
@@ -116,7 +120,9 @@ def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, l
 
 
 def drawn(comparison: Comparison | None, margin: Quantity | None) -> list[str]:
-    """An effect's interval on a line, with the place of no effect and of the margin; nothing where the effect is no percentage with an interval."""
+    """An effect's interval on a line, with the place of no effect and of the margin; nothing where the effect is no percentage with an
+    interval.
+    """
     if (
         comparison is None
         or comparison.scale != "log_ratio"
@@ -167,7 +173,10 @@ def evidence_import(
 
 
 def _take_in(file: Path, origin: str | None = None, results: Path | None = None) -> Path:
-    """Where a record that replays goes: into the repository, or one from elsewhere among the results. Replaying takes numpy, which readers do without."""
+    """Where a record that replays goes: into the repository, or one from elsewhere among the results.
+
+    Replaying takes numpy, which readers do without.
+    """
     from playbook_bench.run import replay
 
     return replay.accept(file) if origin is None else replay.take_in(file, origin, results or default_results())

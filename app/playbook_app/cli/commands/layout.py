@@ -122,7 +122,9 @@ _AS_PLANNED = {
 
 
 def _beside(file: Path, stages: list[StageBytes]) -> dict[str, Any]:
-    """A snapshot with the parts of the stage whose peak is nearest; all ranks of a stage hold the same, and a snapshot does not say its rank."""
+    """A snapshot with the parts of the stage whose peak is nearest; all ranks of a stage hold the same, and a snapshot does not say its
+    rank.
+    """
     snapshot = memory_from_file(file)
     stage = min(stages, key=lambda s: abs(s.peak - snapshot.peak))
     planned = {part: sum(getattr(stage, name) for name in names) for part, names in _AS_PLANNED.items()}

@@ -253,6 +253,7 @@ def _exported(best: Choice, target: str, implied: Sequence[str]) -> str:
 
 
 def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
+    """Write the case that tests the best plan against another, and print what was predicted for each."""
     q = answer.question
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*\.yaml", path.name):
         raise ConfigError(
@@ -276,10 +277,12 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
 
 
 def _show(answer: Answer, runs: Published | None, whole: Training | None, *, published: bool) -> None:
+    """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
     q, best = answer.question, answer.choices[0]
     say(
-        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {answer.counts.enumerated:,} combinations,"
-        f" {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB, {answer.counts.timed:,} plans timed"
+        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {answer.counts.enumerated:,}"
+        f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
+        f" {answer.counts.timed:,} plans timed"
     )
     rows = [_line(i, c, tied=len(answer.ties) > 1 and i in answer.ties) for i, c in enumerate(answer.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
@@ -321,8 +324,8 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, *, pub
     for row in runs.rows if runs else ():
         other = row.other(q)
         say(
-            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'} {row.hardware}{f' ({other})' if other else ''}:"
-            f" {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
+            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'}"
+            f" {row.hardware}{f' ({other})' if other else ''}: {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
         )
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
@@ -334,6 +337,7 @@ def _settings(plan: Plan) -> str:
 
 
 def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
+    """One plan as a row of the table; `tied` marks plans that cannot be told apart."""
     plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
     o = plan.options
     extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
@@ -355,7 +359,8 @@ def _measured(row: Row) -> dict[str, str]:
     degrees = {k: row.run.word(k) or "-" for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "mbs")}
     silent = {k: "1" if k in _SILENT and v == "-" else v for k, v in degrees.items()}
     return {
-        "": "published", **silent, "tokens/s/GPU": f"{row.tokens_per_s_per_gpu:,.0f}", "80 %": "measured", "MFU": f"{row.mfu:.0%}", "GiB": "-",
+        "": "published", **silent, "tokens/s/GPU": f"{row.tokens_per_s_per_gpu:,.0f}", "80 %": "measured",
+        "MFU": f"{row.mfu:.0%}", "GiB": "-",
         "with": ", ".join(word.partition("=")[2] if word.startswith("dispatcher") else word.replace("=", " ") for word in row.options),
     }  # fmt: skip
 
@@ -378,14 +383,15 @@ def _explain(answer: Answer) -> None:
             f" What most layouts break:{rules}"
         )
     say(
-        f"nothing fits: {answer.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / GIB:.1f} GiB"
+        f"nothing fits: {answer.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under"
+        f" {q.capacity / GIB:.1f} GiB"
     )
     say(f"nearest  {_settings(near.plan)}")
     stage, gib = near.stage, {k: v / GIB for k, v in near.stage.row().items() if isinstance(v, float)}
     say(
         f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
-        f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations {gib['activations']:.1f},"
-        f" loss or replay {gib['transient']:.1f}"
+        f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations"
+        f" {gib['activations']:.1f}, loss or replay {gib['transient']:.1f}"
     )
     say(
         f"fits     with {', or '.join(near.ways)}" if near.ways else "fits     with nothing that is known here: a smaller model or sequence"
@@ -434,16 +440,19 @@ def plan_run(
 
 
 def _show_runs(rows: list[accuracy.Row]) -> None:
+    """Print predictions beside measured runs: a row for each where they are few, errors by group, and the order of layouts."""
     predicted = [r for r in rows if r.prediction]
     say(
-        f"{count(len(rows), 'run')}: {len(predicted)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
+        f"{count(len(rows), 'run')}: {len(predicted)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their"
+        " configuration"
     )
     written = [r.run.sealed for r in rows if r.run.sealed]
     if written:
         days = sorted({s.day for s in written})
         open_ = sum(not r.counts for r in predicted)
         say(
-            f"written down {' to '.join(dict.fromkeys((days[0], days[-1])))}, seal {written[-1].seal[:16]} holds; {count(open_, 'row')} without a figure yet"
+            f"written down {' to '.join(dict.fromkeys((days[0], days[-1])))}, seal {written[-1].seal[:16]} holds; {count(open_, 'row')}"
+            " without a figure yet"
         )
     if predicted and (written or len(rows) <= _LISTED):
         print_table([_run_line(r) for r in predicted], tuple(_run_line(predicted[0])))
@@ -458,8 +467,8 @@ def _show_runs(rows: list[accuracy.Row]) -> None:
     if order:
         say(
             f"order of layouts in {count(order['groups'], 'group')} of 3 or more: the choice is within 5 % of the best in"
-            f" {order['winner_within_5_percent']:.0%}, {order['mean_regret']:.1%} slower on average; correlation of ranks {order['order']:.2f} within"
-            f" groups, {order['spearman']:.2f} over all rows"
+            f" {order['winner_within_5_percent']:.0%}, {order['mean_regret']:.1%} slower on average; correlation of ranks"
+            f" {order['order']:.2f} within groups, {order['spearman']:.2f} over all rows"
         )
     over = accuracy.impossible(rows)
     if over:
@@ -483,7 +492,8 @@ def _run_line(row: accuracy.Row) -> dict[str, str]:
 def _group_line(group: dict[str, Any]) -> dict[str, str]:
     constant = group["constant_mfu"]
     return {
-        "group": group["group"], "runs": str(group["runs"]), "median error": f"{group['median_error']:.1%}", "p90": f"{group['p90_error']:.1%}",
+        "group": group["group"], "runs": str(group["runs"]), "median error": f"{group['median_error']:.1%}",
+        "p90": f"{group['p90_error']:.1%}",
         "bias": f"{group['bias']:+.1%}", "in 80 % interval": f"{group['covered']:.0%}", "high / low": f"{group['width']:.2f}",
         "constant MFU": f"{constant['median_error']:.1%}", "its p90": f"{constant['p90_error']:.1%}",
     }  # fmt: skip

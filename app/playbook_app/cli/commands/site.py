@@ -97,12 +97,14 @@ def recipe_rows() -> list[dict[str, Any]]:
 
 
 def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
+    """One recipe as plain data: layout, estimated peaks in GiB, and the commands that run it."""
     path, hardware = RECIPES + recipe.file, index.hardware[recipe.hardware]
     config = trainer.load(recipes.folder() / recipe.file)
     reports = {gpus: dry_run(config, gpus) for gpus in recipe.gpus}
     small = dry_run(trainer.load(recipes.folder() / recipe.file, recipe.small), recipes.SMALL_GPUS)
     gpus = recipe.gpus[0]
     words = " ".join(f"{key}={_word(value)}" for key, value in recipe.small.items())
+    per_node = hardware.gpus_per_node
     return {
         **recipe.model_dump(mode="json"),
         "path": path,
@@ -114,8 +116,8 @@ def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
         "peaks_gib": {n: peak_gib(report) for n, report in reports.items()},
         "small_peak_gib": peak_gib(small),
         "small_memory_gib": index.hardware[recipes.SMALL_HARDWARE].memory_gib,
-        "run": f"torchrun --nproc-per-node {gpus} -m playbook_trainer {path}" if gpus <= hardware.gpus_per_node else None,
-        "slurm": f"playbook train {path} --launcher slurm --nodes {-(-gpus // hardware.gpus_per_node)} --ranks-per-node {hardware.gpus_per_node}",
+        "run": f"torchrun --nproc-per-node {gpus} -m playbook_trainer {path}" if gpus <= per_node else None,
+        "slurm": f"playbook train {path} --launcher slurm --nodes {-(-gpus // per_node)} --ranks-per-node {per_node}",
         "dry_run": f"playbook train --dry-run --gpus {gpus} {path}",
         "run_small": f"torchrun --nproc-per-node {recipes.SMALL_GPUS} -m playbook_trainer {path} {words}",
         "platform": hardware.platform,
