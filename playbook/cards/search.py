@@ -23,8 +23,8 @@ from playbook.cards.scope import follow, unmet
 from playbook.cards.terms import (
     LEAST,
     MOST,
-    Asked,
     Facts,
+    KnownQuestion,
     Likeness,
     Signs,
     against,
@@ -124,7 +124,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """What a search found, or why nothing answers."""
 
     hits: list[Hit]
@@ -153,7 +153,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Index:
+class SearchIndex:
     """The cards, prepared. Build it once with `index`; a search reads it only."""
 
     cards: Mapping[str, Card]
@@ -162,12 +162,12 @@ class Index:
     fields: Mapping[str, Any]
     pieces: Any
     vocabulary: Mapping[str, frozenset[str]]
-    own: Mapping[str, frozenset[str]]
+    title_terms: Mapping[str, frozenset[str]]
     """Terms in the title, the aliases, the symptoms and the pitfalls of each card."""
     named: frozenset[str]
     """All of these."""
     weights: Mapping[str, float]
-    asked: Sequence[Asked]
+    known_questions: Sequence[KnownQuestion]
     """Known questions that one of the cards answers, or none does."""
     odds: Mapping[str, float]
     """By how much each term of theirs speaks against a card."""
@@ -178,7 +178,7 @@ class Index:
     """The index of the pages."""
 
 
-def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
+def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> SearchIndex:
     """The cards of guidance prepared for search, and sections of guides and skills to name beside them."""
     cards = guidance(cards)
     passages = list(dict.fromkeys(p for card in cards.values() for p in _passages(card)))
@@ -194,16 +194,16 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
     title_terms = {i: frozenset(parts["title"] + parts["signs"]) for i, parts in terms_of_cards.items()}
     frequency = Counter(t for words in tokens for t in set(words))
     questions = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
-    return Index(
+    return SearchIndex(
         cards=cards,
         passages=dict(zip(passages, map(frozenset, tokens), strict=True)),
         fields={name: _bm25([parts[name] for parts in terms_of_cards.values()]) for name in FIELDS},
         pieces=_bm25(tokens),
         vocabulary=vocabulary,
-        own=title_terms,
+        title_terms=title_terms,
         named=frozenset().union(*title_terms.values()),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
-        asked=questions,
+        known_questions=questions,
         odds=odds(questions),
         alike=likeness(questions, list(cards)),
         pages=pages,
@@ -211,7 +211,9 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
     )
 
 
-def search(index: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> Answer:
+def search(
+    index: SearchIndex, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5
+) -> SearchResult:
     """The cards that answer a question, best first; where they do not cover it or none applies to the stated run, why, and what is nearest.
 
     Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with
@@ -227,7 +229,7 @@ def search(index: Index, query: str, stated: Facts | None = None, *, only: froze
     beginning = opening(query)
     words = terms(beginning)
     if foreign_share(query) > MOSTLY:
-        return Answer(
+        return SearchResult(
             [], "the cards are in English, and most of this question is in another script; ask in English, or with the error line"
         )
     if not words:
@@ -236,15 +238,17 @@ def search(index: Index, query: str, stated: Facts | None = None, *, only: froze
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(index, words)
     subjects = [phrase for phrase, term in phrases(beginning) if term not in index.named]
     if not ranked or covered(signs(index, beginning, words, ranked)) < LEAST:
-        return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
+        return SearchResult([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
     chosen = (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE)
     hits = [hit for r in chosen if (hit := _hit(index, r, words, run, only)) is not None]
     if any(h.applies for h in hits):
-        return Answer(sorted((h for h in hits if h.applies or not _of_other_models(h)), key=lambda h: not h.applies)[:limit], pages=pages)
+        return SearchResult(
+            sorted((h for h in hits if h.applies or not _of_other_models(h)), key=lambda h: not h.applies)[:limit], pages=pages
+        )
     out = next((h for h in hits if not h.applies), None)
     why = f"{out.id} would answer, and does not apply to the stated run ({out.limits[0]})" if out else "no claim of that status answers"
-    return Answer([], why, nearest, pages)
+    return SearchResult([], why, nearest, pages)
 
 
 def _passages(card: Card) -> Iterator[Passage]:
@@ -284,7 +288,7 @@ class Ranked:
     passages: list[tuple[float, Passage]]
 
 
-def rank(index: Index, words: list[str]) -> list[Ranked]:
+def rank(index: SearchIndex, words: list[str]) -> list[Ranked]:
     """The cards that share a word with the question, best first."""
     scores = {card_id: ALIKE * odds for card_id, odds in index.alike.of(words).items()}
     for name, weight in FIELDS.items():
@@ -303,20 +307,20 @@ def rank(index: Index, words: list[str]) -> list[Ranked]:
     return sorted(out, key=lambda r: -r.score)
 
 
-def signs(index: Index, beginning: str, words: list[str], ranked: Sequence[Ranked]) -> Signs:
+def signs(index: SearchIndex, beginning: str, words: list[str], ranked: Sequence[Ranked]) -> Signs:
     """What speaks for and against an answer, given the terms of the question and the cards that share one."""
     first = ranked[0]
     return Signs(
         evidence=max(r.evidence for r in ranked),
         passage=log1p(first.passages[0][0]),
-        own=_share(_weights(index, words), index.own[first.card]),
+        own=_share(_weights(index, words), index.title_terms[first.card]),
         beyond=float(min(MOST, sum(term not in index.named for _, term in phrases(beginning)))),
         odds=against(index.odds, words),
         **kinds(beginning),
     )
 
 
-def _pages(index: Index, words: list[str]) -> list[Section]:
+def _pages(index: SearchIndex, words: list[str]) -> list[Section]:
     """The sections that match best, one of each page."""
     if index.sections is None:
         return []
@@ -326,7 +330,7 @@ def _pages(index: Index, words: list[str]) -> list[Section]:
     return [p for _, p in scored if best.get(p.source) is p][:_PAGES]
 
 
-def _evidence(index: Index, card_id: str, words: list[str], best: float) -> float:
+def _evidence(index: SearchIndex, card_id: str, words: list[str], best: float) -> float:
     """How well a card covers a question, from 0 up.
 
     It is the share of the question's information (inverse document frequency) that the card holds, times the root of its best passage's
@@ -341,21 +345,21 @@ def _share(weights: Mapping[str, float], vocabulary: frozenset[str]) -> float:
     return sum(v for w, v in weights.items() if w in vocabulary) / (sum(weights.values()) or 1.0)
 
 
-def _weights(index: Index, words: list[str]) -> dict[str, float]:
+def _weights(index: SearchIndex, words: list[str]) -> dict[str, float]:
     """The information of each word. Whole identifiers have none, since their words are there too, nor have figures that no card has."""
     unknown = UNKNOWN * max(index.weights.values())
     counted = [w for w in words if w.startswith("=") or "_" not in w]
     return {w: index.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
 
 
-def _told(index: Index, ranked: Ranked, words: list[str]) -> Passage:
+def _quoted(index: SearchIndex, ranked: Ranked, words: list[str]) -> Passage:
     """The sentence to quote: of the best, the one whose score times its share of the question's information is highest."""
     weights = _weights(index, words)
     sentences = [m for m in ranked.passages if m[1].kind not in ("alias", "comparison")] or ranked.passages
     return max(sentences[:_QUOTABLE], key=lambda m: m[0] * sum(v for w, v in weights.items() if w in index.passages[m[1]]))[1]
 
 
-def _hit(index: Index, ranked: Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
+def _hit(index: SearchIndex, ranked: Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
     """The hit of a ranked card; None where `only` leaves none of its claims."""
     card = index.cards[ranked.card]
     near = list(dict.fromkeys(p.claim for _, p in ranked.passages if p.claim))
@@ -365,7 +369,7 @@ def _hit(index: Index, ranked: Ranked, words: list[str], run: Facts, only: froze
         return None
     limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in chosen}
     whole = _limits(card.scope, run)
-    best = _told(index, ranked, words)
+    best = _quoted(index, ranked, words)
     return Hit(
         id=card.id,
         title=card.title,

@@ -279,7 +279,7 @@ PRIOR = 50.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class KnownQuestion:
     """One question, paraphrased."""
 
     text: str
@@ -300,7 +300,7 @@ class Likeness:
 
     many: Mapping[str, float]
     """Known questions of each card; one with several cards counts in parts."""
-    held: Mapping[str, Mapping[str, float]]
+    counts: Mapping[str, Mapping[str, float]]
     """For each term, those of each card that have it."""
     share: Mapping[str, float]
     """For each term, the share of all questions with a card that have it."""
@@ -309,13 +309,13 @@ class Likeness:
         """For each card, the log odds of these terms between its questions and all, as naive Bayes has them."""
         out = dict.fromkeys(self.many, 0.0)
         for term in {t for t in question_terms if t in self.share}:
-            counts, share = self.held[term], self.share[term]
+            counts, share = self.counts[term], self.share[term]
             for card, many in self.many.items():
                 out[card] += log((counts.get(card, 0.0) / share + PRIOR) / (many + PRIOR))
         return out
 
 
-def likeness(questions: Sequence[Asked], cards: Collection[str]) -> Likeness:
+def likeness(questions: Sequence[KnownQuestion], cards: Collection[str]) -> Likeness:
     """The terms of known questions, counted for each of these cards."""
     answered = [(q.said, q.cards.intersection(cards)) for q in questions if not q.cards.isdisjoint(cards)]
     many = dict.fromkeys(cards, 0.0)
@@ -330,10 +330,10 @@ def likeness(questions: Sequence[Asked], cards: Collection[str]) -> Likeness:
 
 
 @cache
-def load_asked() -> tuple[Asked, ...]:
+def load_asked() -> tuple[KnownQuestion, ...]:
     """The questions that ship."""
     with (data_root("tables") / _FILE).open(encoding="utf-8", newline="") as file:
-        return tuple(Asked(row["question"], frozenset(row["cards"].split()), row["thread"]) for row in csv.DictReader(file))
+        return tuple(KnownQuestion(row["question"], frozenset(row["cards"].split()), row["thread"]) for row in csv.DictReader(file))
 
 
 # Whether the cards cover a question at all: a logistic regression over a few signs, its weights in a table.
@@ -386,7 +386,7 @@ def kinds(text: str) -> dict[str, float]:
     return {kind: float(min(MOST, sum(w in kind_words for w in question_words))) for kind, kind_words in load_words().items()}
 
 
-def odds(questions: Sequence[Asked]) -> dict[str, float]:
+def odds(questions: Sequence[KnownQuestion]) -> dict[str, float]:
     """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them; under the empty
     name, of any other.
     """

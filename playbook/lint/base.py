@@ -19,7 +19,7 @@ _GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "G
 
 
 @dataclass(frozen=True)
-class Shelf:
+class LintInput:
     """The input of a rule: the cards to check, all cards that they can disagree with (the checked ones last), and today's date."""
 
     checked: Sequence[LoadedCard]
@@ -35,22 +35,22 @@ class Shelf:
 
 
 @dataclass(frozen=True)
-class Rule:
+class LintRule:
     """One lint rule; `check` yields (card, place in the card, message) for each finding."""
 
     id: str
     title: str
-    check: Callable[[Shelf], Iterator[Found]]
+    check: Callable[[LintInput], Iterator[Problem]]
     warning: bool = False
 
-    def run(self, shelf: Shelf) -> Iterator[Finding]:
+    def run(self, shelf: LintInput) -> Iterator[Finding]:
         """The rule's findings, at file:line:column."""
         for entry, where, message in self.check(shelf):
             at = entry.finding(where, message)
             yield Finding(at.file, at.line, at.column, at.message, self.id, self.warning)
 
 
-Found = tuple[LoadedCard, Path_, str]
+Problem = tuple[LoadedCard, Path_, str]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Claim, ConfigFamily, Decision, Expect, Figure
-from playbook.lint.base import Found, Rule, Shelf, gpus_named, is_number, linked, overlap, place, show
+from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, is_number, linked, overlap, place, show
 from playbook.yaml_files import Path_, did_you_mean
 
 _SHARED_ALIASES = 0.6
@@ -23,7 +23,7 @@ _TITLE_OVERLAP = 0.75
 _FILLER = re.compile(r"\b(?:an?|and|at|by|for|from|into?|its?|of|on|or|the|to|using|when|with|choosing|use|guide|training|performance)\b")
 
 
-def _opposed_claims(shelf: Shelf) -> Iterator[Found]:
+def _opposed_claims(shelf: LintInput) -> Iterator[Problem]:
     """Claims on one comparison and metric that cannot both hold where their scopes overlap."""
     index: dict[str, list[tuple[LoadedCard, int, Claim]]] = {}
     for entry in shelf.every:
@@ -68,7 +68,7 @@ def effect(expect: Expect) -> tuple[str, float, float] | None:
     return scale, low, high
 
 
-def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
+def _opposed_decisions(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set one key, or one knob under two keys, to different values where both apply.
 
     A condition that only one of them names does not separate them; without a common one, nobody knows. Words such as `order` are keys
@@ -95,7 +95,7 @@ def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
                     yield second, ("decide", i, "set", key), message
 
 
-def _avoided_settings(shelf: Shelf) -> Iterator[Found]:
+def _avoided_settings(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set what another one says to avoid, in a situation that both meet."""
     warnings: dict[str, list[tuple[int, LoadedCard, Decision]]] = {}
     for n, entry in enumerate(shelf.every):
@@ -112,7 +112,7 @@ def _avoided_settings(shelf: Shelf) -> Iterator[Found]:
                     yield from _avoided(warns, other, sets, i, decision)
 
 
-def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decision: Decision) -> Iterator[Found]:
+def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decision: Decision) -> Iterator[Problem]:
     for key in sorted(decision.set.keys() & other.avoid.keys()):
         common = _members(decision.set[key]) & _members(other.avoid[key])
         if common:
@@ -125,7 +125,7 @@ def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decis
             yield sets, ("decide", i, "set", key), message
 
 
-def _unsupported_decisions(shelf: Shelf) -> Iterator[Found]:
+def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
     """Decisions for the sake of a metric that a claim says the setting does not improve."""
     claims = {c.id: (e, c) for e in shelf.every for c in e.card.claims}
     useless = [(e, c) for e, c in claims.values() if c.kind == "pair" and _gains_nothing(c) and c.comparison.candidate]
@@ -150,7 +150,7 @@ def _gains_nothing(claim: Claim) -> bool:
     return bounds is not None and bounds[0] == "log" and bounds[2] <= math.log(1.02)
 
 
-def _same_row(shelf: Shelf) -> Iterator[Found]:
+def _same_row(shelf: LintInput) -> Iterator[Problem]:
     """Families that describe one configuration with different values, or fill in a value that the source does not give."""
     index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     checked = {id(e) for e in shelf.checked}
@@ -176,7 +176,7 @@ def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
     return work and equal_degrees and (len(grid) >= 3 or a.name == b.name)
 
 
-def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
+def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Problem]:
     other = place(first, second, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):
         if a.layout[key] != b.layout[key]:
@@ -192,7 +192,7 @@ def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard,
             yield entry, ("families", place_, "layout", key), message
 
 
-def _one_measurement(shelf: Shelf) -> Iterator[Found]:
+def _one_measurement(shelf: LintInput) -> Iterator[Problem]:
     """Families with equal measurements but different settings: one row copied under two descriptions."""
     index: dict[str, list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     for entry in shelf.every:
@@ -212,7 +212,7 @@ def _one_measurement(shelf: Shelf) -> Iterator[Found]:
                 yield from _described_twice(first, a, second, i, b)
 
 
-def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
+def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Problem]:
     facts = [{**f.settings, **f.layout, "model": f.model, **({"gpus": f.gpus} if f.gpus else {})} for f in (a, b)]
     for key in sorted(facts[0].keys() & facts[1].keys()):
         if facts[0][key] != facts[1][key]:
@@ -225,7 +225,7 @@ def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: 
             yield second, where, message
 
 
-def _duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
+def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
     """Cards on the same subject by title and aliases, which a search cannot tell apart."""
     words = {id(e): (_title(e.card.title), frozenset(_plain(a) for a in e.card.aliases)) for e in shelf.every}
     for first, second in shelf.pairs():
@@ -259,13 +259,15 @@ def _frozen(values: Mapping[str, Any]) -> str:
 
 
 RULES = (
-    Rule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", _opposed_claims),
-    Rule("conflict-decisions", "Two decisions that set one key differently in the same situation", _opposed_decisions),
-    Rule("conflict-avoid", "A decision that sets what another one says to avoid", _avoided_settings),
-    Rule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", _unsupported_decisions),
-    Rule("conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", _same_row),
-    Rule("conflict-measurement", "The same figures under two descriptions", _one_measurement),
-    Rule("duplicate-subject", "Two cards on one subject, by titles and aliases", _duplicate_subjects),
+    LintRule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", _opposed_claims),
+    LintRule("conflict-decisions", "Two decisions that set one key differently in the same situation", _opposed_decisions),
+    LintRule("conflict-avoid", "A decision that sets what another one says to avoid", _avoided_settings),
+    LintRule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", _unsupported_decisions),
+    LintRule(
+        "conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", _same_row
+    ),
+    LintRule("conflict-measurement", "The same figures under two descriptions", _one_measurement),
+    LintRule("duplicate-subject", "Two cards on one subject, by titles and aliases", _duplicate_subjects),
 )
 
 
@@ -274,7 +276,7 @@ RULES = (
 _BY_DEGREE = re.compile(r"\b(?:exposed|visible)", re.I)
 
 
-def _both_sides(shelf: Shelf) -> Iterator[Found]:
+def _both_sides(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set a key because of two claims of which one denies the other."""
     denies = {c.id: {*c.contradicts, *c.supersedes} for e in shelf.every for c in e.card.claims}
     for entry in shelf.checked:
@@ -289,7 +291,7 @@ def _both_sides(shelf: Shelf) -> Iterator[Found]:
                         yield entry, ("decide", i, "because", n), message
 
 
-def _without_threshold(shelf: Shelf) -> Iterator[Found]:
+def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
     """Conditions of more or less, without the number from which on they hold."""
     for entry in shelf.checked:
         for i, rule in enumerate(entry.card.decide):
@@ -304,8 +306,10 @@ def _without_threshold(shelf: Shelf) -> Iterator[Found]:
 
 
 DECISION_RULES = (
-    Rule("decision-dispute", "A decision that rests on both sides of a contradiction", _both_sides),
-    Rule("decision-threshold", "A condition such as `exposed` without the share of the step from which on it holds", _without_threshold),
+    LintRule("decision-dispute", "A decision that rests on both sides of a contradiction", _both_sides),
+    LintRule(
+        "decision-threshold", "A condition such as `exposed` without the share of the step from which on it holds", _without_threshold
+    ),
 )
 
 
@@ -327,7 +331,7 @@ _SOURCE_MONTHS = 24
 """Sources older than this are reported. Ours: megatron-core renames labels and fields about every half year."""
 
 
-def _ranked_rows(shelf: Shelf) -> Iterator[Found]:
+def _ranked_rows(shelf: LintInput) -> Iterator[Problem]:
     """Rankings of families that did unequal work, or whose figures say the opposite."""
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
@@ -357,7 +361,7 @@ def _or_nothing(value: object) -> str:
     return "not stated" if value is None else show(value)
 
 
-def _compared_work(shelf: Shelf) -> Iterator[Found]:
+def _compared_work(shelf: LintInput) -> Iterator[Problem]:
     """Claims whose variants process different numbers of tokens per step."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -375,7 +379,7 @@ def _tokens(side: Mapping[str, Any]) -> int | None:
     return batch * length if isinstance(batch, int) and isinstance(length, int) else None
 
 
-def _cannot_settle(shelf: Shelf) -> Iterator[Found]:
+def _cannot_settle(shelf: LintInput) -> Iterator[Problem]:
     """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -391,7 +395,7 @@ def _cannot_settle(shelf: Shelf) -> Iterator[Found]:
                 )
 
 
-def _source_dates(shelf: Shelf) -> Iterator[Found]:
+def _source_dates(shelf: LintInput) -> Iterator[Problem]:
     """Sources dated in the future."""
     for entry in shelf.checked:
         parts: dict[str, Sequence[Claim | Figure]] = {"claims": entry.card.claims, "figures": entry.card.figures}
@@ -405,7 +409,7 @@ def _source_dates(shelf: Shelf) -> Iterator[Found]:
                         yield entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date"
 
 
-def _old_sources(shelf: Shelf) -> Iterator[Found]:
+def _old_sources(shelf: LintInput) -> Iterator[Problem]:
     """Claims whose newest source is old."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -432,9 +436,9 @@ def _months(then: str, now: str) -> int:
 
 
 WORK_RULES = (
-    Rule("work-ranking", "A ranking between rows of unequal work", _ranked_rows),
-    Rule("work-claim", "A claim whose variants process different numbers of tokens per step", _compared_work),
-    Rule("claim-unsettled", "A claim that no run can contradict", _cannot_settle),
-    Rule("source-date", "A source dated in the future, or by no date", _source_dates),
-    Rule("source-old", "A claim whose newest source is more than two years old", _old_sources, warning=True),
+    LintRule("work-ranking", "A ranking between rows of unequal work", _ranked_rows),
+    LintRule("work-claim", "A claim whose variants process different numbers of tokens per step", _compared_work),
+    LintRule("claim-unsettled", "A claim that no run can contradict", _cannot_settle),
+    LintRule("source-date", "A source dated in the future, or by no date", _source_dates),
+    LintRule("source-old", "A claim whose newest source is more than two years old", _old_sources, warning=True),
 )

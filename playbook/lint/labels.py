@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from playbook.lint.base import Config, Found, Rule, Shelf, configs, gpus_named
+from playbook.lint.base import Config, LintInput, LintRule, Problem, configs, gpus_named
 from playbook.paths import data_root
 from playbook.planner.exclusions import EXCLUSIONS
 from playbook.planner.models import MODELS
@@ -25,7 +25,7 @@ _OWN_WORDS = frozenset({("train.recompute_modules", "vision")})
 """The trainer's vision tower is its own code under both backends, and no module of megatron-core."""
 
 
-class Table(Strict):
+class LabelTable(Strict):
     """The labels of one megatron-core version."""
 
     version: str
@@ -36,19 +36,19 @@ class Table(Strict):
 
 
 @cache
-def tables() -> Mapping[str, Table]:
+def tables() -> Mapping[str, LabelTable]:
     """The shipped label tables by version, oldest first."""
-    loaded = [load(path, Table)[0] for path in (data_root("tables") / "megatron_core").glob("*.yaml")]
+    loaded = [load(path, LabelTable)[0] for path in (data_root("tables") / "megatron_core").glob("*.yaml")]
     return {t.version: t for t in sorted(loaded, key=lambda t: [int(p) for p in t.version.split(".")])}
 
 
-def table_for(version: Any) -> Table | None:
+def table_for(version: Any) -> LabelTable | None:
     """The table of a version, the newest if none is named; None for a version without one."""
     by_version = tables()
     return list(by_version.values())[-1] if version is None else by_version.get(str(version))
 
 
-def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[str, str]]:
+def label_problems(values: Mapping[str, Any], table: LabelTable) -> Iterator[tuple[str, str]]:
     """The words that `table` does not know: (key, message) for each.
 
     The torch backend has labels of its own; the trainer's schema judges them.
@@ -69,7 +69,7 @@ def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[st
                 yield key, f"{name}: megatron-core {table.version} does not know '{word}'{fix}"
 
 
-def _words(key: str, value: Any, table: Table) -> tuple[str, list[str]]:
+def _words(key: str, value: Any, table: LabelTable) -> tuple[str, list[str]]:
     """The key by megatron-core's name, and the labels of its value; prose holds none."""
     name = key.rsplit(".", 1)[-1]
     if isinstance(value, list):
@@ -88,7 +88,7 @@ def _words(key: str, value: Any, table: Table) -> tuple[str, list[str]]:
     return name, [value] if _WORD.match(value) else []
 
 
-def labels(shelf: Shelf) -> Iterator[Found]:
+def labels(shelf: LintInput) -> Iterator[Problem]:
     """Labels in families, decisions and claims that the named version does not know."""
     for config in _configs(shelf):
         version = config.values.get("megatron_core")
@@ -175,7 +175,7 @@ def excluded(values: Mapping[str, Any], layout: Mapping[str, int], model: str = 
     return messages
 
 
-def incompatible(shelf: Shelf) -> Iterator[Found]:
+def incompatible(shelf: LintInput) -> Iterator[Problem]:
     """Settings that exclude each other."""
     for config in _configs(shelf):
         yield from (
@@ -183,7 +183,7 @@ def incompatible(shelf: Shelf) -> Iterator[Found]:
         )
 
 
-def _dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
+def _dispatcher_hardware(shelf: LintInput) -> Iterator[Problem]:
     """Dispatchers named for hardware that they do not run on.
 
     Source: Megatron Bridge, `src/megatron/bridge/training/flex_dispatcher_backend.py` (DeepEP: compute capability 8.x and 9.0,
@@ -200,13 +200,13 @@ def _dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
             yield config.entry, config.where, f"{config.name}: DeepEP does not run on {chips}; expected hybridep or alltoall"
 
 
-def _configs(shelf: Shelf) -> Iterator[Config]:
+def _configs(shelf: LintInput) -> Iterator[Config]:
     for entry in shelf.checked:
         yield from configs(entry)
 
 
 RULES = (
-    Rule("label-unknown", "A label that the named megatron-core version does not know (the newest, if none is named)", labels),
-    Rule("label-incompatible", "Recompute, graph, overlap or offload settings that exclude each other", incompatible),
-    Rule("dispatcher-hardware", "A dispatcher on hardware that it does not support", _dispatcher_hardware),
+    LintRule("label-unknown", "A label that the named megatron-core version does not know (the newest, if none is named)", labels),
+    LintRule("label-incompatible", "Recompute, graph, overlap or offload settings that exclude each other", incompatible),
+    LintRule("dispatcher-hardware", "A dispatcher on hardware that it does not support", _dispatcher_hardware),
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.lint.base import Config, Found, Rule, Shelf, configs
+from playbook.lint.base import Config, LintInput, LintRule, Problem, configs
 from playbook.planner.models import MODELS
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import DEGREES as PLANNED
@@ -111,7 +111,7 @@ def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
     raise ValueError(f"found {type(node).__name__}{name}; expected numbers, min, max, + - * / // and one of {', '.join(sorted(numbers))}")
 
 
-def _family_layouts(shelf: Shelf) -> Iterator[Found]:
+def _family_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Families whose layout cannot be, on their GPUs or on their model."""
     for entry in shelf.checked:
         for i, family in enumerate(entry.card.families):
@@ -119,19 +119,19 @@ def _family_layouts(shelf: Shelf) -> Iterator[Found]:
                 yield entry, ("families", i, "layout"), message
 
 
-def _decision_layouts(shelf: Shelf) -> Iterator[Found]:
+def _decision_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Decisions and claims that set a layout which cannot be."""
     for config in _others(shelf):
         for message in layout_problems(config.name, config.layout, config.gpus, config.model):
             yield config.entry, config.where, message
 
 
-def _others(shelf: Shelf) -> Iterator[Config]:
+def _others(shelf: LintInput) -> Iterator[Config]:
     for entry in shelf.checked:
         yield from (c for c in configs(entry) if c.where[0] == "decide" and c.layout)
 
 
-def formulas(shelf: Shelf) -> Iterator[Found]:
+def formulas(shelf: LintInput) -> Iterator[Problem]:
     """Sizing rules that disagree with the arithmetic of the two grids, or ask for more GPUs than the card's own rows have."""
     for entry in shelf.checked:
         for i, formula in enumerate(entry.card.formulas):
@@ -162,11 +162,11 @@ def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Ma
 
 
 RULES = (
-    Rule(
+    LintRule(
         "layout-family",
         "A family's degrees do not divide its GPUs, heads or experts, or state a DP, EDP or VPP that cannot be",
         _family_layouts,
     ),
-    Rule("layout-decision", "A decision sets degrees that cannot be", _decision_layouts),
-    Rule("layout-formula", "A sizing rule gives another number than the arithmetic of the two grids", formulas),
+    LintRule("layout-decision", "A decision sets degrees that cannot be", _decision_layouts),
+    LintRule("layout-formula", "A sizing rule gives another number than the arithmetic of the two grids", formulas),
 )

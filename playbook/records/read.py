@@ -272,7 +272,7 @@ def _expired(expires: str, today: date) -> list[str]:
     return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
 
 
-class Reader:
+class RecordReader:
     """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files.
 
     `thorough` puts evidence through its exported schema too. It refuses what the models refuse, and takes ten times as long for all
@@ -336,7 +336,7 @@ def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, prese
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
     """
-    return Reader().read(folders, cards, present)
+    return RecordReader().read(folders, cards, present)
 
 
 def read_file(path: Path, claims: Claims | None = None, present: Present | None = None) -> Record:

@@ -53,7 +53,7 @@ _SHORT = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
 
 
 @dataclass
-class Skill:
+class ForeignSkill:
     """The contents of one skill folder, without its prose."""
 
     path: Path
@@ -65,7 +65,7 @@ class Skill:
     links: int = 0
 
 
-def summary(skill: Skill) -> dict[str, Any]:
+def summary(skill: ForeignSkill) -> dict[str, Any]:
     """One row of a table: the name of the skill and its counts."""
     return {
         "skill": _plain(skill.path.name),
@@ -79,7 +79,7 @@ def summary(skill: Skill) -> dict[str, Any]:
     }
 
 
-def read_folder(folder: Path) -> tuple[list[Skill], list[Finding]]:
+def read_folder(folder: Path) -> tuple[list[ForeignSkill], list[Finding]]:
     """The skills of a folder, or the folder itself as one, and everything that is wrong with them.
 
     Raises:
@@ -95,7 +95,7 @@ def read_folder(folder: Path) -> tuple[list[Skill], list[Finding]]:
         raise PlaybookError(f"'{folder}' holds {len(skill_folders)} skills; at most {_MAX_SKILLS} are read at once")
     skills, findings = [], []
     for path in skill_folders:
-        skill = Skill(path)
+        skill = ForeignSkill(path)
         findings += [*_skill_md(skill), *_card(skill)]
         skills.append(skill)
     return skills, findings
@@ -124,7 +124,7 @@ def _read(path: Path) -> str:
         raise FileError([Finding(name, 1, 1, f"is not UTF-8 text (byte {e.start}); save it as UTF-8", "import-file")]) from e
 
 
-def _skill_md(skill: Skill) -> Iterator[Finding]:
+def _skill_md(skill: ForeignSkill) -> Iterator[Finding]:
     """Findings in a SKILL.md: its front matter, its length and its links."""
     path = skill.path / "SKILL.md"
     try:
@@ -147,7 +147,7 @@ def _skill_md(skill: Skill) -> Iterator[Finding]:
     yield from _links(skill, path, lines)
 
 
-def _front_matter(skill: Skill, path: Path, text: str) -> Iterator[Finding]:
+def _front_matter(skill: ForeignSkill, path: Path, text: str) -> Iterator[Finding]:
     try:
         data, marks = parse(text, str(path))
     except FileError as e:
@@ -190,7 +190,7 @@ def _front_matter_problems(data: Mapping[str, Any], folder: str) -> Iterator[tup
             yield key, f"{key} is no text; expected one string"
 
 
-def _links(skill: Skill, path: Path, lines: list[str]) -> Iterator[Finding]:
+def _links(skill: ForeignSkill, path: Path, lines: list[str]) -> Iterator[Finding]:
     fenced = False
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("```"):
@@ -219,7 +219,7 @@ def _link_problem(folder: Path, target: str) -> str | None:
     return None if exists else f"link to '{_plain(target)}' leads nowhere; expected a file in the skill's folder"
 
 
-def _card(skill: Skill) -> Iterator[Finding]:
+def _card(skill: ForeignSkill) -> Iterator[Finding]:
     """Findings in a skill's card.yaml, and its keys noted on the skill."""
     path = skill.path / "card.yaml"
     if not path.is_symlink() and not path.exists():
@@ -240,7 +240,7 @@ def _card(skill: Skill) -> Iterator[Finding]:
         yield Finding(str(path), line, column, message, "import-number")
 
 
-def _row(skill: Skill, path: Path, marks: Marks, where: Path_, row: Mapping[str, Any]) -> Iterator[Finding]:
+def _row(skill: ForeignSkill, path: Path, marks: Marks, where: Path_, row: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings in one mapping of a card.yaml: degrees that do not divide, words that megatron-core does not know."""
     degrees, gpus = _layout(row, where)
     table = table_for(None)

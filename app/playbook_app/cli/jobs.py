@@ -40,7 +40,7 @@ _STOPPED = (-1, 130, 143, 255)
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """The options of a command that concern its job."""
 
     nodes: int | None
@@ -61,7 +61,7 @@ def _check_launcher(name: str) -> None:
         raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(_LAUNCHERS)}")
 
 
-def check_request(launcher: str, request: Request, ranks_per_node: int | None = None) -> None:
+def check_request(launcher: str, request: JobRequest, ranks_per_node: int | None = None) -> None:
     """Refuse options of jobs without `--launcher slurm`: ignored, `--job 7` would end with 0 and `--nodes 2` would run on one node.
 
     Raises:
@@ -92,7 +92,7 @@ def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None
     return [*targets, *(word for flag, value in options.items() if value is not None for word in (flag, str(value)))]
 
 
-def confirm(words: Sequence[str], results: Path | None, request: Request, journal: Path | None = None) -> int:
+def confirm(words: Sequence[str], results: Path | None, request: JobRequest, journal: Path | None = None) -> int:
     """Submit `playbook confirm` with these words as one job: all runs of all its series share the allocation. Returns the exit code.
 
     Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
@@ -113,7 +113,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
     )
 
 
-def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: Request) -> int:
+def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: JobRequest) -> int:
     """Submit a training run as one job, or run it as a step of this job's allocation. Returns the exit code."""
     cluster = _load_cluster(request.cluster)
     if ranks_per_node is not None:
@@ -208,7 +208,7 @@ def _submit(
     results: Path,
     cluster: Cluster,
     variables: Mapping[str, str],
-    request: Request,
+    request: JobRequest,
     job_files: Sequence[str],
     config: str | None = None,
 ) -> int:
@@ -241,7 +241,7 @@ def _job(
     return Job(whole, str(folder)), slurm.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
 
 
-def _follow(job: str, folder: Path, request: Request) -> int:
+def _follow(job: str, folder: Path, request: JobRequest) -> int:
     """Print the log of the job until it has a result. Ctrl-C stops printing, not the job."""
     log, result = folder / f"{job}_0_log.out", folder / _RESULT
     out = sys.stderr if request.as_json else sys.stdout

@@ -15,7 +15,7 @@ from playbook.cards.model import Card
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook.records.machine import Here
-from playbook.records.read import Reader, Record
+from playbook.records.read import Record, RecordReader
 from playbook.skills.export import Stock
 from playbook.skills.model import Skill, load_skills
 from playbook.yaml_files import did_you_mean
@@ -258,7 +258,7 @@ class Library:
     machine: Here
     day: date | None = None
     """By which verdicts are stale; the day of the question, if not given."""
-    reader: Reader = field(default_factory=Reader)
+    reader: RecordReader = field(default_factory=RecordReader)
 
     @property
     def today(self) -> date:

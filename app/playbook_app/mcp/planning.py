@@ -175,7 +175,7 @@ def plan_answer(
 
 
 @dataclass(frozen=True)
-class Asked:
+class DiagnosisQuestion:
     """What is asked of a diagnosis, beside the speed."""
 
     model: str
@@ -189,7 +189,7 @@ class Asked:
     saw: tuple[str, ...]
 
 
-def diagnosis_answer(question: Asked, figures: Figures, knowledge: Knowledge) -> DiagnosisAnswer:
+def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: Knowledge) -> DiagnosisAnswer:
     """What `playbook diagnose` says, in short.
 
     Raises:

@@ -101,7 +101,7 @@ A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
 
 
-class Strict(MCPServer[Any]):
+class StrictServer(MCPServer[Any]):
     """A server whose tools refuse unknown arguments. The base class drops them silently, and a misspelt degree would count as 1."""
 
     async def list_tools(self) -> list[Tool]:
@@ -147,7 +147,7 @@ def _mistakes(name: str, error: ValidationError) -> str:
 
 def server(library: Library) -> MCPServer[Any]:
     """Build the server with its tools and resources; `run("stdio")` on it serves."""
-    out = Strict("playbook", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
+    out = StrictServer("playbook", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
@@ -163,7 +163,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
     """Register the search of cards."""
 
     @cache
-    def index() -> engine.Index:
+    def index() -> engine.SearchIndex:
         return engine.index(library.cards, load_sections())
 
     @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
@@ -176,7 +176,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
     ) -> SearchAnswer:
         """Cards that answer a question, best first: why, where their claims stand, whether they fit the machine; else what is nearest."""
-        with _told():
+        with _as_tool_error():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
             run = stated(hardware, model, gpus)
@@ -199,7 +199,7 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def list_cards() -> CardList:
         """Every card: id, title, summary, and the status of its claims by machine."""
-        with _told():
+        with _as_tool_error():
             return _card_list(library)
 
     @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
@@ -208,7 +208,7 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
         section: Annotated[_Section, Field(description="answer: what to set, because of which claims, and their verdicts.")] = "answer",
     ) -> CardAnswer:
         """One card: decision rules with the newest verdict of each machine on each claim, or another section of it."""
-        with _told():
+        with _as_tool_error():
             card, stock = library.card(card_id), library.stock()
             statuses = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
             rules = rests_on(card, stock) if section in ("answer", "all") else []
@@ -220,7 +220,7 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
         """One claim with statement, mechanism, scope, sources, verdicts; the id of a mechanism check, such as `W9.m`, gives its claim."""
-        with _told():
+        with _as_tool_error():
             return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
 
@@ -228,13 +228,13 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
     def list_evidence(claim_id: ClaimId, limit: Annotated[int, _number("Records at most.", most=MAX_ROWS)] = 20) -> EvidenceList:
         """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
-        with _told():
+        with _as_tool_error():
             return evidence_list(library, claim_id, limit)
 
     @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
-    def plan_confirmation(card_id: _CardId) -> confirmation.Plan:
+    def plan_confirmation(card_id: _CardId) -> confirmation.ConfirmationPlan:
         """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
-        with _told():
+        with _as_tool_error():
             return bounded(confirmation.plan(library.card(card_id)), "plan its claims one by one on the command line")
 
 
@@ -244,7 +244,7 @@ def _layout(out: MCPServer[Any]) -> None:
     @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
     def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
-        with _told():
+        with _as_tool_error():
             return planning.layout_answer(planning.plan_of(model, gpus, settings))
 
     @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
@@ -265,7 +265,7 @@ def _layout(out: MCPServer[Any]) -> None:
         network: planning.Network = "",
     ) -> PlanAnswer:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
-        with _told():
+        with _as_tool_error():
             answer = planning.plan_answer(
                 model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
                 allow=frozenset(allow), fix=tuple(fix), top=top,
@@ -279,7 +279,7 @@ def _memory(out: MCPServer[Any]) -> None:
         model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
     ) -> MemoryAnswer:
         """Peak allocated bytes per GPU, stage by stage, of a legal layout, without what the allocator reserves beyond that."""
-        with _told():
+        with _as_tool_error():
             return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
 
 
@@ -293,7 +293,7 @@ def _export(out: MCPServer[Any], library: Library) -> None:
         framework: Annotated[_Target, Field(description="Whose script.")] = "megatron-lm",
     ) -> ExportAnswer:
         """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
-        with _told():
+        with _as_tool_error():
             plan = planning.plan_of(model, gpus, settings)
             return bounded(planning.export_answer(plan, framework, hardware), "ask for another framework")
 
@@ -319,8 +319,10 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         framework: _Framework = "megatron-lm",
     ) -> DiagnosisAnswer:
         """Where a run's speed stands, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
-        with _told():
-            question = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
+        with _as_tool_error():
+            question = planning.DiagnosisQuestion(
+                model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw)
+            )
             stock = library.stock()
             knowledge = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)
@@ -367,7 +369,7 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
     """Register one resource, which is read on request."""
 
     def told() -> str:
-        with _told(ResourceError):
+        with _as_tool_error(ResourceError):
             return read()
 
     kind = "text/markdown" if uri.endswith(".md") else "application/json" if uri.endswith(".json") else "application/yaml"
@@ -475,7 +477,7 @@ def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[St
 
 
 @contextmanager
-def _told(kind: type[Exception] = ToolError) -> Iterator[None]:
+def _as_tool_error(kind: type[Exception] = ToolError) -> Iterator[None]:
     """Turn a mistake of the caller, or an unreadable record, into an error message for the agent."""
     try:
         yield

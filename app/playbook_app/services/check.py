@@ -20,7 +20,7 @@ from playbook.lint import table as lint
 from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
-from playbook.records.read import Reader, Record, speaks_for
+from playbook.records.read import Record, RecordReader, speaks_for
 from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
@@ -117,9 +117,9 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
 
 
 @cache
-def _reader(thorough: bool) -> Reader:
+def _reader(thorough: bool) -> RecordReader:
     """Keeps the records that it has read, since a process may check many cards."""
-    return Reader(thorough)
+    return RecordReader(thorough)
 
 
 def _records(folder: Path, thorough: bool) -> tuple[list[Record], list[Finding]]:

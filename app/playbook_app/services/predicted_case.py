@@ -48,7 +48,7 @@ class _Plain(yaml.SafeDumper):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PredictedRun:
     """One plan, scaled, in the trainer's words."""
 
     name: str
@@ -101,13 +101,13 @@ def text_of(case: Mapping[str, Any], command: str) -> str:
     return f"{schema}\n# {command}\n{yaml.dump(dict(case), Dumper=_Plain, sort_keys=False, default_flow_style=None, width=160)}"
 
 
-def _fitted(best: Plan, other: Plan, gpus: int, capacity: float) -> tuple[_Run, _Run] | None:
+def _fitted(best: Plan, other: Plan, gpus: int, capacity: float) -> tuple[_PredictedRun, _PredictedRun] | None:
     """Both plans with as many layers as both hold on the GPUs; None where they are the same run."""
     samples = 2 * lcm(*(cut.mbs * cut.dp for cut in (scaled(p, gpus, 1) for p in (best, other))))
     for layers in range(min(deepest(best), deepest(other)), 0, -1):
         plans = [scaled(p, gpus, layers, samples) for p in (best, other)]
         if all(_holds(plan, capacity) for plan in plans):
-            runs = [_Run(name, plan, _settings(plan)) for name, plan in zip(_names(best, other), plans, strict=True)]
+            runs = [_PredictedRun(name, plan, _settings(plan)) for name, plan in zip(_names(best, other), plans, strict=True)]
             return None if runs[0].settings == runs[1].settings else (runs[0], runs[1])
     return None
 
@@ -164,7 +164,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {**settings, **kernels}
 
 
-def _predicted(run: _Run, answer: Answer) -> dict[str, float]:
+def _predicted(run: _PredictedRun, answer: Answer) -> dict[str, float]:
     """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of
     its backend.
     """

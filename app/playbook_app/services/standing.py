@@ -14,7 +14,7 @@ from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.paths import data_root, default_results
 from playbook.records.evidence import Measured
 from playbook.records.machine import Here
-from playbook.records.read import UNTESTED, Claims, Present, Reader, Record, verdicts
+from playbook.records.read import UNTESTED, Claims, Present, Record, RecordReader, verdicts
 from playbook.records.standing import in_words
 from playbook.skills.export import Stock
 from playbook_bench.machine import detect
@@ -25,14 +25,14 @@ _KEYS = ("status", "stands", "sentence", "evidence", "machine", "created", "path
 
 
 def records_here(
-    cards: Mapping[str, Card], machine: Here | None, results: Path | None = None, reader: Reader | None = None
+    cards: Mapping[str, Card], machine: Here | None, results: Path | None = None, reader: RecordReader | None = None
 ) -> list[Record]:
     """This folder's records, or those of `results`, and the repository's, newest first, for a reader on a machine like `mine`.
 
     Raises:
-        FileError: as `playbook.records.read.Reader.read`.
+        FileError: as `playbook.records.read.RecordReader.read`.
     """
-    return (reader or Reader()).read([results or default_results(), data_root("results")], cards, present(machine))
+    return (reader or RecordReader()).read([results or default_results(), data_root("results")], cards, present(machine))
 
 
 def present(machine: Here | None) -> Present:

@@ -40,8 +40,8 @@ from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook_app.site.models import families_page, models_page, recipes_page
 from playbook_app.site.parity import parity_page
 from playbook_app.site.published import published_page, tables_page, worked
-from playbook_app.site.reference import Command, commands_page, configuration_page, metrics_page
-from playbook_app.site.searching import asked, questions
+from playbook_app.site.reference import CommandHelp, commands_page, configuration_page, metrics_page
+from playbook_app.site.searching import question_box, questions
 from playbook_app.site.shelf import Flags, Shelf, no_flags
 
 _OWNED = ("cards", "evidence", "_generated")
@@ -52,7 +52,7 @@ class Reference:
     """Tables that the harness, the command line and the trainer own, as plain data."""
 
     metrics: Sequence[Mapping[str, Any]] = ()
-    commands: Sequence[Command] = ()
+    commands: Sequence[CommandHelp] = ()
     schema: Mapping[str, Any] = field(default_factory=dict)
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     present: Present = field(default_factory=Present)
@@ -63,7 +63,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Site:
+class GeneratedSite:
     """What was generated."""
 
     cards: dict[str, str]
@@ -78,7 +78,7 @@ class Site:
     """Markdown that replaces a comment of that name on a page, such as `coverage`."""
     plain: dict[str, str]
     """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
-    asked: str
+    question_box: str
     """What the question box searches, for `search/cards.json` of the built site."""
     compared: str
     """What the forms compare with, for `search/diagnosis.json` of the built site; empty without plans."""
@@ -95,7 +95,7 @@ def generate(
     reference: Reference | None = None,
     today: date | None = None,
     base: str = "",
-) -> Site:
+) -> GeneratedSite:
     """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's
     address.
 
@@ -145,7 +145,8 @@ def generate(
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
     asks = questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS}
     trainer = [i for i in titles if i not in shelf.cards]
-    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), data(plans), asks, written)
+    statuses, box = summary(shelf.records), question_box(shelf.cards)
+    return GeneratedSite(titles, by, trainer, statuses, inserts, plain, box, data(plans), asks, written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

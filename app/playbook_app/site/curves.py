@@ -265,12 +265,12 @@ def forest(bars: Sequence[Bar]) -> str:
         return ""
     edges = [_bend(v) for b in drawn for v in (b.low, b.high, 0.0, b.effect if b.margin is None else b.margin)]
     span = max(edges) - min(edges) or 1.0
-    axis = _Axis(min(edges) - 0.04 * span, max(edges) + 0.04 * span)
+    axis = _EffectAxis(min(edges) - 0.04 * span, max(edges) + 0.04 * span)
     head = f"<tr><th>Claim</th><th>{axis.labels()}</th><th>Effect [interval]</th><th>Verdict</th></tr>"
     return f'<table class="pb-forest"><thead>{head}</thead><tbody>{"".join(_row(axis, b) for b in drawn)}</tbody></table>'
 
 
-def _row(axis: _Axis, b: Bar) -> str:
+def _row(axis: _EffectAxis, b: Bar) -> str:
     claimed = "" if b.margin is None else {">=": "at least ", "<=": "at most ", "within": "within "}.get(b.op, "") + _tick(b.margin)
     name = (
         f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a>'
@@ -291,7 +291,7 @@ def _bend(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _EffectAxis:
     left: float
     right: float
 
@@ -325,7 +325,7 @@ class _Axis:
         return f'<svg class="pb-strip" aria-hidden="true">{words}</svg>'
 
 
-def _region(axis: _Axis, b: Bar) -> str:
+def _region(axis: _EffectAxis, b: Bar) -> str:
     """Where the claim holds."""
     if b.margin is None:
         return ""

@@ -125,7 +125,7 @@ LONG = (("llama3_70b", "h100", 64), ("qwen3_30b_a3b", "h100", 64))
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanQuestion:
     """A question: which layout of a model on so many GPUs, at this length, with steps of four million tokens."""
 
     model: str
@@ -135,10 +135,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PlannedAnswer:
     """A question with the fastest plan that fits; none where `settings` is empty. Units: tokens per second and GPU, GiB of each stage."""
 
-    asked: Asked
+    asked: PlanQuestion
     capacity_gib: float
     settings: tuple[str, ...] = ()
     speed: float = 0.0
@@ -148,23 +148,23 @@ class Answered:
     stages_gib: tuple[float, ...] = ()
 
 
-def questions() -> Iterator[Asked]:
+def questions() -> Iterator[PlanQuestion]:
     """Everything that the page answers."""
-    yield from (Asked(m, h, g) for m in _MODELS for h in _HARDWARE for g in _GPUS)
-    yield from (Asked(*where, length) for where in LONG for length in _LENGTHS[1:])
+    yield from (PlanQuestion(m, h, g) for m in _MODELS for h in _HARDWARE for g in _GPUS)
+    yield from (PlanQuestion(*where, length) for where in LONG for length in _LENGTHS[1:])
 
 
-def ask(request: Asked) -> Answered:
+def ask(request: PlanQuestion) -> PlannedAnswer:
     """The planner's answer."""
     where = cluster(request.hardware)
     question = Question(MODELS[request.model], request.model, where, request.gpus, request.seq_len)
     plans = search(question, 1).choices
     if not plans:
-        return Answered(request, where.memory_gib)
+        return PlannedAnswer(request, where.memory_gib)
     first = plans[0].time
     time = scaled(first, scale_of(question, first, fp8=bool(plans[0].plan.options.fp8)))
     speed = time.tokens_per_s_per_gpu
-    return Answered(
+    return PlannedAnswer(
         request,
         where.memory_gib,
         tuple(words(plans[0].plan)),
@@ -180,15 +180,17 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def read(path: Path) -> list[Answered]:
+def read(path: Path) -> list[PlannedAnswer]:
     """The answers of a file that `write` has written."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        Answered(**{**row, "asked": Asked(**row["asked"]), "settings": tuple(row["settings"]), "stages_gib": tuple(row["stages_gib"])})
+        PlannedAnswer(
+            **{**row, "asked": PlanQuestion(**row["asked"]), "settings": tuple(row["settings"]), "stages_gib": tuple(row["stages_gib"])}
+        )
         for row in rows
     ]
 
 
-def line(answered: Answered) -> str:
+def line(answered: PlannedAnswer) -> str:
     """An answer as a line of the file."""
     return json.dumps(asdict(answered))

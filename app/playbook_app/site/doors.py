@@ -56,7 +56,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {"layout": _LAYOUTS, "cp": _CP, "dispatche
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoorQuestion:
     """A decision for a model on so many GPUs, at this length, with steps of four million tokens; an empty network is that of the GPU's
     data sheet.
     """
@@ -71,10 +71,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class DoorAnswer:
     """The fastest plan of one way; none where `settings` is empty. Units: tokens per second and GPU, GiB."""
 
-    asked: Asked
+    asked: DoorQuestion
     settings: str = ""
     fixed: str = ""
     speed: float = 0.0
@@ -84,7 +84,7 @@ class Answered:
     gib: float = 0.0
 
 
-def questions() -> Iterator[Asked]:
+def questions() -> Iterator[DoorQuestion]:
     """Every way of every decision that the pages answer."""
     for model in (*_DENSE, *_SPARSE, *_VISION):
         for hardware in ("h100", "b200"):
@@ -101,19 +101,19 @@ def questions() -> Iterator[Asked]:
                 yield from _of("dispatcher", model, hardware, gpus, 4096, network)
 
 
-def _of(door: str, model: str, hardware: str, gpus: int, seq_len: int, network: str = "") -> Iterator[Asked]:
+def _of(door: str, model: str, hardware: str, gpus: int, seq_len: int, network: str = "") -> Iterator[DoorQuestion]:
     for way in WAYS[door]:
         if way.name != "EP alone" or MODELS[model].experts:
-            yield Asked(door, model, hardware, gpus, seq_len, network, way.name)
+            yield DoorQuestion(door, model, hardware, gpus, seq_len, network, way.name)
 
 
-def ask(request: Asked) -> Answered:
+def ask(request: DoorQuestion) -> DoorAnswer:
     """The planner's answer."""
     way = next(w for w in WAYS[request.door] if w.name == request.way)
     return max((_ask(request, words, way.backend) for words in way.fixed), key=lambda a: a.speed)
 
 
-def _ask(request: Asked, fixed: str, backend: str) -> Answered:
+def _ask(request: DoorQuestion, fixed: str, backend: str) -> DoorAnswer:
     """The planner's fastest plan with these settings; one without speed where no layout has them."""
     shape = MODELS[request.model]
     settings = tuple(w for w in fixed.split(",") if w and (shape.experts or not w.startswith("ep=")))
@@ -125,21 +125,21 @@ def _ask(request: Asked, fixed: str, backend: str) -> Answered:
     except ConfigError:  # no layout has this setting
         choices = []
     if not choices:
-        return Answered(request)
+        return DoorAnswer(request)
     best = choices[0]
     time = scaled(best.time, scale_of(question, best.time, fp8=bool(best.plan.options.fp8)))
     speed = time.tokens_per_s_per_gpu
     figures = (speed.value, speed.low, speed.high, time.mfu, best.peak / GIB)
-    return Answered(request, " ".join(words(best.plan)), ",".join(settings), *(float(f"{v:.6g}") for v in figures))
+    return DoorAnswer(request, " ".join(words(best.plan)), ",".join(settings), *(float(f"{v:.6g}") for v in figures))
 
 
-def read(path: Path) -> list[Answered]:
+def read(path: Path) -> list[DoorAnswer]:
     """The answers of a file of lines."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Answered(**{**row, "asked": Asked(**row["asked"])}) for row in rows]
+    return [DoorAnswer(**{**row, "asked": DoorQuestion(**row["asked"])}) for row in rows]
 
 
-def line(answered: Answered) -> str:
+def line(answered: DoorAnswer) -> str:
     """An answer as a line of the file."""
     return json.dumps(asdict(answered))
 
@@ -227,7 +227,7 @@ def door_pages(path: Path, shelf: Shelf) -> dict[str, str]:
     return {f"_generated/{door.page}.md": _page(door, [r for r in rows if r.asked.door == door.door], shelf) for door in DOORS}
 
 
-def _page(door: Door, rows: Sequence[Answered], shelf: Shelf) -> str:
+def _page(door: Door, rows: Sequence[DoorAnswer], shelf: Shelf) -> str:
     shown = [{**asdict(r.asked), **{k: v for k, v in asdict(r).items() if k != "asked"}} for r in rows]
     data = json.dumps({"door": door.door, "rows": shown}, separators=(",", ":")).replace("<", "\\u003c")
     return render(
@@ -240,9 +240,9 @@ def _page(door: Door, rows: Sequence[Answered], shelf: Shelf) -> str:
     )
 
 
-def _summary(rows: Sequence[Answered]) -> str:
+def _summary(rows: Sequence[DoorAnswer]) -> str:
     """How often each way is as good as the fastest one."""
-    cases: dict[tuple[object, ...], list[Answered]] = {}
+    cases: dict[tuple[object, ...], list[DoorAnswer]] = {}
     for r in rows:
         cases.setdefault((r.asked.model, r.asked.hardware, r.asked.gpus, r.asked.seq_len, r.asked.network), []).append(r)
     fitting = [c for c in cases.values() if any(r.speed for r in c)]
@@ -252,7 +252,7 @@ def _summary(rows: Sequence[Answered]) -> str:
     return f"Of {len(fitting)} cases that the planner was asked, these come within {_NEAR:.0%} of the fastest plan: {counts}."
 
 
-def _form(door: Door, first: Answered) -> str:
+def _form(door: Door, first: DoorAnswer) -> str:
     """The form of a decision, filled with the first case."""
     a = first.asked
     gpus = "".join(f"<option{' selected' if g == a.hardware else ''}>{attribute(g)}</option>" for g in clusters())

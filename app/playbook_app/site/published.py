@@ -18,7 +18,7 @@ from playbook.planner.runs.published import link as source_link
 from playbook.planner.time.cluster import Cluster, cluster, clusters
 from playbook.planner.time.step import step_time
 from playbook_app.site.calculator import address
-from playbook_app.site.diagnosed import LONG, Answered, read
+from playbook_app.site.diagnosed import LONG, PlannedAnswer, read
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.svg import bars, curve, dots
 from playbook_app.site.text import NBSP, attribute, code, link, number, percent, table, text
@@ -117,7 +117,7 @@ def tables_page(path: Path) -> str:
     return render("plan_tables.md", choices=choices, rows=[_row(a) for a in short], lengths=[_length(answers, where) for where in LONG])
 
 
-def _row(a: Answered) -> list[str]:
+def _row(a: PlannedAnswer) -> list[str]:
     """One answer of the planner as a row of cells; stages in GiB."""
     words = f"{a.asked.model} {a.asked.hardware} {a.asked.gpus}"
     marks = f'data-text="{words}" data-model="{a.asked.model}" data-platform="{a.asked.hardware}"'
@@ -140,7 +140,7 @@ def _row(a: Answered) -> list[str]:
     ]
 
 
-def _length(answers: Sequence[Answered], where: tuple[str, str, int]) -> tuple[str, Markup]:
+def _length(answers: Sequence[PlannedAnswer], where: tuple[str, str, int]) -> tuple[str, Markup]:
     """Tokens per second over the length of a row, and the memory of the fullest stage."""
     at = [a for a in answers if (a.asked.model, a.asked.hardware, a.asked.gpus) == where]
     names = {a: f"{a.asked.seq_len // 1024}K" for a in at}

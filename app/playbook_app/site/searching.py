@@ -76,7 +76,7 @@ _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 """Which fields of a card a passage's kind belongs to: its title, its signs, or both; the body has everything."""
 
 
-def asked(cards: Mapping[str, Card]) -> str:
+def question_box(cards: Mapping[str, Card]) -> str:
     """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms
     of a question.
     """
@@ -89,7 +89,7 @@ def asked(cards: Mapping[str, Card]) -> str:
     weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(index.odds.items()) if t]
     known_questions = [
         [[order[c] for c in sorted(q.cards & order.keys())], sorted(numbers[t] for t in q.said)]
-        for q in index.asked
+        for q in index.known_questions
         if q.cards & order.keys()
     ]
     skills = [
@@ -126,7 +126,7 @@ def asked(cards: Mapping[str, Card]) -> str:
             "skills": skills,
             "families": FAMILIES,
             "gpus": sorted(GPUS),
-            **tables([*(p.text for p in index.passages), *(q.text for q in index.asked)]),
+            **tables([*(p.text for p in index.passages), *(q.text for q in index.known_questions)]),
         },
         separators=(",", ":"),
         ensure_ascii=False,

@@ -85,7 +85,7 @@ def confirm(
     if untested:
         chosen, untraced = _waiting(profile or "", results, targets or [])
     seconds = to_seconds(budget)
-    request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
+    request = jobs.JobRequest(nodes, cluster, show, not no_wait, job, as_json)
     jobs.check_request(launcher, request)
     allocation = jobs.inside(launcher, cluster)
     if fork and launcher != "local":

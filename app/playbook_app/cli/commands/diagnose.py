@@ -148,7 +148,7 @@ def diagnose_run(
         print_json(step) if as_json else show(step)
         return
     settings = tuple(word for text in layout or [] for word in _split(text))
-    request = _Asked(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
+    request = _Request(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
     where = replace(_where(_with_log(request, logged), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
@@ -169,7 +169,7 @@ def diagnose_run(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """What the command line says of the setting."""
 
     model: str | None
@@ -177,13 +177,13 @@ class _Asked:
     hardware: str | None
     seq: int | None
     gbs: int | None
-    known: tuple[str, ...]
+    settings: tuple[str, ...]
     framework: str | None
     network: str = ""
     imbalance: str = ""
 
 
-def _with_log(request: _Asked, log: _Log | None) -> _Asked:
+def _with_log(request: _Request, log: _Log | None) -> _Request:
     """What is asked, with the GPUs, sequences and batch that a log states: what the run itself wrote goes before what would be assumed.
 
     Raises:
@@ -208,9 +208,9 @@ def _with_log(request: _Asked, log: _Log | None) -> _Asked:
     return replace(request, gbs=max(1, ceil(tokens / each - _TENTH)))
 
 
-def _named(request: _Asked, key: str, word: str) -> int | None:
+def _named(request: _Request, key: str, word: str) -> int | None:
     """A count by a word of the layout, or by its option."""
-    return next((int(w.partition("=")[2]) for w in request.known if re.fullmatch(rf"{word}=[0-9]{{1,10}}", w)), getattr(request, key))
+    return next((int(w.partition("=")[2]) for w in request.settings if re.fullmatch(rf"{word}=[0-9]{{1,10}}", w)), getattr(request, key))
 
 
 def _rate(log: _Log, where: Setting) -> float | None:
@@ -263,25 +263,25 @@ def _agree(where: Setting, speed: Measured, log: _Log) -> None:
         )
 
 
-def _where(request: _Asked, run: Path | None) -> Setting:
+def _where(request: _Request, run: Path | None) -> Setting:
     """The setting of the command line, or of a run's folder with what the command line says instead."""
     ours = _ours(run) if run and request.model is None and (run / "config.yaml").is_file() else None
     if request.model is None and ours is None:
         raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
     gpus = request.gpus or (ours.gpus if ours else None)
     hardware = request.hardware or (ours.device if ours else None)
-    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in request.known))):
+    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in request.settings))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
     if ours is not None and gpus is not None:
         configured = _of_config(
             ours.config, gpus, machine(hardware, request.network), request.framework or "playbook", _routing(request, run)
         )
-        return _again(configured, request) if request.known or request.seq or request.gbs else configured
+        return _again(configured, request) if request.settings or request.seq or request.gbs else configured
     model = request.model or ""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     shape, framework = find(model), request.framework or "megatron-lm"
-    shape, settings, less = cut(shape, request.known)
+    shape, settings, less = cut(shape, request.settings)
     name += less  # a model that was cut is another one: no published run is of it
     return setting(
         shape, name, hardware, gpus, seq_len=request.seq, gbs=request.gbs, known=settings, framework=framework, said=model,
@@ -289,7 +289,7 @@ def _where(request: _Asked, run: Path | None) -> Setting:
     )  # fmt: skip
 
 
-def _routing(request: _Asked, run: Path | None) -> Routing | None:
+def _routing(request: _Request, run: Path | None) -> Routing | None:
     """The routing that is named, else what a run of ours wrote down."""
     if request.imbalance:
         return measured_routing(request.imbalance)
@@ -392,13 +392,13 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routin
     )  # fmt: skip
 
 
-def _again(configured: Setting, request: _Asked) -> Setting:
+def _again(configured: Setting, request: _Request) -> Setting:
     """The setting of a run's configuration, with what the command line says instead."""
     q = configured.question
-    names = keys_of(request.known)
+    names = keys_of(request.settings)
     unchanged = [word for word in configured.known if key_of(word) not in names]
     return setting(
-        q.shape, q.model, q.cluster, q.gpus, seq_len=request.seq or q.seq_len, gbs=request.gbs or q.gbs, known=[*unchanged, *request.known],
+        q.shape, q.model, q.cluster, q.gpus, seq_len=request.seq or q.seq_len, gbs=request.gbs or q.gbs, known=[*unchanged, *request.settings],
         framework=configured.framework, backend=q.backend, routing=q.routing,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from playbook_app.services.check import RECIPES
 from playbook_app.services.standing import present
 from playbook_app.site import build
 from playbook_app.site.build import Reference
-from playbook_app.site.reference import Command, field_docs
+from playbook_app.site.reference import CommandHelp, field_docs
 from playbook_bench import metrics
 from playbook_trainer.config import model, recipes, sections
 from playbook_trainer.config import tree as trainer
@@ -69,7 +69,7 @@ def reference() -> Reference:
     )
 
 
-def walk(node: Any, name: str) -> Iterator[Command]:
+def walk(node: Any, name: str) -> Iterator[CommandHelp]:
     """Every command below a node of the command tree, depth first; hidden ones are left out."""
     if node.hidden:
         return
@@ -79,7 +79,7 @@ def walk(node: Any, name: str) -> Iterator[Command]:
             yield from walk(node.get_command(context, child), f"{name} {child}")
     else:
         usage = " ".join([name, *node.collect_usage_pieces(context)])
-        yield Command(name=name, summary=inspect.cleandoc(node.help or ""), usage=usage, options=list(_options(node)))
+        yield CommandHelp(name=name, summary=inspect.cleandoc(node.help or ""), usage=usage, options=list(_options(node)))
 
 
 def _options(node: Any) -> Iterator[tuple[str, str]]:

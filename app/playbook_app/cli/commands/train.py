@@ -73,7 +73,7 @@ def train(
         raise PlaybookError("--gpus is part of a dry run; say --dry-run too, or start that many ranks with torchrun or --launcher slurm")
     from playbook_app.cli import jobs
 
-    request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
+    request = jobs.JobRequest(nodes, cluster, show, not no_wait, job, as_json)
     jobs.check_request(launcher, request, ranks_per_node)
     if launcher != "local":
         raise typer.Exit(jobs.train(Path(config), overrides or [], launcher, ranks_per_node, request))
