@@ -18,7 +18,7 @@ from playbook_app.cli import app
 
 ROOT = repo_root()
 PACKAGES = ("playbook", "app/playbook_app", "bench/playbook_bench", "trainer/playbook_trainer")
-MODULES = 20
+MODULES = 21
 """The most in one folder, besides `__init__`."""
 LINES = 600
 """The most in one module."""

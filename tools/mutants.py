@@ -46,7 +46,6 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "judge.design": (),
     "judge.statistics": (),
     "judge.verdict_rules": (),
-    "judge.curve_rules": (),
     "judge.slowdown": (),
     "judge.receipt": (),
     "judge.guards": (),

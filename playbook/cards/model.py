@@ -79,7 +79,7 @@ class Expect(Strict):
     `band`, `rising`, `knee`, `reaches`. An interaction compares the effect of its first factor at the second factor's two levels: `>=`,
     `<=` and `within` speak of the difference of the two effects (on logarithms, a ratio of ratios), `crossover` of their signs.
     `excludes`: exactly the variants of `infeasible` cannot run. `inside`: each value of a prediction lies in the interval that its case
-    names; it has no margin. `playbook_bench.judge.curve_rules` says when each is confirmed and refuted.
+    names; it has no margin. `playbook_bench.judge.effects` says when each is confirmed and refuted.
 
     A rate or a count of bytes is compared as a ratio: where lower is better, `ratio: 2` means half as much, which is also `percent: 100`
     (twice as good). Shares and counts that may be zero are compared by difference, in points or in counts.

@@ -63,6 +63,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
             "diagnose",
             "confirm",
             "ab",
+            "tune",
             "gate",
             "bisect",
             "search",

@@ -232,7 +232,7 @@ def test_the_answer_names_where_the_run_stands_and_what_is_not_known(known):
     assert without["position"]["where"] == "published"
     assert without["predicted"]["yours"] is None
     assert {"the layout", "a trace"} <= set(without["confidence"]["unknown"])
-    own = small(known, Figures(mfu_percent=40), Seen(), "tp=2")
+    own = small(known, Figures(mfu_percent=44), Seen(), "tp=2")  # within its layout's interval: nothing to trace first
     assert own["predicted"]["yours"]["settings"][1] == "tp=2"
     assert "the layout" not in own["confidence"]["unknown"]
     assert own["position"]["of_yours"] == pytest.approx(

@@ -50,8 +50,8 @@ def test_empty_chunks_of_llama_3_405b_are_those_that_balance_its_layers(tmp_path
     found, eight, one, both = check(table(tmp_path, header, *kinds))
     assert found.prediction.plan.vpp == 8
     assert found.difference == pytest.approx(eight.difference)
-    assert abs(found.difference) < 0.05
-    assert one.difference < -0.4
+    assert abs(found.difference) < 0.1
+    assert one.difference < -0.3
     assert "vpp unknown: 8" in found.prediction.words
     assert "recompute unknown: the least that fits, layernorm" in both.prediction.words
     mine = of("llama3_405b", "h100", 16384, "tp=8", "pp=16", seq_len=8192, gbs=2048).plan

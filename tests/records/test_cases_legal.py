@@ -11,7 +11,7 @@ from playbook.cards.load import load_all
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
-from playbook_bench.judge.curve_rules import named
+from playbook_bench.judge.effects import named
 from playbook_bench.variants.resolve import resolve_all
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config import megatron_checks as megatron

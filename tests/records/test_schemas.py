@@ -36,7 +36,7 @@ def test_drift_names_what_is_missing_changed_and_left_over(tmp_path):
 
 
 def test_there_is_one_schema_for_each_kind_of_file():
-    assert set(schema_models()) == {"card", "case", "cluster", "evidence", "hardware", "machine", "run", "trainer"}
+    assert set(schema_models()) == {"card", "case", "cluster", "evidence", "hardware", "knobs", "machine", "run", "trainer"}
 
 
 @pytest.mark.parametrize("name", sorted(schema_models()))

@@ -12,7 +12,7 @@ from playbook.records.case import load_case
 from playbook_bench import logs
 from playbook_bench.machine import requirements
 from playbook_bench.run import prove
-from playbook_bench.variants import proof
+from playbook_bench.variants import program
 from playbook_bench.variants.resolve import resolve_all
 
 FILES = sorted((repo_root() / "tools" / "cases").glob("*.yaml"))
@@ -73,7 +73,7 @@ def test_megatron_core_by_itself_logs_what_its_case_reads_and_leaves_a_trace(tmp
     found = logs.read(printed, case.steps.log, steps=case.steps.count)
     assert [step.tokens for step in found.steps] == [4 * 64] * 14
     assert "loss" not in found.unknown
-    assert proof.seen(trace)["ranges"] == {"step": 1}
+    assert program.seen(trace)["ranges"] == {"step": 1}
 
 
 EXAMPLES = Path(__file__).parents[1] / "support" / "examples"

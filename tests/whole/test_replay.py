@@ -19,10 +19,10 @@ from playbook.skills.export import standing
 from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import claim_answer, evidence_list
 from playbook_app.services.standing import stock_here
+from playbook_bench import statements
 from playbook_bench.judge import verdict
 from playbook_bench.machine import requirements
 from playbook_bench.run import replay, store
-from playbook_bench.statements import table
 from playbook_bench.statements.rules import planted as planted_record
 
 FOUND = {r.path: r.content for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE}
@@ -256,7 +256,7 @@ def test_an_altered_record_is_not_judged_again(record, tmp_path):
 )
 def test_arithmetic_and_invariant_cases_give_a_verdict(name):
     case = load_case(name)
-    holds, sentence, figures = table.run(case)
+    holds, sentence, figures = statements.run(case)
     assert isinstance(holds, bool)
     assert sentence
     assert figures
@@ -274,14 +274,14 @@ def test_arithmetic_and_invariant_cases_give_a_verdict(name):
 )
 def test_arithmetic_that_cannot_be_done_is_a_mistake_in_the_case(function, arguments):
     with pytest.raises(ConfigError, match=f"case 'x': {function} does not take these arguments"):
-        table.run(Case(id="x", kind="arithmetic", summary="s", function=function, arguments=arguments))
+        statements.run(Case(id="x", kind="arithmetic", summary="s", function=function, arguments=arguments))
 
 
 def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
     case = Case(id="x", kind="invariant", summary="s", function="unequal_work_is_refused")
-    assert table.run(case)[0]
+    assert statements.run(case)[0]
     monkeypatch.setattr(verdict, "pair_conditions", lambda *a, **k: [])
-    assert not table.run(case)[0]
+    assert not statements.run(case)[0]
 
 
 def changed(tmp_path, change):

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from playbook_bench.judge import statistics
-from playbook_bench.judge.curve_rules import Question, decide
+from playbook_bench.judge.effects import Question, decide
 from playbook_bench.judge.verdict import RULES
 from playbook_bench.judge.verdict_rules import Rules
 

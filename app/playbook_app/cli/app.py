@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": "See four claims tested on this machine's CPU in minutes.",
     "confirm": "Test claims by matched runs on this machine or a cluster.",
     "ab": "Compare two commands that log their steps: faster, slower, equivalent or undecided.",
+    "tune": "Find the settings that make a run faster, and prove each that is kept.",
     "bench": "Cases: run one, replay a record, measure noise, trace.",
     "preflight": "Check every GPU and link of a node, or of a job, before training.",
     "gate": "Compare the working tree with a commit on one case.",
@@ -49,7 +50,7 @@ COMMANDS = {
 _GROUPS = {
     "Find": ("search", "cards", "evidence"),
     "Plan": ("diagnose", "plan", "layout", "config"),
-    "Measure": ("demo", "confirm", "ab", "bench", "calibrate", "preflight"),
+    "Measure": ("demo", "confirm", "ab", "tune", "bench", "calibrate", "preflight"),
     "Guard": ("gate", "bisect"),
 }
 """The help's groups; what stands in none comes last."""

@@ -23,12 +23,12 @@ from playbook.records.evidence import Evidence
 from playbook.records.read import Record, RecordReader, speaks_for
 from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
-from playbook_bench.judge import curve_rules, receipt
+from playbook_bench import statements
+from playbook_bench.judge import effects, receipt
 from playbook_bench.judge.effects import threshold
 from playbook_bench.machine.requirements import check_name, shares_a_gpu
 from playbook_bench.metrics import METRICS
 from playbook_bench.run import replay
-from playbook_bench.statements import table as logic
 from playbook_bench.variants.resolve import configurations, resolve_all, trainer_path
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
@@ -243,7 +243,7 @@ def _rule(entry: LoadedCard, place: Path_, claim: Claim, cases: Mapping[str, Loa
         and claim.kind in ("sweep", "interaction", "prediction")
         and not case_problems(loaded.case)
     ):
-        for message in curve_rules.problems(claim.expect, list(loaded.case.variants), claim.kind):
+        for message in effects.problems(claim.expect, list(loaded.case.variants), claim.kind):
             yield entry.finding((*place, "expect"), message)
 
 
@@ -327,7 +327,7 @@ def _delta(values: Mapping[str, Any]) -> str:
 
 def _function(loaded: LoadedCase) -> Iterator[Finding]:
     case = loaded.case
-    table = logic.names(case.kind)
+    table = statements.names(case.kind)
     if case.function not in table:
         yield loaded.finding(
             ("function",), f"function '{case.function}' is not in the harness's table{did_you_mean(str(case.function), table)}"

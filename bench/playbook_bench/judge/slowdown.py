@@ -27,7 +27,6 @@ _SPENT = {_PASS_ERROR: 0.4, _REGRESSION_ERROR: Rules.spent}
 """The part of each that the looks spend. Where one commit is noisier, the degrees of freedom are estimated, and the far tail is reached more than twice as often (`tools/simulate/gate.py`)."""
 MOST_PAIRS = 100
 """The largest number of pairs that the gate suggests or takes."""
-EXACT = 1e-9
 ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
 """What `--allow NAME=SHARE` may name."""
 _REPEATS = 4.0
@@ -140,7 +139,7 @@ def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mappin
 def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allowed: float) -> bool:
     """Whether an exact metric got worse by more than the allowance that was stated, as a share of the baseline."""
     loss = baseline - candidate if metric.better == "higher" else candidate - baseline
-    return loss > allowed * abs(baseline) + EXACT * max(abs(baseline), abs(candidate))
+    return loss > allowed * abs(baseline) + metrics.EXACT * max(abs(baseline), abs(candidate))
 
 
 def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:

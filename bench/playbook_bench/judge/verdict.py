@@ -17,12 +17,12 @@ from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
 from playbook_bench import metrics
-from playbook_bench.judge import curve_rules, earlier_rules, effects, guards, receipt
-from playbook_bench.judge.guards import Block
+from playbook_bench.judge import effects, guards, receipt, verdict_rules
+from playbook_bench.judge.guards import Block, Pair
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.metrics import METRICS, OUTSIDE, WALL_STEP, Metric
 
-RULES: dict[int, Rules] = {1: earlier_rules.RulesV1(), 2: earlier_rules.RulesV2(), VERSION: Rules()}
+RULES: dict[int, Rules] = {1: verdict_rules.RulesV1(), 2: verdict_rules.RulesV2(), VERSION: Rules()}
 """The rules of judging, by version; a record's plan names its version."""
 
 STATES: dict[Reason, tuple[str, str]] = {
@@ -97,7 +97,7 @@ class _Series:
         row = metrics.get(name) if measured.aa else metrics.on(name, gpus=bool(measured.machine.gpus))
         self.metric = metrics.as_told(row, case, measured.runs)
         self.expect = claim.expect if claim else Expect(op="inside") if case.kind == "prediction" else None
-        excused = curve_rules.named(self.expect.infeasible) if self.expect else []
+        excused = effects.named(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
         self.names = [v for v in case.variants if v not in self.dead]
         self.checks = receipt.judge_case(case, measured.runs)
@@ -213,20 +213,20 @@ class _Series:
             return _verdict("no_claim", shown)
         margin = effects.threshold(self.metric, expect.margin)
         bands = effects.bands(self.case, self.metric)
-        asked = curve_rules.question(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
+        asked = effects.question(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
         claimed, interaction = f"claimed {self.rules.claimed(expect, self.case.kind)}", self.case.kind == "interaction"
         if expect.op == "inside":
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
         if curve.design == "deterministic":
-            holds = curve_rules.decide(asked, _allowing(self.metric.within, curve, bounds, margin), interaction)
+            holds = effects.decide(asked, _allowing(self.metric.within, curve, bounds, margin), interaction)
             if holds is None and self.metric.within > metrics.EXACT:
                 return _verdict("power", f"{shown}; {claimed}; too near to it for launches that repeat to {100 * self.metric.within:g} %")
             return _verdict("exact", f"{shown}; {claimed}", bool(holds))
         if curve.look is None or n < 2:
             need = next((look for look in looks if look > n), looks[-1])
             return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
-        holds = curve_rules.decide(asked, bounds, interaction)
+        holds = effects.decide(asked, bounds, interaction)
         if holds is not None and self.rules.fragile(curve, expect.op):
             return _verdict("fragile", f"{shown}; the median of the {self.unit}s points the other way")
         if holds is not None:
@@ -238,7 +238,7 @@ class _Series:
 
     def _excludes(self, expect: Expect, blocks: Sequence[Block]) -> Derived:
         """The verdict of a claim with op `excludes`: the variants that it names cannot run, and all others can."""
-        wanted = set(curve_rules.named(expect.infeasible))
+        wanted = set(effects.named(expect.infeasible))
         launched = [r for r in self.measured.runs if r.role == "measure"]
         ran = sorted({r.variant for r in launched if r.outcome == "ok"})
         out = {r.variant: r for r in launched if r.variant in wanted and r.outcome != "ok"}
@@ -290,7 +290,7 @@ def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant]) -> bool:
 
 
 def pair_conditions(
-    measured: Measured, case: Case, metric: Metric, pairs: Sequence[guards.Pair], allowed: Collection[str] = ()
+    measured: Measured, case: Case, metric: Metric, pairs: Sequence[Pair], allowed: Collection[str] = ()
 ) -> list[Condition]:
     """The conditions that make two runs a pair, each met or not."""
     return [
@@ -374,7 +374,7 @@ def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdic
         return None
     first, *_, last = case.variants
     text = f"{', '.join(v for v in case.variants if v not in names)} did not fit or was refused"
-    at = set(curve_rules.named(expect.at)) & set(names)
+    at = set(effects.named(expect.at)) & set(names)
     words = in_words(expect, case.kind)
     if expect.op in ("best", "reaches") and not at and names:
         return _verdict("exact", f"{text}, while {', '.join(names)} ran; claimed {words}", holds=False)
@@ -416,8 +416,6 @@ _TAKEN_BACK = 0.5
 """Share of what steps save by the log that may be lost by another clock, where its noise hides more."""
 _BY_STEPS = ("step_seconds", "useful_tokens_per_s_per_gpu", "raw_tokens_per_s_per_gpu", "images_per_s")
 """Metrics that are made of the log's seconds."""
-
-Pair = tuple[Run, Run]
 
 
 def conditions(metric: Metric, pairs: Sequence[Pair]) -> list[Condition]:

@@ -15,7 +15,7 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Derived, Evidence, Machine, Measured, Seconds
 from playbook.records.trace import TraceResult
 from playbook_bench import metrics
-from playbook_bench.judge import curve_rules, verdict
+from playbook_bench.judge import effects, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import closing
 from playbook_bench.machine import detect, requirements
@@ -94,10 +94,12 @@ def bench_run(
     """
     options, progress = options or Options(), progress or Quiet()
     if isinstance(case_id, Case):
-        return _confirm([Task(None, case_id.id)], {case_id.id: case_id}, options, progress, [], command)
-    case = load_case(case_id)
-    tasks = [t for card in cards.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
-    return _confirm(tasks, {case.id: case, case_id: case}, options, progress, ["bench", "run", case_id], command)
+        tasks, cases, words = [Task(None, case_id.id)], {case_id.id: case_id}, []
+    else:
+        case = load_case(case_id)
+        tasks = [t for card in cards.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
+        cases, words = {case.id: case, case_id: case}, ["bench", "run", case_id]
+    return _confirm(tasks, cases, options, progress, words, command)
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -253,7 +255,7 @@ def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[M
     `suffices` says of an effect without a claim whether it is known well enough to stop.
     """
     settled: dict[int, Settled] = {}
-    running.infeasible = frozenset(n for r in records if r.claim for n in curve_rules.named(r.claim.expect.infeasible))
+    running.infeasible = frozenset(n for r in records if r.claim for n in effects.named(r.claim.expect.infeasible))
     counted = all(_metric(r, running.case).deterministic for r in records)
     if not (counted and _counted(running, records)):
         _timed(running, records, settled, suffices)

@@ -17,10 +17,10 @@ from playbook.records.case import LAUNCHED_KINDS
 from playbook.records.consistency import AS_OF_VERSION_1
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook.records.read import FROM, Claims, Record, claim_changes
+from playbook_bench import statements
 from playbook_bench.judge import verdict
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import schedule, store
-from playbook_bench.statements import table as statements
 
 _FIGURE_TOLERANCE = 1e-9
 _COMPUTED_TOLERANCE = 0.1

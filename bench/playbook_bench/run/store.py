@@ -75,8 +75,8 @@ def write(evidence: Evidence, results: Path) -> Path:
     Raises:
         StoreError: it cannot be written; nothing half-written stays behind.
     """
-    path = place(evidence, results)
-    write_once(path, render(evidence))
+    text, path = render(evidence), place(evidence, results)
+    write_once(path, text)
     return path
 
 

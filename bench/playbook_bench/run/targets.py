@@ -16,7 +16,7 @@ from playbook.records.case import LAUNCHED_KINDS, Case, beside, load_case
 from playbook.records.evidence import CaseRef, ClaimRef, Machine, Measured, Missing, digest
 from playbook.yaml_files import did_you_mean, load
 from playbook_bench import metrics
-from playbook_bench.judge import curve_rules, effects
+from playbook_bench.judge import effects
 from playbook_bench.machine import detect, requirements
 from playbook_bench.variants.resolve import resolve_all
 
@@ -128,7 +128,7 @@ def _check(task: Task, cases: Mapping[str, Case]) -> None:
     if claim.expect.op not in model.OPS[case.kind]:
         expected = ", ".join(model.OPS[case.kind])
         raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")
-    problems = [] if case.kind == "pair" else curve_rules.problems(claim.expect, list(case.variants), case.kind)
+    problems = [] if case.kind == "pair" else effects.problems(claim.expect, list(case.variants), case.kind)
     if problems:
         raise ConfigError(f"claim {claim.id}, case {case.id}: {'; '.join(problems)}")
     for variant, told in (("baseline", claim.comparison.baseline), ("candidate", claim.comparison.candidate)):

@@ -34,9 +34,8 @@ from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.trace import flight, ranks, reports, snapshot
-from playbook_bench.trace.difference import Difference, difference
 from playbook_bench.trace.table import STEP, build
-from playbook_bench.trace.walls import Walls, walls
+from playbook_bench.trace.walls import Difference, Walls, difference, walls
 from playbook_bench.variants.resolve import Resolved, configurations
 from playbook_trainer.config.tree import ProfileConfig
 

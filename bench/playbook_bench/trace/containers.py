@@ -1,6 +1,7 @@
-"""Files of traces as streams of bytes: plain, packed, or several in an archive.
+"""Files of traces as streams of bytes: plain, packed, or several in an archive; and the data in a pickle, without running it.
 
 A file comes from elsewhere: what it unpacks to is read in pieces up to a limit, and nothing of it is written to disk by its own name.
+A pickle is a program: of it numbers, text, lists and dictionaries are read, and nothing is run.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import pickle
+import resource
 import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from playbook.errors import PlaybookError
 
@@ -232,3 +236,67 @@ class _Xz:
             if data:
                 return data
         return b""
+
+
+HEAD = b"\x80"
+_MAX_BYTES = 512 << 20
+_ROOM = 1 << 30
+_FACTOR = 24
+"""Bytes that an object takes in memory for each byte of its pickle, at most: an empty dictionary is 64 bytes out of two or three."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """An unpickler that knows no class and no function."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UnpicklingError: always.
+        """
+        raise pickle.UnpicklingError(f"it asks for {module[:60]}.{name[:60]}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UnpicklingError: always.
+        """
+        raise pickle.UnpicklingError("it asks for an object outside itself")
+
+
+def load_pickle(stream: Unpacked) -> Any:
+    """The plain data in a pickle.
+
+    Raises:
+        PlaybookError: it is damaged, too large, or holds anything but plain data.
+    """
+    pieces, size = [], 0
+    while piece := stream.read():
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MAX_BYTES:
+            raise PlaybookError(f"{stream.name}: is a pickle of more than {_MAX_BYTES >> 20} MiB; record fewer events")
+    data = b"".join(pieces)
+    try:
+        with _bounded(_ROOM + _FACTOR * len(data)):
+            return _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception as e:  # a pickle's opcodes raise whatever their operands do
+        raise PlaybookError(
+            f"{stream.name}: is no pickle of plain data ({type(e).__name__}: {''.join(c for c in str(e) if c.isprintable())[:100]}); "
+            "expected a dump of PyTorch's flight recorder or a memory snapshot, as they were written"
+        ) from e
+
+
+@contextmanager
+def _bounded(size: int) -> Iterator[None]:
+    """So many bytes more for this process: an opcode of five bytes may ask for a table of 64 GB."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = used + size
+    limited = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (limited, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -18,6 +18,8 @@ from playbook.errors import PlaybookError
 from playbook.kernels import OTHER, communicates, kernel_class
 from playbook_bench.trace.table import STEP, Kind, Op, Span, Timeline
 
+SQLITE_MAGIC = b"SQLite format 3\0"
+"""The first bytes of an export."""
 PUSH_POP, START_END = 59, 60
 # Ranges that libraries open around their own calls; they name no part of the step.
 _FOREIGN = re.compile(r"^(nccl[A-Z]|nvshmem|nvte_|transformer_engine\.|cub::|thrust::|cudnn|cublas)")

@@ -14,12 +14,11 @@ from typing import Any
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import chrome, containers, flight, kineto, nsys, pickles, snapshot
+from playbook_bench.trace import containers, flight, kineto, nsys, snapshot
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
 """How long Nsight Systems may take to write its report after the run."""
-_SQLITE = b"SQLite format 3\0"
 
 
 def table_from_file(path: Path) -> TraceTable:
@@ -73,7 +72,7 @@ def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline |
         PlaybookError: there is no such file, or none in the folder, or the archive is damaged.
     """
     for file in _files(path):
-        if file.suffix == ".nsys-rep" or _starts(file, _SQLITE):
+        if file.suffix == ".nsys-rep" or _starts(file, nsys.SQLITE_MAGIC):
             yield str(file), _tried(partial(_of_nsys, file, ranges))
             continue
         for stream in containers.files(file):
@@ -106,15 +105,15 @@ def _starts(path: Path, head: bytes) -> bool:
 
 
 def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str, Any]:
-    head = stream.peek(len(_SQLITE))
-    if head == _SQLITE:
+    head = stream.peek(len(nsys.SQLITE_MAGIC))
+    if head == nsys.SQLITE_MAGIC:
         with tempfile.NamedTemporaryFile(suffix=".sqlite") as f:
             shutil.copyfileobj(stream, f)
             f.flush()
             return nsys.read(Path(f.name), ranges)
-    if head.startswith(pickles.HEAD):
-        return _dump(pickles.load(stream), stream.name)
-    document = chrome.Document(stream)
+    if head.startswith(containers.HEAD):
+        return _dump(containers.load_pickle(stream), stream.name)
+    document = kineto.Document(stream)
     timeline = kineto.of_document(document, stream)
     return _dump(document.head, stream.name) if "entries" in document.head else timeline
 

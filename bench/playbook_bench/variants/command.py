@@ -16,8 +16,8 @@ from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.logs import reading
 from playbook_bench.machine import requirements
-from playbook_bench.variants import checkout, proof
-from playbook_bench.variants.program import Program, start
+from playbook_bench.variants import checkout
+from playbook_bench.variants.program import Program, keep, start
 
 
 @dataclass(frozen=True)
@@ -165,5 +165,5 @@ class Command:
         )
         result = start(program, folder, on_step)
         if program.trace and result.outcome == "ok":
-            proof.keep(program.trace, self.cache.parent / "traces", folder.name)
+            keep(program.trace, self.cache.parent / "traces", folder.name)
         return result

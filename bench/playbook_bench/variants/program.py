@@ -1,4 +1,4 @@
-"""Launching a command, and writing the files of a run from its log: those of our trainer, as `docs/trainer-files.md` describes them.
+"""Launches a command, and writes the files of a run from its log and its trace: those of our trainer, as `docs/trainer-files.md` describes them.
 
 The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it started ends
 with it, in sessions of their own too: the harness adopts them. What it prints is kept up to a limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
@@ -7,6 +7,7 @@ with it, in sessions of their own too: the harness adopts them. What it prints i
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import math
@@ -36,7 +37,61 @@ from playbook_bench.logs import StepLog
 from playbook_bench.logs.checks import in_bursts
 from playbook_bench.machine.detect import PACKAGES
 from playbook_bench.metrics import OUTSIDE, WALL_STEP
-from playbook_bench.variants import proof
+from playbook_bench.trace import kineto, nsys
+
+_COLLECTIVES = {
+    "all_gather": "all_?gather",
+    "reduce_scatter": "reduce_?scatter",
+    "all_reduce": "all_?reduce",
+    "all_to_all": "all_?to_?all",
+    "send": "send_?recv|send",
+    "recv": "recv",
+    "broadcast": "broadcast",
+}
+"""By name, what the names of kernels and operators hold."""
+
+
+def seen(trace: Path) -> dict[str, Any]:
+    """The numbers of kernels, ranges and collectives in a trace, as a receipt has them.
+
+    Raises:
+        PlaybookError: there is none, or it is of neither tool, or damaged.
+    """
+    try:
+        with trace.open("rb") as f:
+            head = f.read(len(nsys.SQLITE_MAGIC))
+    except OSError as e:
+        raise PlaybookError(f"it left no trace {trace.name} ({e.strerror or e}); name the file that it writes in trace.file") from e
+    timeline = nsys.read(trace, ranges=False) if head == nsys.SQLITE_MAGIC else kineto.read(trace)
+    ran = [*timeline.ops, *timeline.unlaunched]
+    sent = Counter(op for o in ran if o.kind == "communication" and (op := _collective(o.name)))
+    return {
+        "ranges": dict(Counter(span.name for span in timeline.spans)),
+        "collectives": [{"op": op, "count": count} for op, count in sent.items()],
+        "kernels": dict(Counter(o.name for o in ran)),
+    }
+
+
+def keep(trace: Path, folder: Path, run: str) -> Path:
+    """A copy of a launch's trace that stays beside the records, by the run's id; JSON is packed.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    packs = trace.suffix == ".json"
+    kept = folder / f"{run}-{trace.name}{'.gz' if packs else ''}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with trace.open("rb") as source, gzip.open(kept, "wb", 5) if packs else kept.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except OSError as e:
+        raise LaunchError(f"the trace {kept} cannot be kept: {e.strerror or e}; choose another folder with --results") from e
+    return kept
+
+
+def _collective(name: str) -> str | None:
+    return next((op for op, pattern in _COLLECTIVES.items() if re.search(pattern, name, re.IGNORECASE)), None)
+
 
 _POLL_S = 0.25
 _DRAIN_S = 10.0
@@ -185,7 +240,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
     warm_up, timed = (math.fsum(r["seconds"] for r in rows if r["timed"] is which) for which in (False, True))
     receipt = {"logs": _count(printed.path, program.patterns)}
     if program.trace is not None:
-        receipt |= proof.seen(program.trace)
+        receipt |= seen(program.trace)
     strict = {
         **_seen_by(program.words, program.cwd, environment),
         "log": found.adapter,

@@ -299,10 +299,11 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     )
     gather = _tensor(cluster, shape, w)
     exchanged, ring = _context(cluster, shape, kind, w)
+    first = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp)[:-1])
     return Cost(
         forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
-        backward._replace(tp=(3 if w.sp else 2) * gather, cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
-    )  # fmt: skip
+        backward._replace(tp=_gathers_back(w, gather, first), cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
+    )
 
 
 def _turned(shape: Shape, kind: Kind, w: Work) -> float:
@@ -364,6 +365,18 @@ def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
     return collectives.ring(cluster, w.tp, 1, BF16 * w.seq_len * w.mbs / w.cp * shape.hidden)
 
 
+def _gathers_back(w: Work, gather: float, first: Cost) -> float:
+    """Exposed seconds of TP's transfers in a block's backward pass, whose `first` products are split by columns.
+
+    With sequence parallelism the gradient of the block's output is gathered before anything else; its input is gathered beside the first products' gradient of
+    the input, which is scattered beside their gradients of weights. FSDP2's trainers send without anything beside it.
+    Source: Megatron-LM, `megatron/core/tensor_parallel/layers.py` (`LinearWithGradAccumulationAndAsyncCommunication.backward`).
+    """
+    if not w.sp:
+        return 2 * gather
+    return 3 * gather if w.torch else gather + max(0.0, 2 * gather - first.backward.products)
+
+
 def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
     """All heads in an all-to-all, and keys and values over the rest of CP, in the forward pass."""
     if w.cp == 1:
@@ -386,11 +399,12 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     found = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
     moved = BF16 * 5 * local * shape.hidden
     gather = _tensor(cluster, shape, w)
+    first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w.fp8)
     return Cost(
         found.forward._replace(elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, constants.HOST_MLP[0].value), tp=2 * gather),
         found.backward._replace(
             elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
-            tp=(3 if w.sp else 2) * gather,
+            tp=_gathers_back(w, gather, first),
         ),
     )  # fmt: skip
 
@@ -424,8 +438,9 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     found = _sum(iter(products))
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
     act = BF16 * routed * w.etp * width * passes
-    # One way: each copy is read and written, and again where the dispatcher does not sort by expert itself.
-    sorted_ = BF16 * wide * routed * 2 * (1 if w.dispatcher in FLEX else 2)
+    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core sorts twice on one rank too.
+    sorts = 1 if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 2
+    sorted_ = BF16 * wide * routed * 2 * sorts
     norm = BF16 * 5 * local * h + 3 * _FP32 * local * shape.experts
     forward = _bytes(cluster, act + 2 * sorted_ + norm)
     backward = _bytes(cluster, act * (2 * shape.up + 1) / (shape.up + 1) + 2 * sorted_ + 1.6 * norm)

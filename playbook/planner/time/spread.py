@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import hypot
 
+from playbook.planner.options import FLEX
 from playbook.planner.plan import Plan
 from playbook.planner.time import constants as c
 from playbook.planner.time.cluster import Cluster
@@ -71,10 +72,28 @@ def has_experts(weighted: Sequence[float]) -> bool:
     return weighted[tuple(_PART).index("grouped")] > 0
 
 
+def crossing(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """The kinds of parallelism that send in every layer and reach beyond one NVLink domain, such as `EP 16`."""
+    reach = {"TP": (plan.tp, plan.tp), "EP": (plan.ep, plan.ep * plan.etp)}
+    return tuple(f"{name} {degree}" for name, (degree, ranks) in reach.items() if degree > 1 and ranks > cluster.domain)
+
+
+def _crossing(plan: Plan, cluster: Cluster) -> list[str]:
+    """At which share of an adapter's rate they are taken to send, and who measured it."""
+    names = crossing(plan, cluster)
+    if not names:
+        return []
+    rate = c.NIC_DISPATCH if names[-1].startswith("EP") and plan.options.dispatcher in FLEX else c.NIC_ALL_TO_ALL
+    return [
+        f"{' and '.join(names)} cross{'es' if len(names) == 1 else ''} NVLink domains of {cluster.domain}: {rate.value:.0%} of an adapter's rate, {rate.kind};"
+        " no run here had several nodes"
+    ]
+
+
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """What the prediction takes for granted."""
     found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
-    found += [*cluster.notes, *cluster.about_network(plan.gpus)]
+    found += [*cluster.notes, *cluster.about_network(plan.gpus), *_crossing(plan, cluster)]
     found.append("gradients and parameters travel beside the passes")
     if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
         more = sum(x.value for x in c.HOST_SEARCH)
@@ -85,7 +104,8 @@ def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     if plan.options.backend == "torch" and not plan.options.compiled:
         found.append("layers as transformers has them, one kernel for each operation: no run has checked their time")
     if not cluster.host_known:
-        found.append(f"{cluster.name}: a host {cluster.host_speed:g} times as fast as the calibrated one")
+        speed = "" if cluster.host_speed == 1 else f"{cluster.host_speed:g} times "
+        found.append(f"{cluster.name}: a host {speed}as fast as the calibrated one, which nobody measured")
     if plan.shape.vision is not None:
         found.append("text alone: the vision tower's time is left out")
     return tuple(found)

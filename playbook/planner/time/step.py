@@ -183,7 +183,9 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
     if first:
         dense += table
         forward = forward._replace(elementwise=forward.elementwise + _lookup(cluster, shape, work))
-        backward = backward._replace(elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work))
+        backward = backward._replace(
+            elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work)
+        )
     if last:
         dense += 0 if shape.tied and first else table
         one, product = _head(cluster, shape, work)
@@ -194,6 +196,18 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
 
 def _lookup(cluster: Cluster, shape: Shape, work: Work) -> float:
     return 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
+
+
+def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
+    """Seconds of the embedding's gradient, which a micro-batch makes whole, however few of its rows have any: zeros, then the sum with what earlier ones left.
+
+    megatron-core adds 16 bits to a float32 buffer; FSDP2 scatters it as it is, and its bytes are data parallelism's. Source: torch, `aten/src/ATen/native/cuda/Embedding.cu`
+    (`embedding_dense_backward_cuda`); Megatron-LM, `megatron/core/distributed/distributed_data_parallel.py` (`_make_backward_post_hook`).
+    """
+    if work.frozen:
+        return 0.0
+    moved = BF16 + (0 if work.torch else BF16 + 2 * _FP32)
+    return moved * values / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
 
 
 def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
@@ -208,16 +222,21 @@ def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
 def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:
     """Messages between stages, and the time that the slowest stage waits for the pipeline to fill and drain.
 
-    The interleaved schedule sends beside other chunks' work; the plain one waits for each message.
+    The interleaved schedule sends beside other chunks' work, one message each way while a micro-batch passes a chunk forth and back: what takes longer is waited
+    for. The plain one waits for each message.
     """
     if plan.pp == 1:
         return {}
     tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
-    one = collectives.send(cluster, plan.gpus // plan.pp, BF16 * tokens * plan.shape.hidden)
+    farthest = (
+        plan.gpus - plan.gpus // plan.pp
+    )  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
+    one = collectives.send(cluster, farthest, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
     if not hidden:
         one += HOST_SEND.value / cluster.host_speed
     sends = 2 * one * (plan.pp - 1 if hidden else plan.microbatches * plan.vpp + plan.pp - 1)
+    sends += plan.microbatches * max(0.0, plan.vpp * one - slow.seconds) if hidden else 0.0
     waited = max(0.0, sum(s.seconds for s in stages) - slow.seconds) / plan.vpp
     table = plan.grad_bytes * plan.shape.vocab * plan.shape.hidden / plan.tp if plan.shape.tied else 0.0
     shared = (

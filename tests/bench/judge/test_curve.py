@@ -11,7 +11,7 @@ from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan, Seconds
-from playbook_bench.judge import curve_rules, design, effects, guards, statistics, verdict
+from playbook_bench.judge import design, effects, guards, statistics, verdict
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import replay, store
 
@@ -251,11 +251,11 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
         (expect("knee", at=[2, 4]), "4 cannot be one"),
         (Expect(op="excludes"), "needs 'infeasible'"),
     ):
-        assert any(text in p for p in curve_rules.problems(wanted, names, "sweep")), text
-    assert not curve_rules.problems(expect("best", at=[4]), names, "sweep")
-    assert not curve_rules.problems(expect("knee", at=[2]), names, "sweep")
+        assert any(text in p for p in effects.problems(wanted, names, "sweep")), text
+    assert not effects.problems(expect("best", at=[4]), names, "sweep")
+    assert not effects.problems(expect("knee", at=[2]), names, "sweep")
     with pytest.raises(ConfigError, match="no rule for an interaction"):
-        curve_rules.asked(curve_rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
+        effects.asked(effects.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 
 
 # How often a rule errs, over whole series: three looks, the error rate spent among looks and shared among contrasts.
@@ -267,8 +267,8 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
     """Shares of simulated series that end confirmed and refuted. Launches are normal on logarithms; blocks share a level and drift."""
     rng, rules = np.random.default_rng(seed), verdict.RULES[VERSION]
     names = ["l", "a", "b", "ab"] if interaction else [str(2**i) for i in range(len(gains))]
-    q = curve_rules.question(wanted, names, math.log1p(wanted.margin.value / 100))
-    contrasts = curve_rules.asked(q, interaction)
+    q = effects.question(wanted, names, math.log1p(wanted.margin.value / 100))
+    contrasts = effects.asked(q, interaction)
     weights = [[c.weights.get(n, 0.0) for n in names] for c in contrasts]
     k, outcome = len(names), []
     for each in range(ORDERS):
@@ -284,7 +284,7 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
             half = [stats.t.ppf(1 - alpha / 2, each.freedom) * each.error for each in found]
             bounds.append([(each.mean - h, each.mean + h) for each, h in zip(found, half, strict=True)])
         for i in range(count):
-            statuses = (curve_rules.decide(q, [(low[i], high[i]) for low, high in at], interaction) for at in bounds)
+            statuses = (effects.decide(q, [(low[i], high[i]) for low, high in at], interaction) for at in bounds)
             outcome.append(next((s for s in statuses if s is not None), None))
     return outcome.count(True) / SERIES, outcome.count(False) / SERIES
 

@@ -15,7 +15,7 @@ from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Activation, Case, Receipt, Rule
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan
 from playbook_bench import metrics
-from playbook_bench.judge import curve_rules, design, earlier_rules, effects, guards, receipt, slowdown, statistics, verdict
+from playbook_bench.judge import design, effects, guards, receipt, slowdown, statistics, verdict, verdict_rules
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 
 SECONDS = metrics.get("step_seconds")
@@ -291,7 +291,7 @@ def test_the_least_effect_by_the_table_of_students_t() -> None:
 def test_in_version_2_pairs_quieter_than_the_noise_are_not_held_to_their_own_deviation() -> None:
     """Their own deviation, 0.018, is below the A/A's, 0.02: t with 3 degrees of freedom would still give the wider interval."""
     d = [0.0156, -0.0156] * 2
-    (found,) = earlier_rules._pooled([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
+    (found,) = verdict_rules._pooled([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
     assert found.used == pytest.approx(math.sqrt((sum(x * x for x in d) + 4 * 0.0004) / 7))
     assert statistics.aa_deviation([0.1]) == pytest.approx(0.1)
     assert (statistics.difference(1.0, 3.0, True), statistics.difference(1.0, 3.0, False)) == (2.0, -2.0)
@@ -440,9 +440,9 @@ def test_a_rule_is_named_by_what_it_asks_for() -> None:
 def test_an_interaction_needs_all_its_cells() -> None:
     names = ["a0+b0", "a1+b0", "a0+b1", "a1+b1"]
     gone = Expect(op=">=", margin=Quantity(value=1, unit="percent"), infeasible=["a1+b1"])
-    assert any("needs all four cells" in p for p in curve_rules.problems(gone, names, "interaction"))
-    assert not any("four cells" in p for p in curve_rules.problems(Expect(op="excludes", infeasible=["a1+b1"]), names, "interaction"))
-    assert not any("four cells" in p for p in curve_rules.problems(expect("best", at=["a0+b0"], infeasible=["a1+b1"]), names, "sweep"))
+    assert any("needs all four cells" in p for p in effects.problems(gone, names, "interaction"))
+    assert not any("four cells" in p for p in effects.problems(Expect(op="excludes", infeasible=["a1+b1"]), names, "interaction"))
+    assert not any("four cells" in p for p in effects.problems(expect("best", at=["a0+b0"], infeasible=["a1+b1"]), names, "sweep"))
 
 
 # The gate's decision.

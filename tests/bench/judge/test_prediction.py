@@ -13,7 +13,7 @@ from test_outdated import changes_of
 from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Case, Predicted, Value, case_problems
 from playbook.records.evidence import Seconds
-from playbook_bench.judge import curve_rules, design, outdated, verdict
+from playbook_bench.judge import design, effects, outdated, verdict
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import replay, store
 
@@ -144,11 +144,11 @@ def test_a_record_replays_and_one_whose_prediction_was_widened_is_refused(tmp_pa
 def test_a_mean_at_the_end_of_the_predicted_interval_is_seldom_called_inside_or_outside(launch, block):
     """At either end both answers are wrong: each is given as often as one look's error rate allows, whatever the blocks share."""
     draw, alpha, said, series = np.random.default_rng(1), 0.05, Counter(), 1500
-    asked = curve_rules.question(Expect(op="inside"), ["a"], 0.0, {"a": (-0.1, 0.0)})
+    asked = effects.question(Expect(op="inside"), ["a"], 0.0, {"a": (-0.1, 0.0)})
     launches = design.launched(design.order(0, 1, (4,)), 1)
     for _ in range(series):
         rows = draw.normal(0, launch, (4, 1)) + draw.normal(0, block, (4, 1))
         (found,) = verdict.RULES[VERSION].intervals(rows.tolist(), launches, [[1.0]], alpha, [])
-        said[curve_rules.decide(asked, [(found.low, found.high)])] += 1
+        said[effects.decide(asked, [(found.low, found.high)])] += 1
     assert said[True] / series < alpha / 2 + 0.012
     assert said[False] / series < alpha / 2 + 0.012

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from playbook_bench.judge import design, earlier_rules, statistics
-from playbook_bench.judge.curve_rules import Question
-from playbook_bench.judge.curve_rules import decide as decided
+from playbook_bench.judge import design, statistics, verdict_rules
+from playbook_bench.judge.effects import Question
+from playbook_bench.judge.effects import decide as decided
 from playbook_bench.judge.verdict_rules import Rules
 
 S = 0.007  # deviation of a paired log difference
@@ -126,7 +126,7 @@ def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
 
 def pooled_v2(differences, alpha, noise):
     """The interval of one difference by the rules of version 2."""
-    return earlier_rules._pooled([(0.0, d) for d in differences], [(-1.0, 1.0)], alpha, noise)[0]
+    return verdict_rules._pooled([(0.0, d) for d in differences], [(-1.0, 1.0)], alpha, noise)[0]
 
 
 def test_in_version_2_the_noise_of_the_machine_keeps_lucky_pairs_from_a_width_of_zero():

@@ -10,7 +10,7 @@ from playbook.cards.model import Quantity
 from playbook.errors import ConfigError
 from playbook.records.evidence import CollectiveCount, Machine, Observed
 from playbook_bench import metrics
-from playbook_bench.judge import curve_rules, effects, guards, verdict
+from playbook_bench.judge import effects, guards, verdict
 
 BESIDE_FIVE = [
     (">=", 5, 9, "confirmed"),
@@ -33,7 +33,7 @@ BESIDE_FIVE = [
 
 @pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
 def test_an_interval_beside_a_margin_of_five(op: str, low: float, high: float, status: str | None) -> None:
-    holds = curve_rules.decide(curve_rules.Question(op, ["a", "b"], 5), [(low, high)])
+    holds = effects.decide(effects.Question(op, ["a", "b"], 5), [(low, high)])
     assert holds == {"confirmed": True, "refuted": False, None: None}[status]
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.records.case import list_cases, load_case
-from playbook_bench.statements import numerics, table
+from playbook_bench import statements
+from playbook_bench.statements import numerics
 from playbook_bench.statements.layouts import interleaving, offload_makes_it_fit, platform_walls, rows_per_rank
 from playbook_bench.statements.numerics import coarser, routing_flips
 from playbook_bench.statements.utilization import mfu_falls_as_throughput_rises, save_interval
@@ -25,7 +26,7 @@ LONG = {
 
 @pytest.mark.parametrize("case_id", [c for c in list_cases() if load_case(c).kind == "arithmetic"])
 def test_every_arithmetic_case_has_an_answer(case_id):
-    holds, sentence, figures = table.run(load_case(case_id))
+    holds, sentence, figures = statements.run(load_case(case_id))
     assert isinstance(holds, bool)
     assert sentence
     assert figures

@@ -16,7 +16,7 @@ import pytest
 from test_walls import shown
 
 from playbook.errors import PlaybookError
-from playbook_bench.trace import containers, flight, pickles
+from playbook_bench.trace import containers, flight
 
 SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "300"))
 WORLD = 4
@@ -171,7 +171,7 @@ def test_mutated_pickles_are_refused_or_plain(tmp_path: Path) -> None:
         (tmp_path / "dump").write_bytes(changed)
         for stream in containers.files(tmp_path / "dump"):
             try:
-                document = pickles.load(stream)
+                document = containers.load_pickle(stream)
                 if flight.is_dump(document):
                     flight.hang([("dump_0", document)])
             except PlaybookError:

@@ -58,6 +58,7 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, default=4)
     arguments.add_argument("--logging-steps", type=int, default=1)
     arguments.add_argument("--collate-ms", type=float, default=0.0)
+    arguments.add_argument("--learning-rate", type=float, default=1e-2)
     arguments.add_argument("--faster", action="store_true")
     arguments.add_argument("--tensorboard", action="store_true", help="write events, with a validation between logged steps")
     told = arguments.parse_args()
@@ -81,7 +82,7 @@ def main() -> None:
         eval_strategy="steps" if told.tensorboard else "no",
         eval_steps=3,
         use_cpu=True,
-        learning_rate=1e-2,
+        learning_rate=told.learning_rate,
     )
     samples = Samples(told.batch * 16)
     trainer = Trainer(model=Model(told.faster), args=settings, train_dataset=samples, eval_dataset=samples, data_collator=collate)

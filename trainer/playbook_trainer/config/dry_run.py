@@ -9,7 +9,7 @@ for the same purpose.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from playbook.errors import ConfigError
 from playbook.planner import activations, memory, parameters, pipeline
@@ -32,7 +32,7 @@ _RESIDENT_LAYERS = 3
 """Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way. Source: `playbook_trainer.torch`."""
 
 _LOGIT_BYTES = {"fp32": 8, "bf16": 6}
-"""Per logit of a chunk: the product's output and its float32 softmax."""
+"""Per logit of a chunk without the fused kernel: the product's output and its float32 softmax."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
     shared = config.wants_fsdp(plan.dp * plan.cp, plan.edp)
     options = replace(
         plan.options, backend="torch", sharding="fsdp2" if shared else "none", dispatcher=sent, attention=attention(config, on.name),
+        cp_comm=_CONTEXT[config.parallel.cp_comm] if plan.cp > 1 else "",
         optimizer_offload=100 if config.offload.optimizer else 0,
     )  # fmt: skip
     if not shared:
@@ -107,11 +108,36 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
-    """The kernel of attention on that kind of GPU, as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it."""
+    """The kernel of attention on that kind of GPU, as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it.
+
+    A slice of context parallelism has more keys than queries, which only flash's masks express. Source: `playbook_trainer.torch.model.attention.choose`.
+    """
     flat = flatten(dump(config))
     kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
-    one_length = config.data.kind == "mock" and not config.data.pack
+    one_length = config.data.kind == "mock" and not config.data.pack and not _is_sliced(config)
     return {"plain": "unfused", "flash": "flash2", "cudnn": "cudnn"}.get(kernel, "cudnn" if one_length else "flash2")
+
+
+_CONTEXT = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
+"""The planner's word for each `parallel.cp_comm`."""
+
+
+def _is_sliced(config: TrainerConfig) -> bool:
+    """Whether a rank has slices of the token stream in attention, and not the whole stream for some heads."""
+    return config.parallel.cp > 1 and config.parallel.cp_comm != "ulysses"
+
+
+def _gathered_keys(config: TrainerConfig, plan: Plan, index: int) -> float:
+    """Bytes that a layer keeps beside `activations.kept` with gathered keys: those and values of all CP ranks, and attention's output once for its slices, once joined.
+
+    Source: `playbook_trainer.torch.parallel.context`.
+    """
+    shape = plan.shape
+    runs_again = config.train.recompute == "full"
+    if plan.cp == 1 or config.parallel.cp_comm != "allgather" or runs_again or parameters.parts(shape, index)[0] != "attention":
+        return 0.0
+    keys = 2 * plan.cp * max(shape.kv_heads, plan.tp)
+    return WIDTH[config.train.dtype] * activations.tokens(plan) * (keys + shape.heads) * shape.head_dim / plan.tp
 
 
 def _options(config: TrainerConfig) -> Options:
@@ -126,19 +152,49 @@ def _gradient(config: TrainerConfig, plan: Plan) -> int:
     return 2 if config.optimizer.master_weights == "remainder" and once else 4
 
 
-def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:
-    """Bytes of the copies of weights that FSDP hands out, in the precision of training.
+class _Moment(NamedTuple):
+    """Bytes that exist for a moment: weights that FSDP has handed out, and what the loss holds."""
 
-    Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
-    stay until the backward pass. Source: `playbook_trainer.torch.build.shard`.
+    gathered: float
+    loss: float
+
+
+def _fullest_moment(
+    config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int, last: bool
+) -> _Moment:
+    """The largest of the moments that passing bytes have: two layers gathered in a pass, and on the last stage the loss's forward and backward pass.
+
+    FSDP hands out weights in the precision of training. Layers come and go, two at a time; the output layer stays until its backward pass, which the last layer's
+    weights are gathered beside. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them stay.
+    Source: `playbook_trainer.torch.build.shard`.
     """
+    width, forward, backward = WIDTH[config.train.dtype], *_loss(config, plan)
     if not config.wants_fsdp(plan.dp * plan.cp, plan.edp):
-        return 0.0
+        return _Moment(0.0, max(forward, backward) if last else 0.0)
     again = config.parallel.reshard_after_forward
     dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again
-    passing = 0.0 if dense_stay else held.largest - held.experts / layers
-    passing += 0.0 if experts_stay else held.experts / layers
-    return WIDTH[config.train.dtype] * (held.dense * dense_stay + held.experts * experts_stay + 2 * passing)
+    stay = width * (held.dense * dense_stay + held.experts * experts_stay)
+    experts = held.experts / layers
+    layer = width * ((0.0 if dense_stay else held.largest - experts) + (0.0 if experts_stay else experts))
+    head = 0.0 if dense_stay else width * parameters.embedding(plan.shape) / plan.tp
+    moments = [_Moment(stay + 2 * layer, 0.0)]
+    if last:
+        moments += [_Moment(stay + head, forward), _Moment(stay + head + layer, backward)]
+    return max(moments, key=sum)
+
+
+def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
+    """Bytes that the loss holds in its forward and its backward pass, beside the output layer's weight.
+
+    The forward pass makes all gradients: that of the output layer in float32, that of its input, and a chunk of logits, which the fused kernel overwrites by their gradient.
+    The backward pass scales both, and rounds the first. Source: `playbook_trainer.torch.parallel.tensor` (`_LinearCrossEntropy`).
+    """
+    width, tokens = WIDTH[config.train.dtype], activations.tokens(plan)
+    weight = parameters.embedding(plan.shape) / plan.tp
+    rows = width * tokens * plan.shape.hidden
+    logit = width if config.train.fused_loss is True else _LOGIT_BYTES[config.train.dtype]
+    chunk = logit * min(config.train.loss_chunk, tokens) * plan.shape.vocab / plan.tp
+    return _MASTER_BYTES * weight + rows + chunk, (2 * _MASTER_BYTES + width) * weight + 3 * rows
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
@@ -149,24 +205,25 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     counts = held.dense / shards + held.experts * expert_copies / plan.edp
     width = WIDTH[config.train.dtype]
     sent = config.offload.activations
-    kept = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
+    kept = [[activations.kept(plan, i) * width / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk] for chunk in chunks]
     alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
     states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
-    # Without FSDP the backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
-    grows = plan.microbatches == 1 and plan.pp == 1 and not config.wants_fsdp(plan.dp * plan.cp, plan.edp)
-    last = stage == plan.pp - 1
-    logits = min(config.train.loss_chunk, activations.tokens(plan)) * plan.shape.vocab / plan.tp
+    # The backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
+    grows = plan.microbatches == 1 and plan.pp == 1
+    layers = sum(map(len, chunks))
+    passing = _fullest_moment(config, plan, held, shards, plan.edp // expert_copies, layers, stage == plan.pp - 1)
     return StageBytes(
         stage=stage,
-        layers=sum(map(len, chunks)),
+        layers=layers,
         in_flight=alive.in_flight,
         held=held.dense + held.experts,
         **on_gpu,
-        gathered=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
+        gathered=passing.gathered,
         activations=alive.on_gpu,
         vision=vision(config, plan) if stage == 0 else 0.0,
-        loss=_LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+        loss=passing.loss,
+        workspace=memory.PLAIN_BYTES,
         grown=on_gpu["gradients"] if grows else 0.0,
         host=counts * sum(states.values()) - sum(on_gpu.values()) + alive.host,
     )

@@ -32,6 +32,7 @@ from playbook_app.cli.output import (
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
+from playbook_bench.tune import record
 
 if TYPE_CHECKING:
     from playbook_bench.run import prove
@@ -110,8 +111,12 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
 
     rows, claims = [], by_claim(load_all())
     for file in files:
-        reproduced, differences = replay.replay(file)
-        changed = replay.of_another_claim(store.load(file), claims)
+        if record.is_record(file):
+            differences, changed = record.replay(file), ""
+            reproduced = not differences
+        else:
+            reproduced, differences = replay.replay(file)
+            changed = replay.of_another_claim(store.load(file), claims)
         rows.append({"file": str(file), "same": reproduced, "differences": differences, "another_claim": changed})
         if not as_json:
             say(f"{file}: {'same verdict' if reproduced else 'differs'}{f', on another claim: {changed}' if changed else ''}")

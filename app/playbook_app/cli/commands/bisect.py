@@ -19,7 +19,6 @@ from playbook_app.cli.output import print_json, say
 from playbook_bench.judge.bisection import UNKNOWN, Judged
 from playbook_bench.run import bisect as bisection
 from playbook_bench.run import gate as harness
-from playbook_bench.run import packages as by_package
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
 
@@ -68,7 +67,7 @@ def bisect(
         raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
     options = Options(profile, results or default_results(), pairs, None if minutes is None else 60 * minutes)
     share = to_share(limit, "--limit")
-    span = by_package.span(packages) if packages is not None else None
+    span = bisection.span(packages) if packages is not None else None
     loaded = load_case(case) if case is not None else None
     root = None if loaded is None else harness.repository_of(loaded, None)
     progress = report.TerminalProgress(out) if loaded else report.LaunchLines(out)
@@ -83,7 +82,7 @@ def bisect(
         if span is not None:
             good, bad = span.good, span.bad
             line = shlex.join(["playbook", *sys.argv[1:]])
-            result = by_package.run(arguments, span, requirements, options, progress, line, share, report_judged)
+            result = bisection.run_packages(arguments, span, requirements, options, progress, line, share, report_judged)
         else:
             assert loaded is not None
             good, bad = arguments

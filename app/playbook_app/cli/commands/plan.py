@@ -30,6 +30,7 @@ from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
+from playbook.planner.time.spread import crossing
 from playbook.planner.time.step import network_share
 from playbook.text import count, key_of, keys_of
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
@@ -300,7 +301,8 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, *, pub
         say(f"train    {takes(whole, q.cluster)}")
     sent = network_share(best.plan, q.cluster)
     if sent is not None:
-        say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one")
+        over = "".join(f"; {name} crosses it in every layer" for name in crossing(best.plan, q.cluster))
+        say(f"network  costs {sent:.0%} of the step: what it would save if GPUs of other nodes were as near as those of one{over}")
     if q.routing:
         say(f"experts  {q.routing.about(best.plan, q.cluster)}")
     layout = pipeline_string(best.plan)

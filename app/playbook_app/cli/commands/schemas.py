@@ -19,6 +19,7 @@ from playbook.text import count
 from playbook_app.cli.options import commands
 from playbook_app.cli.output import complain, say
 from playbook_bench.launch.slurm import Cluster
+from playbook_bench.tune.knobs import Knobs
 from playbook_trainer.config import tree
 from playbook_trainer.config.tree import TrainerConfig
 
@@ -61,6 +62,7 @@ def schema_models() -> dict[str, type[BaseModel]]:
         "cluster": Cluster,
         "evidence": Evidence,
         "hardware": Hardware,
+        "knobs": Knobs,
         "machine": Machine,
         "run": Run,
         "trainer": TrainerConfig,

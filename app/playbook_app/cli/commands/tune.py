@@ -1,0 +1,183 @@
+"""`playbook tune`: which settings make a run faster, at a stated chance to keep one that does not."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from playbook.errors import ConfigError, LaunchError
+from playbook.paths import default_results
+from playbook.records.case import is_shipped
+from playbook.records.commands import Steps
+from playbook_app.cli.options import AsJson, Profile, Results, Seed, commands
+from playbook_app.cli.options import seconds as to_seconds
+from playbook_app.cli.options import share as to_share
+from playbook_app.cli.output import complain, print_json, say
+from playbook_app.services import tuning
+from playbook_bench.machine import detect
+from playbook_bench.run import report
+from playbook_bench.run.options import Options
+from playbook_bench.tune import knobs as files
+from playbook_bench.tune import session
+from playbook_bench.tune.order import Ranked
+from playbook_bench.tune.session import Session
+from playbook_bench.tune.subject import goal as metric_of
+
+EXIT_CODES = {"complete": 0, "budget": 3, "interrupted": 130, "failed": 5}
+
+app = commands()
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def tune(
+    words: Annotated[list[str], typer.Argument(metavar="CASE | -- COMMAND", help="A case, whose baseline is the start, or a command.")],
+    knobs: Annotated[Path | None, typer.Option(metavar="FILE", help="What may be changed; without it, the ready set that fits.")] = None,
+    goal: Annotated[str, typer.Option(help="What should become better: step_time, tokens_per_s or peak_memory.")] = "step_time",
+    budget: Annotated[
+        str | None, typer.Option(help="At most this long. Without --resume, candidates are left out in time for proof and comparison.")
+    ] = None,
+    false_keep: Annotated[
+        str,
+        typer.Option(
+            "--false-keep", metavar="PERCENT", help="The chance, over the whole run, that what is kept holds a change that does not help."
+        ),
+    ] = "5%",
+    loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far the mean loss may differ; any, if it may differ at all.")] = "1%",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from where the same tuning was stopped, and leave off at the end of the budget.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the order of the candidates and why; launch nothing.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A trace of the start: what it says cannot matter is tried last.")
+    ] = None,
+    log: Annotated[str | None, typer.Option(help="Kind of the command's log, as in playbook ab.")] = None,
+    log_file: Annotated[
+        str | None, typer.Option("--log-file", help="File of the steps, if not printed; {run} is a launch's folder.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Steps that each launch makes.")] = None,
+    warm_up: Annotated[int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed.")] = None,
+    timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
+    profile: Profile = None,
+    results: Results = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the settings that make a run faster, and prove each that is kept.
+
+    Exit code 0 the tuning is complete, whether or not anything is kept; 3 the time was up; 5 the start does not run; 130 interrupted.
+    """
+    machine, place = detect.detect(), results or default_results()
+    command = shlex.join(["playbook", *sys.argv[1:]])
+    request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), _seed(seed, resume), trace)
+    metric, _ = metric_of(goal)
+    if _is_case(words):
+        case, chosen = tuning.case_named(words[0], machine, metric, profile)
+    else:
+        told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
+        case = tuning.case_of_command(words, machine, told, metric, request.loss, to_seconds(timeout, "--timeout") or 0.0)
+        chosen = machine.name
+    if knobs is None:
+        raise ConfigError("name the file of the knobs: --knobs FILE")
+    plan, order = tuning.planned(case, chosen, files.load_knobs(knobs), machine, request, place, command)
+    if explain:
+        _explain(order, as_json)
+        return
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.LaunchLines(out)
+    try:
+        found = session.run(plan, Options(chosen, place, None, to_seconds(budget), plan.setup.seed), progress, resume=resume)
+    except LaunchError as e:
+        complain(f"error: {e}")
+        raise typer.Exit(5) from e
+    finally:
+        progress.close()
+    record = session.write_record(found)
+    answer = {**session.answer(found), "record": str(record)}
+    _show(found, answer, out)
+    if as_json:
+        print_json(answer)
+    raise typer.Exit(EXIT_CODES[found.ended])
+
+
+def _is_case(words: Sequence[str]) -> bool:
+    """Whether the one word names a case."""
+    return len(words) == 1 and (words[0].endswith((".yaml", ".yml")) or is_shipped(words[0]))
+
+
+def _seed(seed: int | None, resume: bool) -> int | None:
+    """A command that goes on needs the seed that it began with, which it has if it is always the same."""
+    return 0 if seed is None and resume else seed
+
+
+def _chance(text: str) -> float:
+    chance = to_share(text, "--false-keep")
+    if not 0 < chance <= 0.5:
+        raise ConfigError(f"--false-keep is {text}; expected more than 0 % and at most 50 %")
+    return chance
+
+
+def _explain(order: Sequence[Ranked], as_json: bool) -> None:
+    rows = [
+        {
+            "knob": row.knob,
+            "value": row.value,
+            "place": row.place,
+            "expected_percent": None if row.gain is None else round(100 * row.gain, 1),
+            "why": row.why,
+            "launched": not row.skipped,
+        }
+        for row in order
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    width = max(len(f"{row.knob}={row.value}") for row in order)
+    for number, row in enumerate(order, 1):
+        expected = "?" if row.gain is None else f"{100 * row.gain:+.1f} %"
+        say(f"{'never' if row.skipped else number:>5}  {f'{row.knob}={row.value}':<{width}}  {expected:>8}  {row.why}")
+
+
+def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
+    """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches."""
+
+    def line(text: str) -> None:
+        out.print(text, markup=False, highlight=False)
+
+    if found.tuning.problem:
+        line(f"error  the start does not run: {found.tuning.problem}")
+    for row in answer["kept"]:
+        line(f"kept      {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}")
+    for row in answer["refused"]:
+        line(f"refused   {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}{_looked(row['looked_percent'])}")
+    for row in answer["undecided"]:
+        line(f"undecided {row['knob']}={row['value']}")
+    if answer["final"]:
+        final = answer["final"]
+        line(f"together  {final['verdict']} {_interval(final['effect_percent'], '')}, {final['pairs']} fresh pairs against the start")
+    noise = "" if answer["noise_percent"] is None else f", a launch varies by {answer['noise_percent']:.2g} %"
+    line(f"{answer['launches']} launches, {answer['seconds']:.0f} s{noise}; {_ENDS[found.ended]}")
+    line(f"record    {answer['record']}")
+
+
+_ENDS = {
+    "complete": "complete",
+    "budget": "the time was up; with --resume the same command goes on",
+    "interrupted": "interrupted; with --resume the same command goes on",
+    "failed": "nothing was tuned",
+}
+
+
+def _interval(effect: Mapping[str, float] | None, reason: str) -> str:
+    if effect is None or effect["low"] is None:
+        return reason
+    return f"{effect['value']:+.1f} % [{effect['low']:.1f}, {effect['high']:.1f}]{f', {reason}' if reason else ''}"
+
+
+def _looked(percent: float | None) -> str:
+    return "" if percent is None else f" (looked like {percent:+.1f} %)"

@@ -1,0 +1,278 @@
+"""A tuning on this machine: launches what the procedure asks for, keeps each observation at once, and ends with a comparison on fresh launches.
+
+The folder of a tuning holds its journal, a sealed line for each event, and its record. The same tuning goes on from the journal; the record replays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from playbook import __version__
+from playbook.errors import StoreError
+from playbook.records.evidence import Run, digest
+from playbook_bench.launch import local
+from playbook_bench.launch.local import Interrupted
+from playbook_bench.machine import detect, requirements
+from playbook_bench.run import ab, confirm, store
+from playbook_bench.run.confirm import Progress
+from playbook_bench.run.journal import Journal, SealedLines
+from playbook_bench.run.options import Options
+from playbook_bench.run.series import Request, Series
+from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
+from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
+from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
+
+_JOURNAL, _FINAL = "events.jsonl", "final"
+_FINAL_LAUNCHES = 10
+"""Of the final comparison, at its first look: two that are discarded and four pairs."""
+_ALL_DAY_MINUTES = 1440.0
+
+Ended = Literal["complete", "budget", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a tuning is made of."""
+
+    subject: Subject
+    setup: Setup
+    goal: str
+    metric: str
+    command: str
+    """The command line that repeats it."""
+
+    @property
+    def key(self) -> str:
+        """What tells one tuning from another: a resumed command has to ask for the same."""
+        return digest([self.subject.case.model_dump(mode="json"), self.subject.profile, plain(self.setup), self.goal], 16)
+
+
+@dataclass
+class Session:
+    """A tuning with what it launched and what came of it."""
+
+    plan: Plan
+    folder: Path
+    tuning: Tuning
+    ended: Ended = "budget"
+    seconds: float = 0.0
+    """Of all launches, those of earlier commands included."""
+    final: ab.Answer | None = None
+    """The final set against the start, on launches of its own."""
+    record: str = ""
+    """Path of the final comparison's record."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Session:
+    """Tune up to the end, the budget, or Ctrl-C. `resume` goes on from the journal where there is one, and leaves off at the end of the budget
+    instead of leaving candidates out.
+
+    Raises:
+        ConfigError: the settings cannot be resolved.
+        StoreError: the journal cannot be used, is of another place, or cannot be written.
+        LaunchError: a launch cannot be started.
+    """
+    folder = options.results / "tune" / plan.key
+    machine = detect.detect()
+    header = {"schema": SCHEMA, "key": plan.key, "place": detect.place(), "exported": detect.exported(), "seed": plan.setup.seed}
+    lines, session = _opened(folder, header, plan, resume)
+    request = Request(
+        CASE_ID,
+        plan.subject.case,
+        plan.subject.profile,
+        machine,
+        {},
+        replace(options, seed=plan.setup.seed),
+        progress,
+        None,
+        options.deadline,
+    )
+    progress.machine(machine)
+    try:
+        with local.interruptible(resumes=True):
+            if warning := detect.claim(requirements.restrict(machine, plan.subject.profile)):
+                progress.note(warning)
+            with Series.open(request) as running:
+                _launched(session, running, lines, options.deadline, leaves_out=not resume)
+        if session.tuning.problem:
+            session.ended = "failed"
+        elif session.tuning.due is None:
+            session.ended = "complete"
+            if session.tuning.kept:
+                _compare(session, options, progress)
+    except Interrupted:
+        session.ended = "interrupted"
+    return session
+
+
+def _opened(folder: Path, header: Mapping[str, Any], plan: Plan, resume: bool) -> tuple[SealedLines, Session]:
+    """The journal, with a session that has taken its events; a new one unless it is to go on."""
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    lines = SealedLines(folder / _JOURNAL)
+    rows = lines.read() if resume else []
+    session = Session(plan, folder, Tuning(plan.setup))
+    if not rows:
+        lines.replace([dict(header)])
+        return lines, session
+    if differ := [k for k in header if rows[0].get(k) != header[k]]:
+        raise StoreError(f"the tuning in {folder} was begun with another {', '.join(differ)}; leave out --resume to begin again")
+    lines.replace(rows)
+    for row in rows[1:]:
+        _take(session, row)
+    return lines, session
+
+
+def _take(session: Session, row: Mapping[str, Any]) -> None:
+    """Add an event of a journal or a record.
+
+    Raises:
+        StoreError: it is not what was due.
+    """
+    due = session.tuning.due
+    try:
+        event = event_of(row)
+        if due is None or row.get("launch") != plain(due):
+            raise StoreError(
+                f"event {len(session.events) + 1} of {session.folder} is not of the launch that was due; begin again without --resume"
+            )
+    except ValidationError as e:
+        raise StoreError(
+            f"event {len(session.events) + 1} of {session.folder} cannot be read: {e.errors(include_url=False)[0]['msg']}"
+        ) from e
+    session.tuning.add(event)
+    session.seconds += float(row.get("seconds") or 0.0)
+    session.events.append(dict(row))
+
+
+def _launched(session: Session, running: Series, lines: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
+    """Launch what is due until nothing is, or the time is up."""
+    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric)
+    if start := next((Run.model_validate(row["run"]) for row in session.events if row.get("run")), None):
+        running.launched.append(start)  # the guards compare with it, and it says how many steps a launch has
+    running.progress.series(CASE_ID, len(session.events) + expected(tuning))
+    while (due := tuning.due) is not None:
+        running.expected = len(running.launched) + expected(tuning)
+        usual = _usual(session)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left < usual:
+            return
+        if (
+            left is not None
+            and leaves_out
+            and not tuning.hurried
+            and due.why == "candidate"
+            and left < usual * (1 + tuning.to_prove + _FINAL_LAUNCHES)
+        ):
+            _note(session, lines, due, Hurry(), None)
+            continue
+        observation, run = launcher.launch(due)
+        _note(session, lines, due, observation, run)
+
+
+def _note(session: Session, lines: SealedLines, due: Launch, event: Event, run: Run | None) -> None:
+    row: dict[str, Any] = {"launch": plain(due), "observation": "hurry" if isinstance(event, Hurry) else plain(event)}
+    if run is not None:
+        row["seconds"] = run.wall_s
+        if due.why == "warm_up" and run.outcome == "ok":
+            row["run"] = run.model_dump(mode="json")
+    lines.add(row)
+    session.events.append(row)
+    session.seconds += float(row.get("seconds") or 0.0)
+    session.tuning.add(event)
+
+
+def _usual(session: Session) -> float:
+    """Seconds that a launch usually takes; 0 before the first."""
+    seconds: list[float] = [row["seconds"] for row in session.events if row.get("seconds")]
+    return statistics.median(seconds or [0.0])
+
+
+def expected(tuning: Tuning) -> int:
+    """Launches to come, as far as one can tell: each waiting candidate once, and a round."""
+    return 5 * len(tuning.waiting) // 4 + max(1, tuning.to_prove)
+
+
+def _compare(session: Session, options: Options, progress: Progress) -> None:
+    """The final set against the start, as any two commands are compared."""
+    plan = session.plan
+    case = plan.subject.with_settings(session.tuning.best)
+    case = case.model_copy(update={"budget": case.budget.model_copy(update={"minutes": _ALL_DAY_MINUTES}), "metric": plan.metric})
+    journal = Journal(session.folder / _FINAL, detect.place(), detect.exported())
+    settled = replace(
+        options,
+        profile=plan.subject.profile,
+        seed=plan.setup.seed,
+        journal=journal,
+        settles=lambda measured, derived: ab.answer(derived, 0.0).verdict != "undecided",
+    )
+    (outcome,) = confirm.bench_run(case, settled, progress, plan.command)
+    session.final = ab.answer(outcome.evidence.derived, 0.0)
+    session.record = str(outcome.path)
+    if session.final.verdict == "undecided" and outcome.evidence.measured.plan and outcome.evidence.measured.plan.stopped == "budget":
+        session.ended = "budget"
+
+
+# --- the answer ----------------------------------------------------------------------------------------------------------------------
+
+
+def answer(session: Session) -> dict[str, Any]:
+    """What came out, as plain data (`tune/1`)."""
+    tuning, plan = session.tuning, session.plan
+    complete = tuning.due is None
+    rows = list(tuning.decisions.values())
+    return {
+        "schema": "tune/1",
+        "goal": plan.goal,
+        "kept": [decision_row(d) for d in rows if d.kept],
+        "refused": [decision_row(d) for d in rows if not d.kept],
+        "undecided": [] if complete else [{"knob": k, "value": v} for k, v in plan.setup.candidates if (k, v) not in tuning.decisions],
+        "final": None if session.final is None else _final(session),
+        "false_keep_percent": percent(plan.setup.alpha),
+        "noise_percent": None if math.isnan(tuning.noise) else percent(tuning.noise),
+        "launches": len(tuning.launched),
+        "seconds": round(session.seconds, 1),
+        "ended": session.ended,
+        "problem": tuning.problem,
+        "settings": dict(tuning.best) if complete else {},
+        "command": plan.command,
+    }
+
+
+def _final(session: Session) -> dict[str, Any]:
+    final = session.final
+    assert final is not None
+    figures = {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)}
+    return {"verdict": final.verdict, "effect_percent": figures, "pairs": final.pairs, "record": session.record}
+
+
+def write_record(session: Session) -> Path:
+    """Write the record of a tuning into its folder: setup, events and answer, sealed.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "playbook": __version__,
+        "case": session.plan.subject.case.model_dump(mode="json"),
+        "profile": session.plan.subject.profile,
+        "knobs": session.plan.subject.knobs.model_dump(mode="json"),
+        "setup": plain(session.plan.setup),
+        "events": session.events,
+        "answer": answer(session),
+    }
+    path = session.folder / "record.json"
+    store.replace(path, json.dumps({**content, "sha256": digest(content)}, indent=1) + "\n")
+    return path

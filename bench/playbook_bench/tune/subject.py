@@ -1,0 +1,161 @@
+"""What is tuned: a command or a case, and the launches of it with other settings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.records.case import Activation, Case, Receipt
+from playbook.records.evidence import Run, digest
+from playbook_bench import metrics
+from playbook_bench.judge import guards, receipt
+from playbook_bench.run.schedule import RunSpec
+from playbook_bench.run.series import Series
+from playbook_bench.tune import knobs
+from playbook_bench.tune.knobs import Knobs
+from playbook_bench.tune.procedure import Launch, Observation, Settings
+from playbook_bench.variants.resolve import resolve
+
+CASE_ID = "tune"
+_MESSAGE = 300
+"""Characters of a launch's message that an observation has."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run that is tuned: a case whose baseline is the start, on one profile, with the knobs that may change it."""
+
+    case: Case
+    profile: str
+    knobs: Knobs
+    copies: Path
+    """Folder of changed configuration files."""
+    here: Path = field(default_factory=Path.cwd)
+
+    def with_settings(self, settings: Settings) -> Case:
+        """The case whose baseline is the start and whose candidate is the start with these settings.
+
+        Raises:
+            ConfigError: a knob does not fit the case.
+        """
+        case, sides = self.case, dict[str, dict[str, Any]]()
+        places = self.copies / digest([list(pair) for pair in settings], 16)
+        variables = knobs.environment_of(self.knobs, settings)
+        start = dict(case.baseline)
+        environment: dict[str, Any] = {}
+        if not case.command:
+            changes = knobs.changes_of(self.knobs, settings)
+            if options := [target for target in changes if target.startswith("-")]:
+                raise ConfigError(f"{options[0]} is an option, and case '{case.id}' runs our trainer; name its configuration's key")
+            keys = {target: value for target, value in changes.items() if not target.startswith("$")}
+            sides = {"baseline": start, "candidate": {**start, **keys}}
+            before = case.delta.environment.get("baseline", {})
+            if variables or before:
+                environment = {"baseline": before, "candidate": {**before, **variables}}
+            command: list[str] = []
+        else:
+            words = [*case.command, *start.pop("arguments", [])]
+            changed = knobs.words_of(words, self.knobs, settings, places)
+            command = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words, changed, strict=False))]
+            for side, each in (("baseline", words), ("candidate", changed)):
+                sides[side] = {**start, **({"arguments": each[len(command) :]} if each[len(command) :] else {})}
+            if variables:
+                sides["candidate"]["environment"] = {**start.get("environment", {}), **variables}
+        delta = case.delta.model_copy(update={"environment": environment, "reason": case.delta.reason or "the settings that were tuned"})
+        rules = [rule for name, _ in settings for rule in self.knobs.knobs[name].require]
+        activation = Activation(candidate=Receipt(require=rules), every=case.activation.every)
+        content = {
+            **case.model_dump(),
+            **sides,
+            "id": CASE_ID,
+            "command": command,
+            "delta": delta.model_dump(),
+            "activation": activation.model_dump(),
+        }
+        return Case.model_validate({**content, "candidate": sides["candidate"], "trace": None})
+
+
+@dataclass
+class Launcher:
+    """Launches settings within one series, and says what each launch gave."""
+
+    subject: Subject
+    series: Series
+    metric: str
+    names: dict[Settings, str] = field(default_factory=dict)
+
+    def launch(self, due: Launch) -> tuple[Observation, Run]:
+        """Launch once.
+
+        Raises:
+            ConfigError: the settings cannot be resolved.
+            LaunchError: the launch cannot be started.
+        """
+        case = self.subject.with_settings(due.settings)
+        name = self.names.setdefault(due.settings, f"set{len(self.names)}" if due.settings else "start")
+        variant = "candidate" if due.settings else "baseline"
+        if name not in self.series.variants:
+            runnable = resolve(case, variant, self.subject.profile, self.subject.here)
+            self.series.variants = {**self.series.variants, name: runnable}
+        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure", len(self.series.launched)))
+        return self.observation(case, run, variant), run
+
+    def observation(self, case: Case, run: Run, variant: str) -> Observation:
+        """What a run says, for the tuning."""
+        if run.outcome != "ok":
+            line = next((line.strip() for line in run.message.splitlines() if line.strip()), "")
+            return Observation(run.outcome, problem=line[:_MESSAGE])
+        steps, metric = metrics.timed(run), metrics.get(self.metric)
+        losses = [s.loss for s in steps if s.loss is not None]
+        return Observation(
+            "ok",
+            metric.value(run),
+            statistics.fmean(losses) if losses else None,
+            math.fsum(s.useful_tokens for s in steps) / max(1, len(steps)) or None,
+            self._problem(case, run, variant)[:_MESSAGE],
+        )
+
+    def _problem(self, case: Case, run: Run, variant: str) -> str:
+        """Why a run cannot be compared with the start, by the same guards that a pair has."""
+        metric = metrics.get(self.metric)
+        if problem := guards.complete(run, metric):
+            return problem
+        renamed = run.model_copy(update={"variant": variant})
+        if variant == "candidate" and (unmet := [c for c in receipt.judge_run(case.activation, renamed) if not c.ok]):
+            return receipt.in_words(unmet[0], "it did not run as meant: ")
+        start = next((r for r in self.series.launched if r.variant == "start" and r.outcome == "ok"), None)
+        if start is None or start is run:
+            return ""
+        pair = [(start, run)]
+        failed = [
+            g
+            for g in (guards.data(case, pair), guards.parameters(case, pair), guards.work(case, metric, pair), guards.loss(case, pair))
+            if not g.ok
+        ]
+        return f"not the same training: {failed[0].detail}" if failed else ""
+
+
+def goal(name: str) -> tuple[str, bool]:
+    """The metric of a goal, and whether more of it is better.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if name not in _GOALS:
+        raise ConfigError(f"--goal is '{name[:40]}'; expected one of {', '.join(_GOALS)}")
+    metric = metrics.get(_GOALS[name])
+    return metric.name, metric.better == "higher"
+
+
+_GOALS: Mapping[str, str] = {
+    "step_time": "step_seconds",
+    "tokens_per_s": "useful_tokens_per_s_per_gpu",
+    "peak_memory": "peak_memory_bytes",
+}
+"""What can be tuned for, with its metric."""

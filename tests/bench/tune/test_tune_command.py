@@ -1,0 +1,187 @@
+"""`playbook tune` on a command with planted knobs: two help, six do nothing, one hurts, one crashes, one changes the loss, one runs out of memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from playbook.paths import repo_root
+from playbook_app.cli import exit_codes
+from playbook_app.cli.app import app
+from playbook_bench.launch.local import Interrupted
+
+SCRIPT = repo_root() / "tests" / "support" / "ranks" / "tuned_script.py"
+OFF_ON = 'values: ["off", "on"]'
+KNOBS = "knobs:\n" + "\n".join(
+    [
+        f"  idle0: {{argument: --idle0, {OFF_ON}}}",
+        "  crash: {argument: --crash, values: [false, true]}",
+        f"  cut: {{argument: --cut, {OFF_ON}}}",
+        "  big: {argument: --big, values: [false, true]}",
+        f"  careful: {{argument: --careful, {OFF_ON}}}",
+        f'  fuse: {{argument: --fuse, {OFF_ON}, require: [{{log: "fused kernel is on"}}]}}',
+        *(f"  idle{i}: {{argument: --idle{i}, {OFF_ON}}}" for i in range(1, 6)),
+        '  workers: {environment: WORKERS, values: [null, "8"]}',
+        "",
+    ]
+)
+
+
+@dataclass
+class Done:
+    """What a command left."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self):
+        return self.stdout + self.stderr
+
+
+@pytest.fixture
+def playbook(capfd, tmp_path, monkeypatch):
+    """Runs a command in a folder without git."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        capfd.readouterr()
+        code = exit_codes.run(app, list(words))
+        return Done(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def tune(playbook, tmp_path):
+    """Runs `playbook tune` on the script with these knobs."""
+
+    def run(*options, knobs=KNOBS, words=(sys.executable, str(SCRIPT), "--launch", "{run}"), seed="3"):
+        (tmp_path / "knobs.yaml").write_text(knobs)
+        return playbook("tune", "--knobs", "knobs.yaml", "--results", "results", "--seed", seed, "--json", *options, "--", *words)
+
+    return run
+
+
+def answer(done):
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_planted(found):
+    assert {(row["knob"], row["value"]) for row in found["kept"]} == {("fuse", "on"), ("workers", "8")}
+    reasons = {row["knob"]: row["reason"] for row in found["refused"]}
+    assert set(reasons) == {"crash", "cut", "big", "careful", *(f"idle{i}" for i in range(6))}
+    assert reasons["crash"].startswith("crashed: ")
+    assert "not built" in reasons["crash"]
+    assert reasons["big"].startswith("out of memory")
+    assert "loss" in reasons["cut"]
+    assert reasons["careful"] == "did not look better"
+    assert found["final"]["verdict"] == "faster"
+    assert found["final"]["effect_percent"]["low"] < 18.7 < found["final"]["effect_percent"]["high"]
+    for row, gain in zip(sorted(found["kept"], key=lambda row: row["knob"]), (12, 6), strict=True):
+        assert row["effect_percent"]["low"] < gain < row["effect_percent"]["high"]
+
+
+def test_the_right_two_are_kept_and_every_other_says_why_not(tune, playbook, launches):
+    done = tune()
+    assert done.exit_code == 0, done.output
+    found = answer(done)
+    check_planted(found)
+    assert found["ended"] == "complete"
+    assert found["launches"] + 10 == len(launches.words)
+    assert "kept      fuse=on" in done.stderr
+    assert playbook("bench", "replay", found["record"], found["final"]["record"]).exit_code == 0
+
+
+def test_a_record_that_was_changed_does_not_replay(tune, playbook, launches):
+    record = Path(answer(tune())["record"])
+    data = json.loads(record.read_text())
+    assert playbook("bench", "replay", str(record)).exit_code == 0
+    for row in data["events"]:
+        if ["fuse", "on"] in row["launch"]["settings"] and row["observation"]["value"]:
+            row["observation"]["value"] *= 1.12
+    record.write_text(json.dumps(data))
+    done = playbook("bench", "replay", str(record))
+    assert done.exit_code == 5
+    assert "sha256" in done.output
+    assert "due was" in done.output
+
+
+@pytest.mark.parametrize("at", [3, 9, 30])
+def test_ctrl_c_leaves_a_valid_answer_and_resume_goes_on(tune, launches, at):
+    launches.stop_at, launches.stop = at, Interrupted(2)
+    done = tune("--resume")
+    assert done.exit_code == 130
+    found = answer(done)
+    assert found["ended"] == "interrupted"
+    assert found["kept"] == []
+    assert found["undecided"]
+    assert found["launches"] == at
+    done = tune("--resume")
+    assert done.exit_code == 0, done.output
+    check_planted(answer(done))
+    assert len(launches.words) == answer(done)["launches"] + 10  # none is made again
+    again = tune("--resume")
+    assert answer(again)["kept"] == answer(done)["kept"]
+    assert len(launches.words) == answer(done)["launches"] + 10
+
+
+def test_a_budget_leaves_candidates_out_in_time_for_proof_and_comparison(tune, launches):
+    """30 launches of 20 s: the start, what was adopted, its proof and the comparison."""
+    first = KNOBS.replace("knobs:\n", "knobs:\n  first: {environment: WORKERS, values: [null, '8']}\n").rsplit("  workers", 1)[0]
+    found = answer(tune("--budget", "600s", knobs=first))
+    assert found["ended"] == "complete"
+    assert {row["knob"] for row in found["kept"]} == {"first"}
+    assert found["final"]["verdict"] == "faster"
+    assert any("time was up" in row["reason"] for row in found["refused"])
+    assert launches.spent <= 600
+
+
+def test_a_budget_with_resume_leaves_off(tune, launches):
+    done = tune("--budget", "200s", "--resume")
+    assert done.exit_code == 3
+    assert answer(done)["ended"] == "budget"
+    while done.exit_code == 3:
+        launches.spent = 0.0
+        done = tune("--budget", "200s", "--resume")
+    check_planted(answer(done))
+
+
+def test_a_start_that_does_not_run_is_an_error(tune, launches):
+    done = tune(words=("train", "--crash"), knobs=f"knobs: {{fuse: {{argument: --fuse, {OFF_ON}}}}}\n")
+    assert done.exit_code == 5
+    assert "the start does not run" in done.stderr
+    assert "not built" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ("knobs: {}\n", "at least 1"),
+        ("knobs: {a: {argument: --a, values: [1]}}\n", "two different values"),
+        ("knobs: {a: {argument: --a, key: b, values: [1, 2]}}\n", "exactly one of"),
+        ("knobs: {a: {argument: --a, values: [1, 2], excludes: [b]}}\n", "no other knob"),
+        ("knobs: {a: {environment: MY_TOKEN, values: [null, abc]}}\n", "secret"),
+        ("knobs: {a: {sets: {x: {}, y: {'a b': 1}}}}\n", "no place"),
+        ("knobs: {launch: {argument: --launch, values: [x, y]}}\n", "put today's first"),
+    ],
+)
+def test_what_is_wrong_with_knobs_is_one_message(tune, launches, knobs, said):
+    done = tune(knobs=knobs)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert launches.words == []
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("planned")
+def test_the_right_two_are_kept_of_a_real_script(tune):
+    done = tune()
+    assert done.exit_code == 0, done.output
+    check_planted(answer(done))
