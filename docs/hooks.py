@@ -36,7 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         raise PluginError(str(e)) from e
     get = f"pip install git+{config.repo_url}" if config.repo_url else "pip install .   # in a clone of this repository"
     config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{get}\n```"}, made.plain
-    config.extra["searched"] = {"cards": made.asked, "diagnosis": made.compared}
+    config.extra["searched"] = {"cards": made.question_box, "diagnosis": made.compared}
     config.extra["questions"] = made.questions
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:

@@ -1,4 +1,7 @@
-"""`python -m playbook` is `playbook`, in a checkout with the packages that lie there. It names the command line, and imports nothing of it."""
+"""`python -m playbook` is `playbook`, in a checkout with the packages that lie there.
+
+It names the command line, and imports nothing of it.
+"""
 
 import sys
 from runpy import run_module

@@ -39,16 +39,17 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that lack. A `.playbook` that is first made here is kept out of git: what lies in it belongs to one machine.
+    """Make a folder, and those above it that lack. A `.playbook` that is first made here is kept out of git: what lies in it belongs to
+    one machine.
 
     Raises:
         OSError: it cannot be made.
     """
-    own = next((f for f in (path, *path.parents) if f.name == _OWN_FOLDER), None)
-    first = own is not None and not own.exists()
+    playbook_folder = next((f for f in (path, *path.parents) if f.name == _OWN_FOLDER), None)
+    first = playbook_folder is not None and not playbook_folder.exists()
     path.mkdir(parents=True, exist_ok=True)
-    if own is not None and first:
-        (own / ".gitignore").write_text("*\n", encoding="utf-8")
+    if playbook_folder is not None and first:
+        (playbook_folder / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def replace(path: Path, content: str | bytes, durable: bool = True) -> None:
@@ -112,8 +113,8 @@ def _written(path: Path, content: str | bytes, durable: bool) -> Path:
 def take(folder: Path) -> str:
     """Keep others out of the folder until this process ends, however it does; who keeps us out, or "" where nobody does.
 
-    A file server may go on holding the lock of a node that died. So a job of Slurm that was queued again, which Slurm counts, takes it from its own
-    start before, if that was on another host. Two steps of one start are two commands.
+    A file server may go on holding the lock of a node that died. So a job of Slurm that was queued again, which Slurm counts, takes it
+    from its own start before, if that was on another host. Two steps of one start are two commands.
 
     Raises:
         OSError: there can be no file in it.
@@ -176,13 +177,13 @@ def _words(path: Path, expected: Callable[[str], bool] = bool) -> str:
 
 def _of_an_earlier_start(who: str) -> bool:
     """Whether these words name this job as it was before it was queued again, on another host."""
-    found = _OF_JOB.search(who)
-    if found is None or found[2] != os.environ.get("SLURM_JOB_ID") or found[1] == socket.gethostname():
+    match = _OF_JOB.search(who)
+    if match is None or match[2] != os.environ.get("SLURM_JOB_ID") or match[1] == socket.gethostname():
         return False
-    return int(found[3] or 0) < _start()
+    return int(match[3] or 0) < _start()
 
 
 def _start() -> int:
     """How often Slurm has started this job anew."""
-    said = os.environ.get("SLURM_RESTART_COUNT", "")
-    return int(said) if said.isascii() and said.isdigit() and len(said) < 10 else 0
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(restarts) if restarts.isascii() and restarts.isdigit() and len(restarts) < 10 else 0

@@ -29,7 +29,8 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "attention",
         re.compile(
-            r"flash|fmha|fused_attn|sdpa|attention|compute_dot_do_o|convert_dq|qkv_tma|(^|_)attn_(fwd|bwd)|^bwd_(kernel_(dk_dv|dq|fuse)|(pre|post)process)",
+            r"flash|fmha|fused_attn|sdpa|attention|compute_dot_do_o|convert_dq|qkv_tma|(^|_)attn_(fwd|bwd)|^bwd_(kernel_(dk_dv|dq|fuse)"
+            r"|(pre|post)process)",
             re.IGNORECASE,
         ),
     ),
@@ -48,14 +49,19 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "elementwise",
         re.compile(
-            r"elementwise|norm|reduce|softmax|copy|cat_|Cat[A-Z]|triton_(poi|red|per|for|tem)|multi_tensor|adam|sgd|rope|rotary|rotate|permute|sort|scan|cub::"
-            r"|gather|scatter|index|embedding|dropout|cast|transpose|cross_entropy|topk|router|fill|cumsum|unique|where|silu|swiglu|gelu|relu|sigmoid"
-            r"|quantiz|padding|aten::|element_mul|scal_kernel|row_id_map|chunk|grad_weight|segment|spread|offset|(^|::)bn_(fw|bw)|pool|nchw|nhwc|im2(d2)?col|col2im|miopen|tensorop|op[1-5]d?tensor|upsample|conv1d|conv_depthwise|fft|^_(collect|choose|gradient|stats|weighted|turn)",
+            r"elementwise|norm|reduce|softmax|copy|cat_|Cat[A-Z]|triton_(poi|red|per|for|tem)|multi_tensor|adam|sgd|rope|rotary|rotate"
+            r"|permute|sort|scan|cub::"
+            r"|gather|scatter|index|embedding|dropout|cast|transpose|cross_entropy|topk|router|fill|cumsum|unique|where|silu|swiglu"
+            r"|gelu|relu|sigmoid"
+            r"|quantiz|padding|aten::|element_mul|scal_kernel|row_id_map|chunk|grad_weight|segment|spread|offset|(^|::)bn_(fw|bw)|pool"
+            r"|nchw|nhwc|im2(d2)?col|col2im|miopen|tensorop|op[1-5]d?tensor|upsample|conv1d|conv_depthwise|fft|^_(collect|choose"
+            r"|gradient|stats|weighted|turn)",
             re.IGNORECASE,
         ),
     ),
 )
-"""Classes of device work by name, the first that fits. Products keep the tensor cores busy; elementwise work (and reductions, sorts, optimizer) moves memory."""
+"""Classes of device work by name, the first that fits. Products keep the tensor cores busy; elementwise work (and reductions, sorts,
+optimizer) moves memory."""
 OTHER = "other"
 
 

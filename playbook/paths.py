@@ -58,22 +58,25 @@ def folders(kind: str) -> list[Path]:
     Raises:
         ConfigError: the file is none, or names something that is no folder.
     """
-    own = os.environ.get(f"PLAYBOOK_{kind.upper()}") or _named_in_file(kind)
-    if own and not Path(own).is_dir():
-        raise ConfigError(f"{own} is no folder; expected your own {kind} there (--{kind}, or {OWN_FILE})")
-    return [data_root(kind), *([Path(own)] if own and Path(own).resolve() != data_root(kind).resolve() else [])]
+    users_folder = os.environ.get(f"PLAYBOOK_{kind.upper()}") or _named_in_file(kind)
+    if users_folder and not Path(users_folder).is_dir():
+        raise ConfigError(f"{users_folder} is no folder; expected your own {kind} there (--{kind}, or {OWN_FILE})")
+    return [data_root(kind), *([Path(users_folder)] if users_folder and Path(users_folder).resolve() != data_root(kind).resolve() else [])]
 
 
 def own_file() -> Path | None:
     """The nearest `playbook.toml`, from the working folder upwards."""
-    here = Path.cwd()
-    return next((f / OWN_FILE for f in (here, *here.parents) if (f / OWN_FILE).is_file()), None)
+    working_folder = Path.cwd()
+    return next((f / OWN_FILE for f in (working_folder, *working_folder.parents) if (f / OWN_FILE).is_file()), None)
 
 
 def default_results() -> Path:
-    """Where records are written and looked for, unless told otherwise. Cards are found from below `playbook.toml`, so their evidence is too."""
-    own = own_file()
-    return DEFAULT_RESULTS if own is None or own.parent == Path.cwd() else own.parent / DEFAULT_RESULTS
+    """Where records are written and looked for, unless told otherwise.
+
+    Cards are found from below `playbook.toml`, so their evidence is too.
+    """
+    toml = own_file()
+    return DEFAULT_RESULTS if toml is None or toml.parent == Path.cwd() else toml.parent / DEFAULT_RESULTS
 
 
 def _named_in_file(kind: str) -> Path | None:
@@ -96,7 +99,8 @@ def in_package(path: Path) -> bool:
 
 
 def shipped(kind: str, path: PurePath) -> Path | None:
-    """The file of one kind that a path names as guides, cards and skills write it (`trainer/configs/...`); None where there is none, or it leads out.
+    """The file of one kind that a path names as guides, cards and skills write it (`trainer/configs/...`); None where there is none, or
+    it leads out.
 
     Raises:
         KeyError: `kind` is not one of `KINDS`.
@@ -104,8 +108,8 @@ def shipped(kind: str, path: PurePath) -> Path | None:
     if not path.is_relative_to(KINDS[kind]):
         return None
     root = data_root(kind)
-    found = root / path.relative_to(KINDS[kind])
+    file = root / path.relative_to(KINDS[kind])
     try:
-        return found if found.is_file() and found.resolve().is_relative_to(root.resolve()) else None
+        return file if file.is_file() and file.resolve().is_relative_to(root.resolve()) else None
     except OSError:  # a name that no file system takes
         return None

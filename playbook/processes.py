@@ -31,7 +31,8 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
 
 
 def adopting(stays: Callable[[], Collection[int]] = frozenset) -> Callable[[], None]:
-    """From now on this process adopts whatever the processes that it starts leave behind, such as a daemon; the function that comes back kills all of them that live, and ends that.
+    """From now on this process adopts whatever the processes that it starts leave behind, such as a daemon; the function that comes back
+    kills all of them that live, and ends that.
 
     Only Linux can.
 
@@ -47,9 +48,9 @@ def adopting(stays: Callable[[], Collection[int]] = frozenset) -> Callable[[], N
     def kill() -> None:
         deadline = time.monotonic() + _KILL_S
         while (
-            left := _children() - before - set(stays())
+            orphans := _children() - before - set(stays())
         ) and time.monotonic() < deadline:  # the children of one that was killed come in the next round
-            for pid in left:
+            for pid in orphans:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, os.WNOHANG)
@@ -61,12 +62,12 @@ def adopting(stays: Callable[[], Collection[int]] = frozenset) -> Callable[[], N
 
 def _children() -> set[int]:
     """The processes whose parent this one is, ended ones that nobody has waited for among them."""
-    found = set()
+    pids = set()
     for process in listed():
         with contextlib.suppress(OSError, IndexError):
             if int((process / "stat").read_bytes().rsplit(b")", 1)[1].split()[1]) == os.getpid():
-                found.add(int(process.name))
-    return found
+                pids.add(int(process.name))
+    return pids
 
 
 def listed() -> list[Path]:

@@ -32,7 +32,8 @@ REMOVED: Mapping[str, Any] = MappingProxyType(
         "megatron.delay_wgrad": False,
     }
 )
-"""Keys that are gone, and the value that holds since. A file or record that names one with that value loads; with another, the key is unknown."""
+"""Keys that are gone, and the value that holds since. A file or record that names one with that value loads; with another, the key is
+unknown."""
 
 
 def modern(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,18 +83,18 @@ def first_name(key: str, value: Any) -> tuple[str, Any]:
 
 def old_names(data: Mapping[str, Any]) -> list[str]:
     """What of the tree is in an old spelling: a line for each, which names today's."""
-    found = []
+    lines = []
     for old, new in KEYS.items():
         *sections, name = old.split(".")
         holder = _section(data, sections)
         if isinstance(holder, Mapping) and name in holder:
-            found.append(f"{old} is now called {new}")
+            lines.append(f"{old} is now called {new}")
     for (key, value), today in VALUES.items():
         *sections, name = key.split(".")
         holder = _section(data, sections)
         if isinstance(holder, Mapping) and holder.get(name) == value:
-            found.append(f"{key}: {value} is now called {today}")
-    return found
+            lines.append(f"{key}: {value} is now called {today}")
+    return lines
 
 
 def _section(data: Any, names: Sequence[str]) -> Any:

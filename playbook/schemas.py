@@ -1,7 +1,7 @@
 """JSON Schema (2020-12) of every file that people write or read, exported from the typed models.
 
-Editors use the files for completion and hover text. They refuse what the models refuse. The command line passes the models in, so that this module needs to know neither the
-harness nor the trainer.
+Editors use the files for completion and hover text. They refuse what the models refuse. The command line passes the models in, so that
+this module needs to know neither the harness nor the trainer.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def write(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[Path]:
 
 def drift(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[str]:
     """How the files differ from the models, one line per file; an empty list means that they agree."""
-    wanted = render(models)
+    rendered = render(models)
     have = {p.name: p.read_text(encoding="utf-8") for p in sorted(folder.glob(f"*{_SUFFIX}"))} if folder.is_dir() else {}
-    lines = [f"{name}: is missing" for name in wanted if name not in have]
-    lines += [f"{name}: differs from the models" for name in wanted if name in have and have[name] != wanted[name]]
-    return lines + [f"{name}: no model has this name" for name in have if name not in wanted]
+    lines = [f"{name}: is missing" for name in rendered if name not in have]
+    lines += [f"{name}: differs from the models" for name in rendered if name in have and have[name] != rendered[name]]
+    return lines + [f"{name}: no model has this name" for name in have if name not in rendered]
 
 
 def _accept_presets(out: dict[str, Any]) -> None:

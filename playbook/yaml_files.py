@@ -96,7 +96,10 @@ def parse(text: str, name: str) -> tuple[Any, Marks]:
 
 
 def _fast_loader() -> Any:
-    """The loader of libyaml, which does not ask in Python what each scalar is: `parse_scalar` says so, by other rules. None where it is not built in."""
+    """The loader of libyaml, which does not ask in Python what each scalar is: `parse_scalar` says so, by other rules.
+
+    None where it is not built in.
+    """
     loader = getattr(yaml, "CSafeLoader", None)
     return loader and type("_Loader", (loader,), {"resolve": lambda *_: "tag:yaml.org,2002:str"})
 
@@ -116,7 +119,8 @@ def _compose(text: str) -> Any:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
-def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, seen: set[int]) -> Any:
+def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, node_ids: set[int]) -> Any:
+    """The plain value of a YAML node; places go into `marks`, faults into `findings`. `node_ids`: nodes that were read."""
     line, column = node.start_mark.line + 1, node.start_mark.column + 1
     marks.setdefault(path, (line, column))
 
@@ -126,17 +130,17 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
     if len(path) > MAX_DEPTH:
         report(f"is nested more than {MAX_DEPTH} levels deep")
         return None
-    if id(node) in seen:
+    if id(node) in node_ids:
         report("uses a YAML alias (*name); write the value out, so that a reader sees it where it is used")
         return None
-    seen.add(id(node))
+    node_ids.add(id(node))
     if node.tag.startswith("!") or (node.tag.startswith("tag:yaml.org,2002:python")):
         report(f"uses the YAML tag {node.tag}; only plain values are read")
         return None
     if isinstance(node, ScalarNode):
         return node.value if node.style else parse_scalar(node.value)  # no style: a plain scalar
     if isinstance(node, SequenceNode):
-        return [_build(child, (*path, i), marks, findings, name, seen) for i, child in enumerate(node.value)]
+        return [_build(child, (*path, i), marks, findings, name, node_ids) for i, child in enumerate(node.value)]
     assert isinstance(node, MappingNode)
     out: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -149,7 +153,7 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
             report(f"duplicate key '{key}' (first at line {first[0]}); keep one", key_node)
             continue
         marks[(*path, key)] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
-        out[key] = _build(value_node, (*path, key), marks, findings, name, seen)
+        out[key] = _build(value_node, (*path, key), marks, findings, name, node_ids)
     return out
 
 
@@ -190,6 +194,7 @@ def did_you_mean(word: str, options: typing.Iterable[str]) -> str:
 
 
 def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Finding:
+    """A pydantic error as a finding at its place in the file, in the words of the file's author."""
     # A union's branch adds its own name to the location; only what exists in the file names a place.
     where = tuple(part for part in error["loc"])
     clean = tuple(p for i, p in enumerate(where) if where[: i + 1] in marks or i == len(where) - 1)
@@ -208,13 +213,13 @@ def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Fin
         options = [w[1:-1] if w.startswith("'") else w.lower() for w in re.findall(r"'[^']*'|True|False", expected)]
         hint = did_you_mean(str(error["input"]), options) if options else f"; expected {expected}"
         # The nearest spelling may be far from what was meant: 'gpu' is nearest to 'cpu'.
-        rest = f" There are {', '.join(options)}" if hint.endswith("?") else ""
-        message = f"'{dotted}' is {error['input']!r}{hint}{rest}"
+        choices = f" There are {', '.join(options)}" if hint.endswith("?") else ""
+        message = f"'{dotted}' is {error['input']!r}{hint}{choices}"
     else:
         text = error["msg"].removeprefix("Value error, ")
         shown = repr(error["input"])
-        found = "" if kind == "value_error" else f", found {shown if len(shown) <= 60 else _kind(error['input'])}"
-        message = f"'{dotted}': {text[0].lower()}{text[1:]}{found}" if dotted else text
+        input_clause = "" if kind == "value_error" else f", found {shown if len(shown) <= 60 else _kind(error['input'])}"
+        message = f"'{dotted}': {text[0].lower()}{text[1:]}{input_clause}" if dotted else text
     return Finding(name, line, column, message)
 
 

@@ -54,9 +54,9 @@ class Cards:
         return {i for _, _, c in self.claims() for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
 
 
-def card_of(claim: str, known: Mapping[str, Card]) -> str | None:
+def card_of(claim: str, cards: Mapping[str, Card]) -> str | None:
     """The id of the card that has a claim or a mechanism check of that id."""
-    checks = ((card.id, c.id, c.mechanism_check and c.mechanism_check.id) for card in known.values() for c in card.claims)
+    checks = ((card.id, c.id, c.mechanism_check and c.mechanism_check.id) for card in cards.values() for c in card.claims)
     return next((card for card, *ids in checks if claim in ids), None)
 
 
@@ -104,6 +104,7 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
 
 
 def _files(paths: Iterable[Path], findings: list[Finding]) -> Iterator[Path]:
+    """The card files below the paths; what is no card becomes a finding."""
     for path in paths:
         if not path.is_dir():
             if path.suffix == ".yaml" or not path.exists():
@@ -150,8 +151,8 @@ def _duplicates(cards: Cards, shelf: Cards) -> Iterator[Finding]:
 def clashes(path: Path) -> list[Finding]:
     """Claim ids of a card from elsewhere that a shipped card of another id uses: its verdicts would be shown as that card's."""
     cards, shelf = read_cards([path]), read_cards(folders("cards"))
-    own = {e.card.id for e in cards.loaded}
-    return list(_duplicates(cards, Cards([e for e in shelf.loaded if e.card.id not in own])))
+    card_ids = {e.card.id for e in cards.loaded}
+    return list(_duplicates(cards, Cards([e for e in shelf.loaded if e.card.id not in card_ids])))
 
 
 def _name(entry: LoadedCard) -> Iterator[Finding]:
@@ -205,24 +206,24 @@ def _claims_named(card: Card) -> Iterator[tuple[Path_, str, str | None]]:
 
 
 def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | None, metrics: Collection[str] | None) -> Iterator[Finding]:
-    here: Path_ = ("claims", i)
+    place: Path_ = ("claims", i)
     for key, message in scope.problems(claim.scope):
-        yield entry.finding((*here, "scope", key), message)
+        yield entry.finding((*place, "scope", key), message)
     if claim.case is None:
-        yield entry.finding((*here, "id"), f"claim '{claim.id}' has no case; add `case:`, or write one in bench/cases/")
-    yield from _tested(entry, here, claim.kind, claim.case, claim.metric, claim.expect, cases, metrics)
+        yield entry.finding((*place, "id"), f"claim '{claim.id}' has no case; add `case:`, or write one in bench/cases/")
+    yield from _tested(entry, place, claim.kind, claim.case, claim.metric, claim.expect, cases, metrics)
     check = claim.mechanism_check
     if check:
-        yield from _tested(entry, (*here, "mechanism_check"), "pair", check.case, check.metric, check.expect, cases, metrics)
+        yield from _tested(entry, (*place, "mechanism_check"), "pair", check.case, check.metric, check.expect, cases, metrics)
         if not check.id.startswith(f"{claim.id}."):
             yield entry.finding(
-                (*here, "mechanism_check", "id"), f"id '{check.id}' does not belong to claim '{claim.id}'; expected '{claim.id}.m'"
+                (*place, "mechanism_check", "id"), f"id '{check.id}' does not belong to claim '{claim.id}'; expected '{claim.id}.m'"
             )
 
 
 def _tested(
     entry: LoadedCard,
-    here: Path_,
+    place: Path_,
     kind: str,
     case: str | None,
     metric: str,
@@ -230,29 +231,30 @@ def _tested(
     cases: Collection[str] | None,
     metrics: Collection[str] | None,
 ) -> Iterator[Finding]:
+    """Findings on how a claim or a mechanism check is tested: its case, metric and expectation go together."""
     if case is not None and cases is not None and case not in cases:
-        yield entry.finding((*here, "case"), f"case '{case}' does not exist in bench/cases/{did_you_mean(case, cases)}")
+        yield entry.finding((*place, "case"), f"case '{case}' does not exist in bench/cases/{did_you_mean(case, cases)}")
     logic = kind in LOGIC_KINDS
     if logic != (metric == "holds"):
         yield entry.finding(
-            (*here, "metric"), f"metric '{metric}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
+            (*place, "metric"), f"metric '{metric}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
         )
     elif metrics is not None and not logic and metric not in metrics:
-        yield entry.finding((*here, "metric"), f"metric '{metric}' is not known{near_metric(metric, metrics)}")
+        yield entry.finding((*place, "metric"), f"metric '{metric}' is not known{near_metric(metric, metrics)}")
     if logic != (expect.op == "holds"):
         yield entry.finding(
-            (*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
+            (*place, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
         )
     elif expect.op not in OPS[kind]:
-        yield entry.finding((*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; expected one of {', '.join(OPS[kind])}")
+        yield entry.finding((*place, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; expected one of {', '.join(OPS[kind])}")
     elif (expect.op == "excludes") != (metric == "fits" and kind != "pair"):
-        yield entry.finding((*here, "metric"), f"op '{expect.op}' does not fit metric '{metric}' here; 'excludes' and 'fits' go together")
+        yield entry.finding((*place, "metric"), f"op '{expect.op}' does not fit metric '{metric}' here; 'excludes' and 'fits' go together")
     elif not logic and expect.op not in ("excludes", "inside") and expect.margin is None:
-        yield entry.finding((*here, "expect"), f"op '{expect.op}' needs a margin, such as {{value: 5, unit: percent}}")
+        yield entry.finding((*place, "expect"), f"op '{expect.op}' needs a margin, such as {{value: 5, unit: percent}}")
     elif kind == "pair" and (expect.at or expect.infeasible):
-        yield entry.finding((*here, "expect"), "'at' and 'infeasible' name variants of a sweep or an interaction; a pair has neither")
+        yield entry.finding((*place, "expect"), "'at' and 'infeasible' name variants of a sweep or an interaction; a pair has neither")
     elif logic and (expect.margin is not None or expect.at or expect.infeasible):
-        yield entry.finding((*here, "expect", "margin"), "a claim that holds or does not has no margin; remove it")
+        yield entry.finding((*place, "expect", "margin"), "a claim that holds or does not has no margin; remove it")
 
 
 _CARD = """\
@@ -294,7 +296,8 @@ profiles: {{cpu: {{}}}}  # and h200x8, or what your machines are
 
 
 def begin(folder: Path, name: str, claims: Collection[str]) -> list[Path]:
-    """Write `cards/NAME.yaml` and `cases/NAME.yaml` there; where no `playbook.toml` tells of own cards yet, one in the working folder that does.
+    """Write `cards/NAME.yaml` and `cases/NAME.yaml` there; where no `playbook.toml` tells of own cards yet, one in the working folder
+    that does.
 
     `claims` are the ids that are taken.
 
@@ -304,13 +307,13 @@ def begin(folder: Path, name: str, claims: Collection[str]) -> list[Path]:
     claim = next(f"U{number}" for number in range(1, 1000) if f"U{number}" not in claims)
     words = {"name": name, "claim": claim, "month": datetime.now(UTC).strftime("%Y-%m")}
     written = {folder / "cards" / f"{name}.yaml": _CARD, folder / "cases" / f"{name}.yaml": _CASE}
-    if there := [path for path in written if path.exists()]:
-        raise ConfigError(f"{there[0]} is there already; choose another name")
+    if existing := [path for path in written if path.exists()]:
+        raise ConfigError(f"{existing[0]} is there already; choose another name")
     for path, text in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         files.create(path, text.format(**words))
     if own_file() is not None:
         return [*written]
-    own = Path(OWN_FILE)
-    files.create(own, "".join(f"{kind} = {json.dumps((folder / kind).as_posix())}\n" for kind in ("cards", "cases")))
-    return [*written, own]
+    own_toml = Path(OWN_FILE)
+    files.create(own_toml, "".join(f"{kind} = {json.dumps((folder / kind).as_posix())}\n" for kind in ("cards", "cases")))
+    return [*written, own_toml]

@@ -78,8 +78,8 @@ class Expect(Strict):
     A sweep compares the last value with the first by `>=`, `<=` and `within`, or asks for a shape of the curve: `best`, `not_best`,
     `band`, `rising`, `knee`, `reaches`. An interaction compares the effect of its first factor at the second factor's two levels: `>=`,
     `<=` and `within` speak of the difference of the two effects (on logarithms, a ratio of ratios), `crossover` of their signs.
-    `excludes`: exactly the variants of `infeasible` cannot run. `inside`: each value of a prediction lies in the interval that its case names;
-    it has no margin. `playbook_bench.judge.effects` says when each is confirmed and refuted.
+    `excludes`: exactly the variants of `infeasible` cannot run. `inside`: each value of a prediction lies in the interval that its case
+    names; it has no margin. `playbook_bench.judge.effects` says when each is confirmed and refuted.
 
     A rate or a count of bytes is compared as a ratio: where lower is better, `ratio: 2` means half as much, which is also `percent: 100`
     (twice as good). Shares and counts that may be zero are compared by difference, in points or in counts.
@@ -163,7 +163,7 @@ class Sizes(Strict):
     keep: dict[str, str] = Field(default_factory=dict)
     """What `playbook plan --fix` takes."""
     agrees: list[dict[str, Any]] = Field(default_factory=list)
-    """Predicates over the run, as a scope has them; it lies in one of them. Elsewhere the planner is followed, and where there are none, always."""
+    """Predicates over the run, as a scope has them: it lies in one. Elsewhere, and where there are none, the planner is followed."""
 
 
 class Decision(Strict):
@@ -261,7 +261,7 @@ class Card(Strict):
     phase: Literal["fit", "scale", "profile", "retune"]
     wall: Literal["memory", "communication", "compute", "host", "data"]
     own_trainer: bool = False
-    """It speaks of Playbook's own trainer: its claims are tested like any, and it has its page, but no list and no search of guidance names it."""
+    """It speaks of Playbook's own trainer: its claims are tested and it has its page, but no list or search of guidance names it."""
     scope: dict[str, Any] = Field(default_factory=dict)
     """Scope of the whole card: runs outside it find nothing of use in it."""
     claims: list[Claim] = Field(min_length=1)

@@ -54,15 +54,15 @@ RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*\Z")
 
 def problems(scope: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is wrong with a scope as it is written: (key, message) for each."""
-    found = []
+    faults = []
     for key, predicate in scope.items():
         if key not in KEYS:
-            found.append((key, f"unknown scope key '{key}'{did_you_mean(key, KEYS)}"))
+            faults.append((key, f"unknown scope key '{key}'{did_you_mean(key, KEYS)}"))
             continue
         fault = _fault(KEYS[key], predicate)
         if fault:
-            found.append((key, f"scope '{key}': {fault}"))
-    return found
+            faults.append((key, f"scope '{key}': {fault}"))
+    return faults
 
 
 def unmet(scope: Mapping[str, Any], facts: Mapping[str, Any], waive: Collection[str] = ()) -> list[str]:
@@ -78,13 +78,14 @@ def unmet(scope: Mapping[str, Any], facts: Mapping[str, Any], waive: Collection[
     for key, predicate in scope.items():
         if key in waive:
             continue
-        found = facts.get(key)
-        if found is None or not _holds(KEYS[key], predicate, found):
-            missing.append(f"{key}: found {'nothing' if found is None else _show(found)}, expected {_show(predicate)}")
+        fact = facts.get(key)
+        if fact is None or not _holds(KEYS[key], predicate, fact):
+            missing.append(f"{key}: found {'nothing' if fact is None else _show(fact)}, expected {_show(predicate)}")
     return missing
 
 
 def _fault(kind: Kind, predicate: Any) -> str | None:
+    """What is wrong with a predicate of this kind; None where it is sound."""
     if isinstance(predicate, list):
         if not predicate:
             return "an empty list is met by nothing; name at least one value"
@@ -109,27 +110,27 @@ def _fault(kind: Kind, predicate: Any) -> str | None:
     return None
 
 
-def _holds(kind: Kind, predicate: Any, found: Any) -> bool:
+def _holds(kind: Kind, predicate: Any, fact: Any) -> bool:
     if isinstance(predicate, list):
-        return any(_holds(kind, p, found) for p in predicate)
+        return any(_holds(kind, p, fact) for p in predicate)
     if kind == "flag":
-        return bool(found == predicate)
+        return bool(fact == predicate)
     if kind == "word":
-        have = set(_words(str(found)))
+        have = set(_words(str(fact)))
         return any(set(_words(part)) <= have for part in predicate.split("|"))
-    if not isinstance(found, int | float):
+    if not isinstance(fact, int | float):
         return False
-    return _number_holds(predicate, float(found)) if isinstance(predicate, str) else bool(found == predicate)
+    return _number_holds(predicate, float(fact)) if isinstance(predicate, str) else bool(fact == predicate)
 
 
-def _number_holds(predicate: str, found: float) -> bool:
+def _number_holds(predicate: str, fact: float) -> bool:
     span = RANGE.match(predicate)
     if span:
-        return float(span[1]) <= found <= float(span[2])
+        return float(span[1]) <= fact <= float(span[2])
     match = COMPARE.match(predicate)
     assert match is not None  # `problems` has accepted it
     op, bound = match[1] or "==", float(match[2])
-    return {">=": found >= bound, "<=": found <= bound, "==": found == bound, ">": found > bound, "<": found < bound}[op]
+    return {">=": fact >= bound, "<=": fact <= bound, "==": fact == bound, ">": fact > bound, "<": fact < bound}[op]
 
 
 def _words(text: str) -> list[str]:
@@ -167,15 +168,17 @@ def agrees(sizes: Sizes, run: Mapping[str, Any]) -> bool:
 
 
 def follow(card: Card, run: Facts) -> list[str]:
-    """One line for each rule of a card whose size holds for a run, else one that names the planner; none where the run or the card says nothing of sizes."""
+    """One line for each rule of a card whose size holds for a run, else one that names the planner; none where the run or the card says
+    nothing of sizes.
+    """
     rules = [rule.sizes for rule in card.decide if rule.sizes]
     if not rules or run.model is None or run.seq_len is None:
         return []
     plan = _command(run)
     each = run.each()
     near = [s for s in rules if all(agrees(s, facts) for facts in each) and _room(s, run.seq_len, run.gpus)]
-    held = [f"{' '.join(words(s, run.seq_len))} by the card, within 5 % of the planner's fastest layout; the rest by {plan}" for s in near]
-    return held or [
+    lines = [f"{' '.join(words(s, run.seq_len))} by the card, within 5 % of the planner's fastest layout; the rest by {plan}" for s in near]
+    return lines or [
         f"{plan}: the card's rule is not known to come within 5 % of its fastest layout here, and it weighs memory, TP, CP and EP together"
     ]
 

@@ -1,9 +1,9 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
-A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it answers. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.terms` judges it, is answered with the reason
-and what is nearest.
-Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
+A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it
+answers. Every hit says why it was found and whether any of its claims speaks for the machine that was stated. A question that the cards
+do not cover, as `playbook.cards.terms` judges it, is answered with the reason and what is nearest. Sources: Robertson and Zaragoza, The
+Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from playbook.cards.scope import follow, unmet
 from playbook.cards.terms import (
     LEAST,
     MOST,
-    Asked,
     Facts,
+    KnownQuestion,
     Likeness,
     Signs,
     against,
@@ -71,13 +71,13 @@ def load_sections() -> list[Section]:
 def sections(source: str, text: str) -> list[Section]:
     """A file's sections; what stands before its first heading belongs to that."""
     prose = _FENCE.sub("", text)
-    found = list(_HEADING.finditer(prose))
-    if not found:
+    headings = list(_HEADING.finditer(prose))
+    if not headings:
         return []
-    top = found[0][2]
-    ends = [m.start() for m in found[1:]] + [len(prose)]
-    out = [Section(source, m[2] if m[2] == top else f"{top}: {m[2]}", prose[m.end() : end]) for m, end in zip(found, ends, strict=True)]
-    return [Section(source, out[0].title, prose[: found[0].start()] + out[0].text), *out[1:]]
+    top = headings[0][2]
+    ends = [m.start() for m in headings[1:]] + [len(prose)]
+    out = [Section(source, m[2] if m[2] == top else f"{top}: {m[2]}", prose[m.end() : end]) for m, end in zip(headings, ends, strict=True)]
+    return [Section(source, out[0].title, prose[: headings[0].start()] + out[0].text), *out[1:]]
 
 
 MAX_QUERY = 2000
@@ -124,7 +124,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """What a search found, or why nothing answers."""
 
     hits: list[Hit]
@@ -153,7 +153,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Index:
+class SearchIndex:
     """The cards, prepared. Build it once with `index`; a search reads it only."""
 
     cards: Mapping[str, Card]
@@ -162,12 +162,12 @@ class Index:
     fields: Mapping[str, Any]
     pieces: Any
     vocabulary: Mapping[str, frozenset[str]]
-    own: Mapping[str, frozenset[str]]
+    title_terms: Mapping[str, frozenset[str]]
     """Terms in the title, the aliases, the symptoms and the pitfalls of each card."""
     named: frozenset[str]
     """All of these."""
     weights: Mapping[str, float]
-    asked: Sequence[Asked]
+    known_questions: Sequence[KnownQuestion]
     """Known questions that one of the cards answers, or none does."""
     odds: Mapping[str, float]
     """By how much each term of theirs speaks against a card."""
@@ -178,43 +178,46 @@ class Index:
     """The index of the pages."""
 
 
-def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
+def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> SearchIndex:
     """The cards of guidance prepared for search, and sections of guides and skills to name beside them."""
     cards = guidance(cards)
     passages = list(dict.fromkeys(p for card in cards.values() for p in _passages(card)))
     tokens = [terms(p.text) for p in passages]
-    held: dict[str, dict[str, list[str]]] = {i: {name: [] for name in FIELDS} for i in cards}
+    terms_of_cards: dict[str, dict[str, list[str]]] = {i: {name: [] for name in FIELDS} for i in cards}
     for passage, words in zip(passages, tokens, strict=True):
-        held[passage.card]["body"] += words
+        terms_of_cards[passage.card]["body"] += words
         if passage.kind in ("title", "alias"):
-            held[passage.card]["title"] += words
+            terms_of_cards[passage.card]["title"] += words
         if passage.kind in ("symptom", "pitfall", "alias"):
-            held[passage.card]["signs"] += words
-    vocabulary = {i: frozenset(parts["body"]) for i, parts in held.items()}
-    own = {i: frozenset(parts["title"] + parts["signs"]) for i, parts in held.items()}
+            terms_of_cards[passage.card]["signs"] += words
+    vocabulary = {i: frozenset(parts["body"]) for i, parts in terms_of_cards.items()}
+    title_terms = {i: frozenset(parts["title"] + parts["signs"]) for i, parts in terms_of_cards.items()}
     frequency = Counter(t for words in tokens for t in set(words))
-    asked = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
-    return Index(
+    questions = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
+    return SearchIndex(
         cards=cards,
         passages=dict(zip(passages, map(frozenset, tokens), strict=True)),
-        fields={name: _bm25([parts[name] for parts in held.values()]) for name in FIELDS},
+        fields={name: _bm25([parts[name] for parts in terms_of_cards.values()]) for name in FIELDS},
         pieces=_bm25(tokens),
         vocabulary=vocabulary,
-        own=own,
-        named=frozenset().union(*own.values()),
+        title_terms=title_terms,
+        named=frozenset().union(*title_terms.values()),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
-        asked=asked,
-        odds=odds(asked),
-        alike=likeness(asked, list(cards)),
+        known_questions=questions,
+        odds=odds(questions),
+        alike=likeness(questions, list(cards)),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
 
 
-def search(found: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> Answer:
+def search(
+    index: SearchIndex, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5
+) -> SearchResult:
     """The cards that answer a question, best first; where they do not cover it or none applies to the stated run, why, and what is nearest.
 
-    Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with these ids, and cards that have one.
+    Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with
+    these ids, and cards that have one.
 
     Raises:
         PlaybookError: the question is too long, or holds no word.
@@ -223,27 +226,29 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         raise PlaybookError(
             f"the question has {len(query)} characters; at most {MAX_QUERY} are read, ask with a few words or one error line"
         )
-    asked = opening(query)
-    words = terms(asked)
+    beginning = opening(query)
+    words = terms(beginning)
     if foreign_share(query) > MOSTLY:
-        return Answer(
+        return SearchResult(
             [], "the cards are in English, and most of this question is in another script; ask in English, or with the error line"
         )
     if not words:
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
-    ranked = rank(found, words)
-    nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
-    subjects = [phrase for phrase, term in phrases(asked) if term not in found.named]
-    if not ranked or covered(signs(found, asked, words, ranked)) < LEAST:
-        return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
+    ranked = rank(index, words)
+    nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(index, words)
+    subjects = [phrase for phrase, term in phrases(beginning) if term not in index.named]
+    if not ranked or covered(signs(index, beginning, words, ranked)) < LEAST:
+        return SearchResult([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
-    kept = (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE)
-    hits = [hit for r in kept if (hit := _hit(found, r, words, run, only)) is not None]
+    chosen = (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE)
+    hits = [hit for r in chosen if (hit := _hit(index, r, words, run, only)) is not None]
     if any(h.applies for h in hits):
-        return Answer(sorted((h for h in hits if h.applies or not _of_other_models(h)), key=lambda h: not h.applies)[:limit], pages=pages)
+        return SearchResult(
+            sorted((h for h in hits if h.applies or not _of_other_models(h)), key=lambda h: not h.applies)[:limit], pages=pages
+        )
     out = next((h for h in hits if not h.applies), None)
     why = f"{out.id} would answer, and does not apply to the stated run ({out.limits[0]})" if out else "no claim of that status answers"
-    return Answer([], why, nearest, pages)
+    return SearchResult([], why, nearest, pages)
 
 
 def _passages(card: Card) -> Iterator[Passage]:
@@ -283,91 +288,92 @@ class Ranked:
     passages: list[tuple[float, Passage]]
 
 
-def rank(found: Index, words: list[str]) -> list[Ranked]:
+def rank(index: SearchIndex, words: list[str]) -> list[Ranked]:
     """The cards that share a word with the question, best first."""
-    scores = {card_id: ALIKE * odds for card_id, odds in found.alike.of(words).items()}
+    scores = {card_id: ALIKE * odds for card_id, odds in index.alike.of(words).items()}
     for name, weight in FIELDS.items():
-        for card_id, score in zip(found.cards, _scores(found.fields[name], words), strict=True):
+        for card_id, score in zip(index.cards, _scores(index.fields[name], words), strict=True):
             scores[card_id] += weight * float(score)
-    matched: dict[str, list[tuple[float, Passage]]] = {i: [] for i in found.cards}
-    for passage, score in zip(found.passages, _scores(found.pieces, words), strict=True):
+    matched: dict[str, list[tuple[float, Passage]]] = {i: [] for i in index.cards}
+    for passage, score in zip(index.passages, _scores(index.pieces, words), strict=True):
         if score > 0:
             matched[passage.card].append((float(score), passage))
     out = []
-    for card_id, own in matched.items():
-        if own:
-            own.sort(key=lambda m: -m[0])
-            best = own[0][0]
-            out.append(Ranked(card_id, scores[card_id] + PASSAGE * best, _evidence(found, card_id, words, best), own))
+    for card_id, scored in matched.items():
+        if scored:
+            scored.sort(key=lambda m: -m[0])
+            best = scored[0][0]
+            out.append(Ranked(card_id, scores[card_id] + PASSAGE * best, _evidence(index, card_id, words, best), scored))
     return sorted(out, key=lambda r: -r.score)
 
 
-def signs(found: Index, asked: str, words: list[str], ranked: Sequence[Ranked]) -> Signs:
+def signs(index: SearchIndex, beginning: str, words: list[str], ranked: Sequence[Ranked]) -> Signs:
     """What speaks for and against an answer, given the terms of the question and the cards that share one."""
     first = ranked[0]
     return Signs(
         evidence=max(r.evidence for r in ranked),
         passage=log1p(first.passages[0][0]),
-        own=_share(_weights(found, words), found.own[first.card]),
-        beyond=float(min(MOST, sum(term not in found.named for _, term in phrases(asked)))),
-        odds=against(found.odds, words),
-        **kinds(asked),
+        own=_share(_weights(index, words), index.title_terms[first.card]),
+        beyond=float(min(MOST, sum(term not in index.named for _, term in phrases(beginning)))),
+        odds=against(index.odds, words),
+        **kinds(beginning),
     )
 
 
-def _pages(found: Index, words: list[str]) -> list[Section]:
+def _pages(index: SearchIndex, words: list[str]) -> list[Section]:
     """The sections that match best, one of each page."""
-    if found.sections is None:
+    if index.sections is None:
         return []
-    scored = sorted(zip(_scores(found.sections, words), found.pages, strict=True), key=lambda s: -s[0])
-    least = _LEAST_PAGE * sum(_weights(found, words).values())
+    scored = sorted(zip(_scores(index.sections, words), index.pages, strict=True), key=lambda s: -s[0])
+    least = _LEAST_PAGE * sum(_weights(index, words).values())
     best = {p.source: p for score, p in reversed(scored) if score > least}
     return [p for _, p in scored if best.get(p.source) is p][:_PAGES]
 
 
-def _evidence(found: Index, card_id: str, words: list[str], best: float) -> float:
+def _evidence(index: SearchIndex, card_id: str, words: list[str], best: float) -> float:
     """How well a card covers a question, from 0 up.
 
     It is the share of the question's information (inverse document frequency) that the card holds, times the root of its best passage's
     score in units of the rarest word.
     """
-    weights, most = _weights(found, words), max(found.weights.values())
-    return _share(weights, found.vocabulary[card_id]) * sqrt(best / most)
+    weights, most = _weights(index, words), max(index.weights.values())
+    return _share(weights, index.vocabulary[card_id]) * sqrt(best / most)
 
 
-def _share(weights: Mapping[str, float], held: frozenset[str]) -> float:
+def _share(weights: Mapping[str, float], vocabulary: frozenset[str]) -> float:
     """The share of a question's information that a set of terms holds."""
-    return sum(v for w, v in weights.items() if w in held) / (sum(weights.values()) or 1.0)
+    return sum(v for w, v in weights.items() if w in vocabulary) / (sum(weights.values()) or 1.0)
 
 
-def _weights(found: Index, words: list[str]) -> dict[str, float]:
+def _weights(index: SearchIndex, words: list[str]) -> dict[str, float]:
     """The information of each word. Whole identifiers have none, since their words are there too, nor have figures that no card has."""
-    unknown = UNKNOWN * max(found.weights.values())
+    unknown = UNKNOWN * max(index.weights.values())
     counted = [w for w in words if w.startswith("=") or "_" not in w]
-    return {w: found.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
+    return {w: index.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
 
 
-def _told(found: Index, ranked: Ranked, words: list[str]) -> Passage:
+def _quoted(index: SearchIndex, ranked: Ranked, words: list[str]) -> Passage:
     """The sentence to quote: of the best, the one whose score times its share of the question's information is highest."""
-    weights = _weights(found, words)
+    weights = _weights(index, words)
     sentences = [m for m in ranked.passages if m[1].kind not in ("alias", "comparison")] or ranked.passages
-    return max(sentences[:_QUOTABLE], key=lambda m: m[0] * sum(v for w, v in weights.items() if w in found.passages[m[1]]))[1]
+    return max(sentences[:_QUOTABLE], key=lambda m: m[0] * sum(v for w, v in weights.items() if w in index.passages[m[1]]))[1]
 
 
-def _hit(found: Index, ranked: Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
-    card = found.cards[ranked.card]
+def _hit(index: SearchIndex, ranked: Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
+    """The hit of a ranked card; None where `only` leaves none of its claims."""
+    card = index.cards[ranked.card]
     near = list(dict.fromkeys(p.claim for _, p in ranked.passages if p.claim))
     claims = [c for i in near for c in card.claims if c.id == i] + [c for c in card.claims if c.id not in near]
-    kept = [c for c in claims if only is None or c.id in only or (c.mechanism_check and c.mechanism_check.id in only)]
-    if not kept:
+    chosen = [c for c in claims if only is None or c.id in only or (c.mechanism_check and c.mechanism_check.id in only)]
+    if not chosen:
         return None
-    limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in kept}
+    limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in chosen}
     whole = _limits(card.scope, run)
-    best = _told(found, ranked, words)
+    best = _quoted(index, ranked, words)
     return Hit(
         id=card.id,
         title=card.title,
-        claims=sorted((c.id for c in kept), key=lambda i: bool(limits[i])),
+        claims=sorted((c.id for c in chosen), key=lambda i: bool(limits[i])),
         why=f"{best.kind}{' ' + best.claim if best.claim else ''}: {best.text}",
         applies=not whole and any(not v for v in limits.values()),
         limits=[f"the card: {'; '.join(whole)}"] if whole else [f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
@@ -382,16 +388,16 @@ def _of_other_models(hit: Hit) -> bool:
 
 def _limits(scope: Mapping[str, Any], run: Facts, *, cpu: bool = False) -> list[str]:
     """What of a scope the stated run does not meet; nothing where any of the named GPUs meets all that is known of it, or `cpu` will do."""
-    found: list[str] = []
+    unmet_parts: list[str] = []
     named = list(run.each())
-    for known in named:
-        asked = {k: v for k, v in scope.items() if k in known}
-        found = unmet(asked, known)
-        if not found or (cpu and known.get("gpu") == "cpu"):
+    for facts_of_gpu in named:
+        decidable = {k: v for k, v in scope.items() if k in facts_of_gpu}
+        unmet_parts = unmet(decidable, facts_of_gpu)
+        if not unmet_parts or (cpu and facts_of_gpu.get("gpu") == "cpu"):
             return []
     if len(named) > 1:  # a family of GPUs: none of them will do, not the last alone
-        return unmet(asked, {**known, "gpu": " or ".join(str(k["gpu"]) for k in named)})
-    return found
+        return unmet(decidable, {**facts_of_gpu, "gpu": " or ".join(str(k["gpu"]) for k in named)})
+    return unmet_parts
 
 
 @contextmanager
@@ -412,14 +418,14 @@ def _bm25(documents: list[list[str]]) -> Any:
     with _without("numba", "jax", "scipy.sparse", "tqdm"):
         import bm25s
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for every message when it is imported
-    made = bm25s.BM25(method="lucene", k1=K1, b=B, backend="numpy", csc_backend="numpy")
-    made.index(documents, show_progress=False)
-    return made
+    documents_index = bm25s.BM25(method="lucene", k1=K1, b=B, backend="numpy", csc_backend="numpy")
+    documents_index.index(documents, show_progress=False)
+    return documents_index
 
 
-def _scores(made: Any, words: list[str]) -> Sequence[float]:
-    known = [w for w in words if w in made.vocab_dict]
-    if not known:
-        return [0.0] * int(made.scores["num_docs"])
-    out: Sequence[float] = made.get_scores(known).tolist()
+def _scores(documents_index: Any, words: list[str]) -> Sequence[float]:
+    indexed = [w for w in words if w in documents_index.vocab_dict]
+    if not indexed:
+        return [0.0] * int(documents_index.scores["num_docs"])
+    out: Sequence[float] = documents_index.get_scores(indexed).tolist()
     return out

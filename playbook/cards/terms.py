@@ -72,10 +72,10 @@ class Facts:
         """Whether anything is said."""
         return self != Facts()
 
-    def over(self, found: Facts) -> Facts:
+    def over(self, fallback: Facts) -> Facts:
         """These facts, with those of `found` where these say nothing."""
-        mine = {k: v for k, v in vars(self).items() if v not in (None, ())}  # no GPU at all is said, too
-        return replace(found, **mine)
+        stated_facts = {k: v for k, v in vars(self).items() if v not in (None, ())}  # no GPU at all is said, too
+        return replace(fallback, **stated_facts)
 
     def each(self) -> list[dict[str, Any]]:
         """The facts as `playbook.cards.scope` asks for them, once for every GPU name."""
@@ -101,7 +101,10 @@ def _power(match: re.Match[str]) -> str:
 
 
 def opening(text: str) -> str:
-    """What a pasted text asks: its first line of prose and the prose right below. Where it has none, its first line, or its last below a heading."""
+    """What a pasted text asks: its first line of prose and the prose right below.
+
+    Where it has none, its first line, or its last below a heading.
+    """
     lines = [line.strip() for line in text.splitlines()]
     start = next((i for i, line in enumerate(lines) if _is_prose(line)), None)
     if start is None:
@@ -121,7 +124,7 @@ def terms(text: str) -> list[str]:
     line = normal(text)
     spaced = " ".join(_WORD.findall(line))
     named = [term for _, term in _phrases(spaced)]
-    parts = [part.lower() for word in text.split() if not word.islower() and len(found := _CAMEL.split(word)) > 1 for part in found]
+    parts = [part.lower() for word in text.split() if not word.islower() and len(pieces := _CAMEL.split(word)) > 1 for part in pieces]
     words = [w for w in [*spaced.split(), *parts] if w not in _stop_words()]
     return [*_stemmer().stemWords(words), *named, *_IDENTIFIER.findall(line)]
 
@@ -138,13 +141,13 @@ def phrases(text: str) -> list[tuple[str, str]]:
 
 def _phrases(spaced: str) -> list[tuple[str, str]]:
     table, starts, gapped, named = _synonyms()
-    said, found, place = spaced.split(" "), [], 0
-    while place < len(said):
-        phrase = next((p for p in starts.get(said[place], ()) if said[place : place + len(p)] == p), None)
+    tokens, matches, place = spaced.split(" "), [], 0
+    while place < len(tokens):
+        phrase = next((p for p in starts.get(tokens[place], ()) if tokens[place : place + len(p)] == p), None)
         if phrase:
-            found += [(" ".join(phrase), term) for term in table[" ".join(phrase)]]
+            matches += [(" ".join(phrase), term) for term in table[" ".join(phrase)]]
         place += len(phrase or [""])
-    return found + [(m.group(0), named[m.lastgroup]) for m in gapped.finditer(spaced) if m.lastgroup]
+    return matches + [(m.group(0), named[m.lastgroup]) for m in gapped.finditer(spaced) if m.lastgroup]
 
 
 def tables(texts: Iterable[str]) -> dict[str, Any]:
@@ -199,11 +202,11 @@ def stated(hardware: str | None, model: str | None, gpus: int | None) -> Facts:
     preset = None if model is None else named(model)
     if model is not None and not preset:
         raise PlaybookError(f"{not_known(model)}; or leave the model out")
-    found = facts((hardware or "")[:100])
-    if hardware and not found.hardware:
+    run = facts((hardware or "")[:100])
+    if hardware and not run.hardware:
         word = _device(hardware)
-        found = Facts((word,), 0 if word == "cpu" else found.gpus)
-    return Facts(found.hardware, found.gpus if gpus is None else gpus, preset)
+        run = Facts((word,), 0 if word == "cpu" else run.gpus)
+    return Facts(run.hardware, run.gpus if gpus is None else gpus, preset)
 
 
 def _device(hardware: str) -> str:
@@ -213,8 +216,8 @@ def _device(hardware: str) -> str:
     try:
         return cluster(hardware).name
     except ConfigError:
-        known = ", ".join(sorted({"cpu", *clusters(), *GPUS, *FAMILIES}))
-        raise PlaybookError(f"hardware '{hardware[:40]}' is not known; expected one of {known}; or leave it out") from None
+        names = ", ".join(sorted({"cpu", *clusters(), *GPUS, *FAMILIES}))
+        raise PlaybookError(f"hardware '{hardware[:40]}' is not known; expected one of {names}; or leave it out") from None
 
 
 def _model(line: str) -> str | None:
@@ -226,7 +229,9 @@ def _model(line: str) -> str | None:
 
 @cache
 def _synonyms() -> tuple[Mapping[str, list[str]], Mapping[str, list[list[str]]], re.Pattern[str], Mapping[str, str]]:
-    """The names of each phrase, the phrases that begin with a word, longest first, and a pattern for phrases with a gap, its groups with their names."""
+    """The names of each phrase, the phrases that begin with a word, longest first, and a pattern for phrases with a gap, its groups with
+    their names.
+    """
     groups: Mapping[str, Sequence[str]] = parse((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"), _SYNONYMS)[0]
     table: dict[str, list[str]] = {}
     gapped: dict[str, tuple[str, str]] = {}
@@ -274,7 +279,7 @@ PRIOR = 50.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class KnownQuestion:
     """One question, paraphrased."""
 
     text: str
@@ -295,40 +300,40 @@ class Likeness:
 
     many: Mapping[str, float]
     """Known questions of each card; one with several cards counts in parts."""
-    held: Mapping[str, Mapping[str, float]]
+    counts: Mapping[str, Mapping[str, float]]
     """For each term, those of each card that have it."""
     share: Mapping[str, float]
     """For each term, the share of all questions with a card that have it."""
 
-    def of(self, said: Iterable[str]) -> dict[str, float]:
+    def of(self, question_terms: Iterable[str]) -> dict[str, float]:
         """For each card, the log odds of these terms between its questions and all, as naive Bayes has them."""
         out = dict.fromkeys(self.many, 0.0)
-        for term in {t for t in said if t in self.share}:
-            held, share = self.held[term], self.share[term]
+        for term in {t for t in question_terms if t in self.share}:
+            counts, share = self.counts[term], self.share[term]
             for card, many in self.many.items():
-                out[card] += log((held.get(card, 0.0) / share + PRIOR) / (many + PRIOR))
+                out[card] += log((counts.get(card, 0.0) / share + PRIOR) / (many + PRIOR))
         return out
 
 
-def likeness(asked: Sequence[Asked], cards: Collection[str]) -> Likeness:
+def likeness(questions: Sequence[KnownQuestion], cards: Collection[str]) -> Likeness:
     """The terms of known questions, counted for each of these cards."""
-    known = [(q.said, q.cards.intersection(cards)) for q in asked if not q.cards.isdisjoint(cards)]
+    answered = [(q.said, q.cards.intersection(cards)) for q in questions if not q.cards.isdisjoint(cards)]
     many = dict.fromkeys(cards, 0.0)
-    held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for said, answers in known:
+    counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for question_terms, answers in answered:
         for card in answers:
             many[card] += 1 / len(answers)
-            for term in said:
-                held[term][card] += 1 / len(answers)
-    frequency = Counter(t for said, _ in known for t in said)
-    return Likeness(many, held, {t: (n + 1) / (len(known) + 2) for t, n in frequency.items()})
+            for term in question_terms:
+                counts[term][card] += 1 / len(answers)
+    frequency = Counter(t for question_terms, _ in answered for t in question_terms)
+    return Likeness(many, counts, {t: (n + 1) / (len(answered) + 2) for t, n in frequency.items()})
 
 
 @cache
-def load_asked() -> tuple[Asked, ...]:
+def load_asked() -> tuple[KnownQuestion, ...]:
     """The questions that ship."""
     with (data_root("tables") / _FILE).open(encoding="utf-8", newline="") as file:
-        return tuple(Asked(row["question"], frozenset(row["cards"].split()), row["thread"]) for row in csv.DictReader(file))
+        return tuple(KnownQuestion(row["question"], frozenset(row["cards"].split()), row["thread"]) for row in csv.DictReader(file))
 
 
 # Whether the cards cover a question at all: a logistic regression over a few signs, its weights in a table.
@@ -341,7 +346,8 @@ _WEIGHTS = "coverage.yaml"
 MOST = 2
 """How many words of a kind, or phrases, count at most, so that a long question says no more than a short one."""
 LEAST = -0.8
-"""Log odds from which on the search answers: with each sixth of the known questions left out of the fit, one covered question in 33 stays unanswered."""
+"""Log odds from which on the search answers: with each sixth of the known questions left out of the fit, one covered question in 33 stays
+unanswered."""
 _UNSEEN = 0.3
 """What a word counts that is in no known question of a kind, in questions."""
 
@@ -376,28 +382,30 @@ def covered(signs: Signs) -> float:
 
 def kinds(text: str) -> dict[str, float]:
     """How many words of each kind a question has."""
-    said = words(text)
-    return {kind: float(min(MOST, sum(w in known for w in said))) for kind, known in load_words().items()}
+    question_words = words(text)
+    return {kind: float(min(MOST, sum(w in kind_words for w in question_words))) for kind, kind_words in load_words().items()}
 
 
-def odds(asked: Sequence[Asked]) -> dict[str, float]:
-    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them; under the empty name, of any other."""
-    held = {has: Counter(t for q in asked if bool(q.cards) is has for t in q.said) for has in (True, False)}
-    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * _UNSEEN for has in held}
-    share = {t: {has: (held[has][t] + _UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
+def odds(questions: Sequence[KnownQuestion]) -> dict[str, float]:
+    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them; under the empty
+    name, of any other.
+    """
+    counts = {has: Counter(t for q in questions if bool(q.cards) is has for t in q.said) for has in (True, False)}
+    many = {has: sum(bool(q.cards) is has for q in questions) + 2 * _UNSEEN for has in counts}
+    share = {t: {has: (counts[has][t] + _UNSEEN) / many[has] for has in counts} for t in {*counts[True], *counts[False], ""}}
     return {t: log(s[False] / s[True]) for t, s in share.items()}
 
 
-def against(known: Mapping[str, float], said: Iterable[str]) -> float:
+def against(log_odds: Mapping[str, float], question_terms: Iterable[str]) -> float:
     """The log odds that these terms speak against a card, each counted once."""
-    return float(sum(known.get(t, known[""]) for t in set(said)))
+    return float(sum(log_odds.get(t, log_odds[""]) for t in set(question_terms)))
 
 
 @cache
 def load_words() -> Mapping[str, frozenset[str]]:
     """The words of each kind."""
     table: Mapping[str, Sequence[str]] = parse((data_root("tables") / _WORDS).read_text(encoding="utf-8"), _WORDS)[0]
-    return {kind: frozenset(known) for kind, known in table.items()}
+    return {kind: frozenset(kind_words) for kind, kind_words in table.items()}
 
 
 @cache

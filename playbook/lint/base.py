@@ -19,7 +19,7 @@ _GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "G
 
 
 @dataclass(frozen=True)
-class Shelf:
+class LintInput:
     """The input of a rule: the cards to check, all cards that they can disagree with (the checked ones last), and today's date."""
 
     checked: Sequence[LoadedCard]
@@ -28,29 +28,29 @@ class Shelf:
 
     def pairs(self) -> Iterator[tuple[LoadedCard, LoadedCard]]:
         """Every pair of cards whose second card is checked, each once; a card is also paired with itself."""
-        asked = {id(e) for e in self.checked}
+        checked = {id(e) for e in self.checked}
         for j, second in enumerate(self.every):
-            if id(second) in asked:
+            if id(second) in checked:
                 yield from ((first, second) for first in self.every[: j + 1])
 
 
 @dataclass(frozen=True)
-class Rule:
+class LintRule:
     """One lint rule; `check` yields (card, place in the card, message) for each finding."""
 
     id: str
     title: str
-    check: Callable[[Shelf], Iterator[Found]]
+    check: Callable[[LintInput], Iterator[Problem]]
     warning: bool = False
 
-    def run(self, shelf: Shelf) -> Iterator[Finding]:
+    def run(self, shelf: LintInput) -> Iterator[Finding]:
         """The rule's findings, at file:line:column."""
         for entry, where, message in self.check(shelf):
             at = entry.finding(where, message)
             yield Finding(at.file, at.line, at.column, at.message, self.id, self.warning)
 
 
-Found = tuple[LoadedCard, Path_, str]
+Problem = tuple[LoadedCard, Path_, str]
 
 
 @dataclass(frozen=True)
@@ -90,22 +90,22 @@ def configs(entry: LoadedCard) -> Iterator[Config]:
         yield from _variants(entry, ("claims", i), claim)
 
 
-def _variants(entry: LoadedCard, here: Path_, claim: Claim) -> Iterator[Config]:
+def _variants(entry: LoadedCard, place: Path_, claim: Claim) -> Iterator[Config]:
     hardware = " ".join(map(str, _as_list(claim.scope.get("gpu", ""))))
     for variant in ("baseline", "candidate"):
         values = getattr(claim.comparison, variant)
         if values:
-            yield Config(entry, (*here, "comparison", variant), f"the {variant} of {claim.id}", values, _degrees_of(values), hardware)
+            yield Config(entry, (*place, "comparison", variant), f"the {variant} of {claim.id}", values, _degrees_of(values), hardware)
 
 
 def _degrees_of(values: Mapping[str, Any]) -> dict[str, int]:
     """The parallel degrees among dotted keys, such as `parallel.tp`."""
-    found = {}
+    degrees = {}
     for key, value in values.items():
         name = key.rsplit(".", 1)[-1]
         if name in ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp") and isinstance(value, int) and not isinstance(value, bool):
-            found[name] = value
-    return found
+            degrees[name] = value
+    return degrees
 
 
 def gpus_named(text: str) -> frozenset[str]:
@@ -139,9 +139,9 @@ def show(value: Any) -> str:
     return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
 
 
-def place(entry: LoadedCard, here: LoadedCard, label: str) -> str:
+def place(entry: LoadedCard, checked: LoadedCard, label: str) -> str:
     """The label, with the id of its card if that differs from the card being checked."""
-    return label if entry is here else f"{label} of card '{entry.card.id}'"
+    return label if entry is checked else f"{label} of card '{entry.card.id}'"
 
 
 def _as_list(value: Any) -> list[Any]:

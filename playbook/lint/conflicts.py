@@ -1,4 +1,6 @@
-"""Lint rules on what cards claim: undeclared contradictions, comparisons of unequal work, claims that no run can settle, outdated sources."""
+"""Lint rules on what cards claim: undeclared contradictions, comparisons of unequal work, claims that no run can settle, outdated
+sources.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Claim, ConfigFamily, Decision, Expect, Figure
-from playbook.lint.base import Found, Rule, Shelf, gpus_named, is_number, linked, overlap, place, show
+from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, is_number, linked, overlap, place, show
 from playbook.yaml_files import Path_, did_you_mean
 
 _SHARED_ALIASES = 0.6
@@ -21,7 +23,7 @@ _TITLE_OVERLAP = 0.75
 _FILLER = re.compile(r"\b(?:an?|and|at|by|for|from|into?|its?|of|on|or|the|to|using|when|with|choosing|use|guide|training|performance)\b")
 
 
-def _opposed_claims(shelf: Shelf) -> Iterator[Found]:
+def _opposed_claims(shelf: LintInput) -> Iterator[Problem]:
     """Claims on one comparison and metric that cannot both hold where their scopes overlap."""
     index: dict[str, list[tuple[LoadedCard, int, Claim]]] = {}
     for entry in shelf.every:
@@ -29,10 +31,10 @@ def _opposed_claims(shelf: Shelf) -> Iterator[Found]:
             if claim.kind == "pair":
                 sides = sorted(_frozen(getattr(claim.comparison, v)) for v in ("baseline", "candidate"))
                 index.setdefault(json.dumps([claim.metric, *sides]), []).append((entry, i, claim))
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
-            for first, _, a in rows[:n] if id(second) in asked else ():
+            for first, _, a in rows[:n] if id(second) in checked else ():
                 if _opposed(a, b) and overlap(a.scope, b.scope) and not linked(first, a, second, b):
                     message = (
                         f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
@@ -66,10 +68,11 @@ def effect(expect: Expect) -> tuple[str, float, float] | None:
     return scale, low, high
 
 
-def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
+def _opposed_decisions(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set one key, or one knob under two keys, to different values where both apply.
 
-    A condition that only one of them names does not separate them; without a common one, nobody knows. Words such as `order` are keys only where all conditions are common.
+    A condition that only one of them names does not separate them; without a common one, nobody knows. Words such as `order` are keys
+    only where all conditions are common.
     """
     index: dict[str, list[tuple[LoadedCard, int, Decision, str]]] = {}
     for entry in shelf.every:
@@ -77,46 +80,52 @@ def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
             for key in decision.set:
                 words = "" if "." in key else " ".join(sorted(decision.when))
                 index.setdefault(f"{_KNOBS.get(key, key)} {words}", []).append((entry, i, decision, key))
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for rows in index.values():
         for n, (second, i, b, key) in enumerate(rows):
-            for first, _, a, other in rows[:n] if id(second) in asked else ():
+            for first, _, a, other in rows[:n] if id(second) in checked else ():
                 if (key == other and a.set[key] == b.set[key]) or not a.when.keys() & b.when.keys():
                     continue
                 if overlap(a.when, b.when) and not linked(first, None, second, None):
                     who = place(first, second, "another decision")
-                    message = f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep one, or narrow `when`"
+                    message = (
+                        f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep"
+                        " one, or narrow `when`"
+                    )
                     yield second, ("decide", i, "set", key), message
 
 
-def _avoided_settings(shelf: Shelf) -> Iterator[Found]:
+def _avoided_settings(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set what another one says to avoid, in a situation that both meet."""
     warnings: dict[str, list[tuple[int, LoadedCard, Decision]]] = {}
     for n, entry in enumerate(shelf.every):
         for decision in entry.card.decide:
             for key in decision.avoid:
                 warnings.setdefault(key, []).append((n, entry, decision))
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for m, sets in enumerate(shelf.every):
         for i, decision in enumerate(sets.card.decide):
             met = {id(other): (n, warns, other) for key in decision.set for n, warns, other in warnings.get(key, ())}
             for n, warns, other in met.values():
                 later = shelf.every[max(m, n)]
-                if id(later) in asked and overlap(decision.when, other.when) and not linked(warns, None, sets, None):
+                if id(later) in checked and overlap(decision.when, other.when) and not linked(warns, None, sets, None):
                     yield from _avoided(warns, other, sets, i, decision)
 
 
-def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decision: Decision) -> Iterator[Found]:
+def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decision: Decision) -> Iterator[Problem]:
     for key in sorted(decision.set.keys() & other.avoid.keys()):
         common = _members(decision.set[key]) & _members(other.avoid[key])
         if common:
             because = ", ".join(other.because)
             who = place(warns, sets, "a decision")
-            message = f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or narrow `when`"
+            message = (
+                f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or"
+                " narrow `when`"
+            )
             yield sets, ("decide", i, "set", key), message
 
 
-def _unsupported_decisions(shelf: Shelf) -> Iterator[Found]:
+def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
     """Decisions for the sake of a metric that a claim says the setting does not improve."""
     claims = {c.id: (e, c) for e in shelf.every for c in e.card.claims}
     useless = [(e, c) for e, c in claims.values() if c.kind == "pair" and _gains_nothing(c) and c.comparison.candidate]
@@ -141,19 +150,19 @@ def _gains_nothing(claim: Claim) -> bool:
     return bounds is not None and bounds[0] == "log" and bounds[2] <= math.log(1.02)
 
 
-def _same_row(shelf: Shelf) -> Iterator[Found]:
+def _same_row(shelf: LintInput) -> Iterator[Problem]:
     """Families that describe one configuration with different values, or fill in a value that the source does not give."""
     index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for entry in shelf.every:
         for i, family in enumerate(entry.card.families):
             index.setdefault((family.model, family.gpus), []).append((entry, i, family))
-            for key in sorted(set(family.unspecified) & family.layout.keys()) if id(entry) in asked else ():
+            for key in sorted(set(family.unspecified) & family.layout.keys()) if id(entry) in checked else ():
                 message = f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one"
                 yield entry, ("families", i, "layout", key), message
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
-            for first, j, a in rows[:n] if id(second) in asked else ():
+            for first, j, a in rows[:n] if id(second) in checked else ():
                 if _one_row(a, b) and gpus_named(a.hardware) & gpus_named(b.hardware) and not linked(first, None, second, None):
                     yield from _row_differs(first, j, a, second, i, b)
 
@@ -162,16 +171,19 @@ def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
     if a.layout == b.layout and not a.unspecified and not b.unspecified:
         return False  # nothing to disagree about
     grid = [k for k in ("tp", "pp", "cp", "ep", "etp") if k in a.layout and k in b.layout]
-    same = all(a.layout[k] == b.layout[k] for k in grid)
+    equal_degrees = all(a.layout[k] == b.layout[k] for k in grid)
     work = all(a.settings[k] == b.settings[k] for k in ("seq_len", "precision") if k in a.settings and k in b.settings)
-    return work and same and (len(grid) >= 3 or a.name == b.name)
+    return work and equal_degrees and (len(grid) >= 3 or a.name == b.name)
 
 
-def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
+def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Problem]:
     other = place(first, second, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):
         if a.layout[key] != b.layout[key]:
-            message = f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the source says"
+            message = (
+                f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the"
+                " source says"
+            )
             yield second, ("families", i, "layout", key), message
     for open_, set_, entry, place_ in ((a, b, second, i), (b, a, first, j)):
         for key in sorted(set(open_.unspecified) & set_.layout.keys()):
@@ -180,7 +192,7 @@ def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard,
             yield entry, ("families", place_, "layout", key), message
 
 
-def _one_measurement(shelf: Shelf) -> Iterator[Found]:
+def _one_measurement(shelf: LintInput) -> Iterator[Problem]:
     """Families with equal measurements but different settings: one row copied under two descriptions."""
     index: dict[str, list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     for entry in shelf.every:
@@ -188,19 +200,19 @@ def _one_measurement(shelf: Shelf) -> Iterator[Found]:
             for name, value in family.measured.items():
                 if len(re.sub(r"\D", "", f"{value.value:g}").rstrip("0").lstrip("0")) >= 3:
                     index.setdefault(f"{name} {value.value:g} {value.unit}", []).append((entry, i, family))
-    asked = {id(e) for e in shelf.checked}
-    seen: set[tuple[int, str, int, str]] = set()
+    checked = {id(e) for e in shelf.checked}
+    reported: set[tuple[int, str, int, str]] = set()
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
-            for first, j, a in rows[:n] if id(second) in asked else ():
+            for first, j, a in rows[:n] if id(second) in checked else ():
                 pair = (id(first), f"{j}", id(second), f"{i}")
-                if pair in seen or (first is second and i == j):
+                if pair in reported or (first is second and i == j):
                     continue
-                seen.add(pair)
+                reported.add(pair)
                 yield from _described_twice(first, a, second, i, b)
 
 
-def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
+def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Problem]:
     facts = [{**f.settings, **f.layout, "model": f.model, **({"gpus": f.gpus} if f.gpus else {})} for f in (a, b)]
     for key in sorted(facts[0].keys() & facts[1].keys()):
         if facts[0][key] != facts[1][key]:
@@ -213,7 +225,7 @@ def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: 
             yield second, where, message
 
 
-def _duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
+def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
     """Cards on the same subject by title and aliases, which a search cannot tell apart."""
     words = {id(e): (_title(e.card.title), frozenset(_plain(a) for a in e.card.aliases)) for e in shelf.every}
     for first, second in shelf.pairs():
@@ -247,13 +259,15 @@ def _frozen(values: Mapping[str, Any]) -> str:
 
 
 RULES = (
-    Rule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", _opposed_claims),
-    Rule("conflict-decisions", "Two decisions that set one key differently in the same situation", _opposed_decisions),
-    Rule("conflict-avoid", "A decision that sets what another one says to avoid", _avoided_settings),
-    Rule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", _unsupported_decisions),
-    Rule("conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", _same_row),
-    Rule("conflict-measurement", "The same figures under two descriptions", _one_measurement),
-    Rule("duplicate-subject", "Two cards on one subject, by titles and aliases", _duplicate_subjects),
+    LintRule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", _opposed_claims),
+    LintRule("conflict-decisions", "Two decisions that set one key differently in the same situation", _opposed_decisions),
+    LintRule("conflict-avoid", "A decision that sets what another one says to avoid", _avoided_settings),
+    LintRule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", _unsupported_decisions),
+    LintRule(
+        "conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", _same_row
+    ),
+    LintRule("conflict-measurement", "The same figures under two descriptions", _one_measurement),
+    LintRule("duplicate-subject", "Two cards on one subject, by titles and aliases", _duplicate_subjects),
 )
 
 
@@ -262,7 +276,7 @@ RULES = (
 _BY_DEGREE = re.compile(r"\b(?:exposed|visible)", re.I)
 
 
-def _both_sides(shelf: Shelf) -> Iterator[Found]:
+def _both_sides(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set a key because of two claims of which one denies the other."""
     denies = {c.id: {*c.contradicts, *c.supersedes} for e in shelf.every for c in e.card.claims}
     for entry in shelf.checked:
@@ -277,20 +291,25 @@ def _both_sides(shelf: Shelf) -> Iterator[Found]:
                         yield entry, ("decide", i, "because", n), message
 
 
-def _without_threshold(shelf: Shelf) -> Iterator[Found]:
+def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
     """Conditions of more or less, without the number from which on they hold."""
     for entry in shelf.checked:
         for i, rule in enumerate(entry.card.decide):
             for key, value in rule.when.items():
                 words = _BY_DEGREE.search(f"{key} {value}".replace("_", " "))
                 if words and not (str(key).endswith("_percent") and is_number(value)):
-                    message = f"'{key}: {value}' does not say from which share of the step on; write a number, such as exposed_dispatch_percent: '>=2'"
+                    message = (
+                        f"'{key}: {value}' does not say from which share of the step on; write a number, such as"
+                        " exposed_dispatch_percent: '>=2'"
+                    )
                     yield entry, ("decide", i, "when", key), message
 
 
 DECISION_RULES = (
-    Rule("decision-dispute", "A decision that rests on both sides of a contradiction", _both_sides),
-    Rule("decision-threshold", "A condition such as `exposed` without the share of the step from which on it holds", _without_threshold),
+    LintRule("decision-dispute", "A decision that rests on both sides of a contradiction", _both_sides),
+    LintRule(
+        "decision-threshold", "A condition such as `exposed` without the share of the step from which on it holds", _without_threshold
+    ),
 )
 
 
@@ -312,26 +331,26 @@ _SOURCE_MONTHS = 24
 """Sources older than this are reported. Ours: megatron-core renames labels and fields about every half year."""
 
 
-def _ranked_rows(shelf: Shelf) -> Iterator[Found]:
+def _ranked_rows(shelf: LintInput) -> Iterator[Problem]:
     """Rankings of families that did unequal work, or whose figures say the opposite."""
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
         for i, ranking in enumerate(entry.card.rankings):
-            here: Path_ = ("rankings", i)
+            place: Path_ = ("rankings", i)
             missing = [(key, name) for key, name in (("better", ranking.better), ("than", ranking.than)) if name not in families]
             for key, name in missing:
-                yield entry, (*here, key), f"family '{name}' does not exist{did_you_mean(name, families)}"
+                yield entry, (*place, key), f"family '{name}' does not exist{did_you_mean(name, families)}"
             if not missing:
                 a, b = families[ranking.better], families[ranking.than]
-                yield from ((entry, here, m) for m in _unequal(a, b))
+                yield from ((entry, place, m) for m in _unequal(a, b))
 
 
 def _unequal(a: ConfigFamily, b: ConfigFamily) -> Iterator[str]:
     for key in _WORK:
-        left, right = a.settings.get(key), b.settings.get(key)
-        if left != right:
+        value_a, value_b = a.settings.get(key), b.settings.get(key)
+        if value_a != value_b:
             yield (
-                f"'{a.name}' and '{b.name}' do unequal work: {key} {_or_nothing(left)} against {_or_nothing(right)};"
+                f"'{a.name}' and '{b.name}' do unequal work: {key} {_or_nothing(value_a)} against {_or_nothing(value_b)};"
                 " rank rows of equal work only, or drop the ranking"
             )
     if a.model != b.model:
@@ -342,7 +361,7 @@ def _or_nothing(value: object) -> str:
     return "not stated" if value is None else show(value)
 
 
-def _compared_work(shelf: Shelf) -> Iterator[Found]:
+def _compared_work(shelf: LintInput) -> Iterator[Problem]:
     """Claims whose variants process different numbers of tokens per step."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -360,23 +379,23 @@ def _tokens(side: Mapping[str, Any]) -> int | None:
     return batch * length if isinstance(batch, int) and isinstance(length, int) else None
 
 
-def _cannot_settle(shelf: Shelf) -> Iterator[Found]:
+def _cannot_settle(shelf: LintInput) -> Iterator[Problem]:
     """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
-            here: Path_ = ("claims", i)
+            place: Path_ = ("claims", i)
             if claim.kind == "pair" and claim.comparison.baseline == claim.comparison.candidate:
-                yield entry, (*here, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ"
+                yield entry, (*place, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ"
             bounds = effect(claim.expect)
             if bounds and bounds[0] == "log" and (bounds[1] > math.log(100) or (claim.expect.op == "<=" and bounds[2] > math.log(100))):
                 yield (
                     entry,
-                    (*here, "expect"),
+                    (*place, "expect"),
                     f"{claim.id} speaks of a factor above 100, which no run will settle; state a margin that can fail",
                 )
 
 
-def _source_dates(shelf: Shelf) -> Iterator[Found]:
+def _source_dates(shelf: LintInput) -> Iterator[Problem]:
     """Sources dated in the future."""
     for entry in shelf.checked:
         parts: dict[str, Sequence[Claim | Figure]] = {"claims": entry.card.claims, "figures": entry.card.figures}
@@ -390,7 +409,7 @@ def _source_dates(shelf: Shelf) -> Iterator[Found]:
                         yield entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date"
 
 
-def _old_sources(shelf: Shelf) -> Iterator[Found]:
+def _old_sources(shelf: LintInput) -> Iterator[Problem]:
     """Claims whose newest source is old."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -417,9 +436,9 @@ def _months(then: str, now: str) -> int:
 
 
 WORK_RULES = (
-    Rule("work-ranking", "A ranking between rows of unequal work", _ranked_rows),
-    Rule("work-claim", "A claim whose variants process different numbers of tokens per step", _compared_work),
-    Rule("claim-unsettled", "A claim that no run can contradict", _cannot_settle),
-    Rule("source-date", "A source dated in the future, or by no date", _source_dates),
-    Rule("source-old", "A claim whose newest source is more than two years old", _old_sources, warning=True),
+    LintRule("work-ranking", "A ranking between rows of unequal work", _ranked_rows),
+    LintRule("work-claim", "A claim whose variants process different numbers of tokens per step", _compared_work),
+    LintRule("claim-unsettled", "A claim that no run can contradict", _cannot_settle),
+    LintRule("source-date", "A source dated in the future, or by no date", _source_dates),
+    LintRule("source-old", "A claim whose newest source is more than two years old", _old_sources, warning=True),
 )

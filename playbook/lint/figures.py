@@ -10,7 +10,7 @@ from typing import Any
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Quantity
-from playbook.lint.base import Found, Rule, Shelf, gpus_named, linked, overlap, place
+from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, linked, overlap, place
 from playbook.yaml_files import Path_
 
 _UNITS: Mapping[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ _NUMERIC = re.compile(
 _TILDE = re.compile(r"[~≈]\s*[0-9]+(?:\.[0-9]+)?\Z")
 
 
-def _figure_units(shelf: Shelf) -> Iterator[Found]:
+def _figure_units(shelf: LintInput) -> Iterator[Problem]:
     """Figures of an unknown name, or in a unit that does not fit it."""
     for entry in shelf.checked:
         for where, name, value in _quantities(entry):
@@ -51,7 +51,7 @@ def _figure_units(shelf: Shelf) -> Iterator[Found]:
                 yield entry, where, f"{name} is in '{value.unit}'; expected {' or '.join(_UNITS[name])}"
 
 
-def _text_numbers(shelf: Shelf) -> Iterator[Found]:
+def _text_numbers(shelf: LintInput) -> Iterator[Problem]:
     """Numbers written as text."""
     for entry in shelf.checked:
         places: list[tuple[Path_, Mapping[str, Any]]] = [
@@ -73,7 +73,7 @@ def is_text_number(text: str) -> bool:
     return len(text) <= 40 and bool(_NUMERIC.match(text.strip()) or _TILDE.match(text.strip()))
 
 
-def state_bytes(shelf: Shelf) -> Iterator[Found]:
+def state_bytes(shelf: LintInput) -> Iterator[Problem]:
     """Training-state figures below or above what mixed-precision Adam needs per parameter."""
     low, high = _ADAM_BYTES
     for entry in shelf.checked:
@@ -99,12 +99,12 @@ def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) ->
     return amount / count
 
 
-def _implied_peak(shelf: Shelf) -> Iterator[Found]:
+def _implied_peak(shelf: LintInput) -> Iterator[Problem]:
     """Rows of one chip and precision that imply different peaks. The peak of a row is its TFLOP/s divided by its MFU."""
     rows = [row for entry in shelf.every for row in _peaks(entry)]
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for (first, _, name_a, key_a, low_a, high_a), (second, where, name_b, key_b, low_b, high_b) in combinations(rows, 2):
-        if id(second) not in asked or key_a != key_b or linked(first, None, second, None):
+        if id(second) not in checked or key_a != key_b or linked(first, None, second, None):
             continue
         if max(low_a, low_b) > min(high_a, high_b):
             gpu, precision = key_b
@@ -116,6 +116,7 @@ def _implied_peak(shelf: Shelf) -> Iterator[Found]:
 
 
 def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, Path_, str, tuple[str, str], float, float]]:
+    """The peaks that a card's families imply: entry, place, name, (GPU, precision), low and high in TFLOP/s."""
     for i, family in enumerate(entry.card.families):
         rate, mfu = family.measured.get("model_tflops_per_gpu"), family.measured.get("mfu")
         gpus, precision = gpus_named(family.hardware), family.settings.get("precision")
@@ -144,13 +145,13 @@ def rounding(value: Quantity) -> tuple[float, float]:
     return max(value.value - half, 1e-9), value.value + half
 
 
-def _figure_conflicts(shelf: Shelf) -> Iterator[Found]:
+def _figure_conflicts(shelf: LintInput) -> Iterator[Problem]:
     """One figure with two values in situations that overlap."""
     rows = [(e, i, f) for e in shelf.every for i, f in enumerate(e.card.figures)]
-    asked = {id(e) for e in shelf.checked}
+    checked = {id(e) for e in shelf.checked}
     for (first, _, a), (second, i, b) in combinations(rows, 2):
-        same = a.name == b.name and a.value.unit == b.value.unit and a.when.keys() == b.when.keys()
-        if not same or id(second) not in asked or not overlap(a.when, b.when) or linked(first, None, second, None):
+        comparable = a.name == b.name and a.value.unit == b.value.unit and a.when.keys() == b.when.keys()
+        if not comparable or id(second) not in checked or not overlap(a.when, b.when) or linked(first, None, second, None):
             continue
         (low_a, high_a), (low_b, high_b) = rounding(a.value), rounding(b.value)
         apart = max(low_a, low_b) > min(high_a, high_b)
@@ -169,9 +170,9 @@ def _quantities(entry: LoadedCard) -> Iterator[tuple[Path_, str, Quantity]]:
 
 
 RULES = (
-    Rule("number-unit", "A figure in a unit that does not fit it, or of a name that nobody knows", _figure_units),
-    Rule("number-text", "A number written as text, such as `~300` or `19 %`", _text_numbers),
-    Rule("number-state", "Training state that is not what the optimizer keeps per parameter", state_bytes),
-    Rule("number-peak", "Two rows of one chip and precision whose TFLOP/s and MFU imply different peaks", _implied_peak),
-    Rule("number-conflict", "One figure with two values in the same situation", _figure_conflicts),
+    LintRule("number-unit", "A figure in a unit that does not fit it, or of a name that nobody knows", _figure_units),
+    LintRule("number-text", "A number written as text, such as `~300` or `19 %`", _text_numbers),
+    LintRule("number-state", "Training state that is not what the optimizer keeps per parameter", state_bytes),
+    LintRule("number-peak", "Two rows of one chip and precision whose TFLOP/s and MFU imply different peaks", _implied_peak),
+    LintRule("number-conflict", "One figure with two values in the same situation", _figure_conflicts),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from playbook.lint.base import Config, Found, Rule, Shelf, configs, gpus_named
+from playbook.lint.base import Config, LintInput, LintRule, Problem, configs, gpus_named
 from playbook.paths import data_root
 from playbook.planner.exclusions import EXCLUSIONS
 from playbook.planner.models import MODELS
@@ -25,7 +25,7 @@ _OWN_WORDS = frozenset({("train.recompute_modules", "vision")})
 """The trainer's vision tower is its own code under both backends, and no module of megatron-core."""
 
 
-class Table(Strict):
+class LabelTable(Strict):
     """The labels of one megatron-core version."""
 
     version: str
@@ -36,20 +36,23 @@ class Table(Strict):
 
 
 @cache
-def tables() -> Mapping[str, Table]:
+def tables() -> Mapping[str, LabelTable]:
     """The shipped label tables by version, oldest first."""
-    found = [load(path, Table)[0] for path in (data_root("tables") / "megatron_core").glob("*.yaml")]
-    return {t.version: t for t in sorted(found, key=lambda t: [int(p) for p in t.version.split(".")])}
+    loaded = [load(path, LabelTable)[0] for path in (data_root("tables") / "megatron_core").glob("*.yaml")]
+    return {t.version: t for t in sorted(loaded, key=lambda t: [int(p) for p in t.version.split(".")])}
 
 
-def table_for(version: Any) -> Table | None:
+def table_for(version: Any) -> LabelTable | None:
     """The table of a version, the newest if none is named; None for a version without one."""
-    known = tables()
-    return list(known.values())[-1] if version is None else known.get(str(version))
+    by_version = tables()
+    return list(by_version.values())[-1] if version is None else by_version.get(str(version))
 
 
-def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[str, str]]:
-    """The words that `table` does not know: (key, message) for each. The torch backend has labels of its own; the trainer's schema judges them."""
+def label_problems(values: Mapping[str, Any], table: LabelTable) -> Iterator[tuple[str, str]]:
+    """The words that `table` does not know: (key, message) for each.
+
+    The torch backend has labels of its own; the trainer's schema judges them.
+    """
     torch = values.get("backend") == "torch"
     for key, value in values.items():
         if key in _OWN_KEYS or (torch and key.startswith("train.")):
@@ -58,15 +61,15 @@ def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[st
         if name in table.unknown_keys and words:
             yield key, f"megatron-core {table.version} has no key '{name}'; {table.unknown_keys[name]}"
             continue
-        known = table.keys.get(name, [])
-        for word in words if known else ():
-            if word not in known and (key, word) not in _OWN_WORDS:
+        allowed = table.keys.get(name, [])
+        for word in words if allowed else ():
+            if word not in allowed and (key, word) not in _OWN_WORDS:
                 hint = table.instead.get(name, {}).get(word)
-                fix = f"; write {hint}" if hint else did_you_mean(word, known)
+                fix = f"; write {hint}" if hint else did_you_mean(word, allowed)
                 yield key, f"{name}: megatron-core {table.version} does not know '{word}'{fix}"
 
 
-def _words(key: str, value: Any, table: Table) -> tuple[str, list[str]]:
+def _words(key: str, value: Any, table: LabelTable) -> tuple[str, list[str]]:
     """The key by megatron-core's name, and the labels of its value; prose holds none."""
     name = key.rsplit(".", 1)[-1]
     if isinstance(value, list):
@@ -85,7 +88,7 @@ def _words(key: str, value: Any, table: Table) -> tuple[str, list[str]]:
     return name, [value] if _WORD.match(value) else []
 
 
-def labels(shelf: Shelf) -> Iterator[Found]:
+def labels(shelf: LintInput) -> Iterator[Problem]:
     """Labels in families, decisions and claims that the named version does not know."""
     for config in _configs(shelf):
         version = config.values.get("megatron_core")
@@ -112,8 +115,8 @@ class View:
 
     def words(self, *names: str) -> frozenset[str]:
         """All words of these keys."""
-        found = [v for n in names for v in self.values.get(n, [])]
-        parts = [v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else [] for v in found]
+        values = [v for n in names for v in self.values.get(n, [])]
+        parts = [v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else [] for v in values]
         return frozenset(w for part in parts for w in part if isinstance(w, str))
 
     @property
@@ -138,10 +141,10 @@ class View:
         modules = {"recompute": self.recomputed, "graphs": self.graphed, "offload_modules": self.words("offload_modules")}
         switches = {key: value for key, name in NAMES.items() if isinstance(value := self.get(name), bool)}
         dispatchers = self.words("dispatcher", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-        given: dict[str, Any] = {k: tuple(sorted(n for n in names if _WORD.match(n))) for k, names in modules.items() if names} | switches
+        stated: dict[str, Any] = {k: tuple(sorted(n for n in names if _WORD.match(n))) for k, names in modules.items() if names} | switches
         if dispatchers:
-            given["dispatcher"] = "allgather" if "allgather" in dispatchers else min(dispatchers)
-        return Options(**given), set(given)
+            stated["dispatcher"] = "allgather" if "allgather" in dispatchers else min(dispatchers)
+        return Options(**stated), set(stated)
 
 
 NAMES = {
@@ -163,15 +166,16 @@ def excluded(values: Mapping[str, Any], layout: Mapping[str, int], model: str = 
     stated |= set(layout) | ({"model", "experts"} if shape else set())
     degrees = {k: v for k, v in layout.items() if k in DEGREES and v > 0}
     case = Case(shape=shape, experts=shape.experts if shape else 0, o=options, **degrees)
-    found = broken(case, EXCLUSIONS, words=WORDS, stated=stated)
+    messages = broken(case, EXCLUSIONS, words=WORDS, stated=stated)
     if view.get("cuda_graph_impl") == "transformer_engine" and "full_iteration" in options.graphs:
-        found.append(
-            "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on new ones"
+        messages.append(
+            "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on"
+            " new ones"
         )
-    return found
+    return messages
 
 
-def incompatible(shelf: Shelf) -> Iterator[Found]:
+def incompatible(shelf: LintInput) -> Iterator[Problem]:
     """Settings that exclude each other."""
     for config in _configs(shelf):
         yield from (
@@ -179,7 +183,7 @@ def incompatible(shelf: Shelf) -> Iterator[Found]:
         )
 
 
-def _dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
+def _dispatcher_hardware(shelf: LintInput) -> Iterator[Problem]:
     """Dispatchers named for hardware that they do not run on.
 
     Source: Megatron Bridge, `src/megatron/bridge/training/flex_dispatcher_backend.py` (DeepEP: compute capability 8.x and 9.0,
@@ -196,13 +200,13 @@ def _dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
             yield config.entry, config.where, f"{config.name}: DeepEP does not run on {chips}; expected hybridep or alltoall"
 
 
-def _configs(shelf: Shelf) -> Iterator[Config]:
+def _configs(shelf: LintInput) -> Iterator[Config]:
     for entry in shelf.checked:
         yield from configs(entry)
 
 
 RULES = (
-    Rule("label-unknown", "A label that the named megatron-core version does not know (the newest, if none is named)", labels),
-    Rule("label-incompatible", "Recompute, graph, overlap or offload settings that exclude each other", incompatible),
-    Rule("dispatcher-hardware", "A dispatcher on hardware that it does not support", _dispatcher_hardware),
+    LintRule("label-unknown", "A label that the named megatron-core version does not know (the newest, if none is named)", labels),
+    LintRule("label-incompatible", "Recompute, graph, overlap or offload settings that exclude each other", incompatible),
+    LintRule("dispatcher-hardware", "A dispatcher on hardware that it does not support", _dispatcher_hardware),
 )

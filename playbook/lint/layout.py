@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.lint.base import Config, Found, Rule, Shelf, configs
+from playbook.lint.base import Config, LintInput, LintRule, Problem, configs
 from playbook.planner.models import MODELS
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import DEGREES as PLANNED
@@ -51,19 +51,19 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
         return
     shape = MODELS.get(model)
     counts: dict[str, Any] = {k: getattr(shape, k) for k in ("heads", "kv_heads", "experts")} if shape else {}
-    known: dict[str, Any] = {k: v for k, v in degrees.items() if k in PLANNED}
-    case = Case(gpus=gpus or 1, shape=shape, **counts, **known)
+    planned_degrees: dict[str, Any] = {k: v for k, v in degrees.items() if k in PLANNED}
+    case = Case(gpus=gpus or 1, shape=shape, **counts, **planned_degrees)
     stated = {*PLANNED, *counts, *({"model"} if shape else ()), *({"gpus"} if gpus else ())}
-    found = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
-    instead = _instead(model, shape, known, gpus) if found and shape and gpus else ""
-    yield from (f"{name}: {rule}{instead}" for rule in found)
+    broken_rules = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
+    instead = _instead(model, shape, planned_degrees, gpus) if broken_rules and shape and gpus else ""
+    yield from (f"{name}: {rule}{instead}" for rule in broken_rules)
     if gpus is None or not case.fills:
         return
-    left = {"dp": case.dp, "edp": case.edp}
+    data_parallel = {"dp": case.dp, "edp": case.edp}
     yield from (
-        f"{name}: {k} is {degrees[k]}, but {gpus} GPUs leave {left[k]}; expected {left[k]}"
-        for k in left
-        if degrees.get(k, left[k]) != left[k]
+        f"{name}: {k} is {degrees[k]}, but {gpus} GPUs leave {data_parallel[k]}; expected {data_parallel[k]}"
+        for k in data_parallel
+        if degrees.get(k, data_parallel[k]) != data_parallel[k]
     )
 
 
@@ -87,6 +87,11 @@ def evaluate(expression: str, numbers: Mapping[str, float]) -> float:
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
+    """The value of an expression's node over named numbers.
+
+    Raises:
+        ValueError: it holds anything but numbers, names, arithmetic, min and max.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     if isinstance(node, ast.Name) and node.id in numbers:
@@ -106,7 +111,7 @@ def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
     raise ValueError(f"found {type(node).__name__}{name}; expected numbers, min, max, + - * / // and one of {', '.join(sorted(numbers))}")
 
 
-def _family_layouts(shelf: Shelf) -> Iterator[Found]:
+def _family_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Families whose layout cannot be, on their GPUs or on their model."""
     for entry in shelf.checked:
         for i, family in enumerate(entry.card.families):
@@ -114,19 +119,19 @@ def _family_layouts(shelf: Shelf) -> Iterator[Found]:
                 yield entry, ("families", i, "layout"), message
 
 
-def _decision_layouts(shelf: Shelf) -> Iterator[Found]:
+def _decision_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Decisions and claims that set a layout which cannot be."""
     for config in _others(shelf):
         for message in layout_problems(config.name, config.layout, config.gpus, config.model):
             yield config.entry, config.where, message
 
 
-def _others(shelf: Shelf) -> Iterator[Config]:
+def _others(shelf: LintInput) -> Iterator[Config]:
     for entry in shelf.checked:
         yield from (c for c in configs(entry) if c.where[0] == "decide" and c.layout)
 
 
-def formulas(shelf: Shelf) -> Iterator[Found]:
+def formulas(shelf: LintInput) -> Iterator[Problem]:
     """Sizing rules that disagree with the arithmetic of the two grids, or ask for more GPUs than the card's own rows have."""
     for entry in shelf.checked:
         for i, formula in enumerate(entry.card.formulas):
@@ -147,20 +152,21 @@ def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Ma
     if quantity not in right:
         return  # a guess for a degree is what claims are for
     numbers = {**d, "gpus": gpus}
-    found, expected = evaluate(expression, numbers), evaluate(right[quantity], numbers)
-    if found != expected:
+    computed, expected = evaluate(expression, numbers), evaluate(right[quantity], numbers)
+    if computed != expected:
         degrees_shown = " ".join(f"{k} {v}" for k, v in d.items() if v > 1)
         yield (
-            f"{quantity} by '{expression}' is {found:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write '{right[quantity]}'"
+            f"{quantity} by '{expression}' is {computed:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write"
+            f" '{right[quantity]}'"
         )
 
 
 RULES = (
-    Rule(
+    LintRule(
         "layout-family",
         "A family's degrees do not divide its GPUs, heads or experts, or state a DP, EDP or VPP that cannot be",
         _family_layouts,
     ),
-    Rule("layout-decision", "A decision sets degrees that cannot be", _decision_layouts),
-    Rule("layout-formula", "A sizing rule gives another number than the arithmetic of the two grids", formulas),
+    LintRule("layout-decision", "A decision sets degrees that cannot be", _decision_layouts),
+    LintRule("layout-formula", "A sizing rule gives another number than the arithmetic of the two grids", formulas),
 )

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from playbook.cards.load import Cards, LoadedCard
 from playbook.errors import Finding
 from playbook.lint import conflicts, figures, labels, layout
-from playbook.lint.base import Rule, Shelf
+from playbook.lint.base import LintInput, LintRule
 
-RULES: Sequence[Rule] = (
+RULES: Sequence[LintRule] = (
     *layout.RULES,
     *labels.RULES,
     *figures.RULES,
@@ -26,6 +26,6 @@ def run(cards: Cards, shelf: Cards, today: str | None = None) -> list[Finding]:
     checked = {e.path.resolve() for e in cards.loaded}
     replaced = {e.card.id for e in cards.loaded}
     others: list[LoadedCard] = [e for e in shelf.loaded if e.path.resolve() not in checked and e.card.id not in replaced]
-    view = Shelf(cards.loaded, [*others, *cards.loaded], today or datetime.now(UTC).strftime("%Y-%m-%d"))
-    found = [finding for rule in RULES for finding in rule.run(view)]
-    return sorted(dict.fromkeys(found), key=lambda f: (f.file, f.line, f.column))
+    view = LintInput(cards.loaded, [*others, *cards.loaded], today or datetime.now(UTC).strftime("%Y-%m-%d"))
+    findings = [finding for rule in RULES for finding in rule.run(view)]
+    return sorted(dict.fromkeys(findings), key=lambda f: (f.file, f.line, f.column))

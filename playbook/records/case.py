@@ -33,7 +33,8 @@ _GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer",
 """Ranges that every run has; finding one proves nothing."""
 
 RANGES = MODEL_RANGES | _GENERIC_RANGES | {"recompute", "offload", "prefetch"}
-"""Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named `attention.bwd`."""
+"""Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named
+`attention.bwd`."""
 
 GROUP_WORDS = frozenset({"world", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "replicate", "shard", "optimizer", "embedding"})
 """What names of process groups are made of, such as `dp_cp`."""
@@ -82,8 +83,8 @@ class Activation(Strict):
 
     def of(self, variant: str) -> Receipt:
         """All rules of one variant."""
-        own = {"baseline": self.baseline, "candidate": self.candidate}.get(variant) or self.variants.get(variant) or Receipt()
-        return Receipt(require=[*self.every.require, *own.require], forbid=[*self.every.forbid, *own.forbid])
+        of_variant = {"baseline": self.baseline, "candidate": self.candidate}.get(variant) or self.variants.get(variant) or Receipt()
+        return Receipt(require=[*self.every.require, *of_variant.require], forbid=[*self.every.forbid, *of_variant.forbid])
 
 
 class Loss(Strict):
@@ -188,8 +189,10 @@ class Case(Strict):
     profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ...
 
-    `like` begins from another profile of the case, its values for single variants included: `h100x4: {like: h200x4, model.num_layers: 12}`.
-    More ranks than one on a profile of one GPU take turns on it: such a case may judge what is counted (bytes, collectives, memory), and no time.
+    `like` begins from another profile of the case, its values for single variants included:
+    `h100x4: {like: h200x4, model.num_layers: 12}`.
+    More ranks than one on a profile of one GPU take turns on it: such a case may judge what is counted (bytes, collectives, memory),
+    and no time.
     """
     variant_profiles: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """Per machine class and variant, where a variant's delta needs another value there."""
@@ -225,8 +228,8 @@ class Case(Strict):
 
     def compared(self, side: str) -> dict[str, Any]:
         """What a claim about a pair says of one side: its delta, and the environment variables that it sets."""
-        own: dict[str, Any] = getattr(self, side)
-        return {**own, **self.delta.environment.get(side, {})}
+        delta: dict[str, Any] = getattr(self, side)
+        return {**delta, **self.delta.environment.get(side, {})}
 
     @property
     def variants(self) -> dict[str, dict[str, Any]]:
@@ -288,53 +291,53 @@ def is_shipped(name: str) -> bool:
 
 
 def _file_of(name: str) -> Path | None:
-    found = (folder / f"{name}.yaml" for folder in folders("cases") if _ID.fullmatch(name))
-    return next((path for path in found if path.is_file()), None)
+    candidates = (folder / f"{name}.yaml" for folder in folders("cases") if _ID.fullmatch(name))
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """What the schema cannot say: (key path, message) for each problem."""
-    found: list[tuple[tuple[str | int, ...], str]] = []
+    problems: list[tuple[tuple[str | int, ...], str]] = []
     if case.kind in ("arithmetic", "invariant"):
         if not case.function:
-            found.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
-        return found
+            problems.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
+        return problems
     launched = "trainer" if case.trainer or not case.command else "command"
-    found += [
+    problems += [
         ((field,), f"'{field}' is missing; a case of kind {case.kind} needs it")
         for field in (launched, "metric")
         if not getattr(case, field)
     ]
-    found += _command_problems(case)
+    problems += _command_problems(case)
     if not case.profiles:
-        found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
-    found += _variant_problems(case)
-    found += _names_problems(case)
+        problems.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
+    problems += _variant_problems(case)
+    problems += _names_problems(case)
     delta = case.delta
     if (delta.data or delta.environment or delta.parameters or delta.ranks or delta.work) and not delta.reason:
-        found.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
+        problems.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
     if case.guardrails.loss.relative is None and not case.guardrails.loss.reason:
-        found.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
+        problems.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
     if case.budget.pairs != sorted(set(case.budget.pairs)) or not case.budget.pairs or case.budget.pairs[0] < 2:
-        found.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
+        problems.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
     if any(look % 2 for look in case.budget.pairs):
         unit = "pair" if case.kind == "pair" else "block"
-        found.append(
+        problems.append(
             (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a {unit} and its reverse cancel drift")
         )
-    return found + _receipt_problems(case)
+    return problems + _receipt_problems(case)
 
 
 def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """Whether fields of commands belong to one, and every word of its templates has a value."""
-    own = [field for field in ("command", "steps", "trace", "prepare") if getattr(case, field)]
+    command_fields = [field for field in ("command", "steps", "trace", "prepare") if getattr(case, field)]
     if not case.command or case.trainer:
-        return [((field,), f"'{field}' belongs to a case that launches a command; leave it out, or 'trainer'") for field in own]
+        return [((field,), f"'{field}' belongs to a case that launches a command; leave it out, or 'trainer'") for field in command_fields]
     deltas: dict[tuple[str | int, ...], dict[str, Any]] = {("profiles", p): values for p, values in case.profiles.items()}
     deltas |= {(v if case.kind == "pair" else "kind",): delta for v, delta in case.variants.items()}
     deltas |= {("variant_profiles", p, v): d for p, variants in case.variant_profiles.items() for v, d in variants.items()}
-    if found := [problem for where, delta in deltas.items() for problem in delta_problems(where, delta)]:
-        return found
+    if problems := [problem for where, delta in deltas.items() for problem in delta_problems(where, delta)]:
+        return problems
     texts: list[tuple[tuple[str | int, ...], str]] = [(("command",), text) for text in (*case.command, *case.prepare)]
     texts += [(("steps",), case.steps.file or "")] if case.steps else []
     texts += [(("trace",), text) for text in (case.trace.file, *case.trace.arguments)] if case.trace else []
@@ -346,79 +349,84 @@ def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
 
 def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """Whether the fields that make the variants are those of the case's kind, and enough of them."""
-    found: list[tuple[tuple[str | int, ...], str]] = []
+    problems: list[tuple[tuple[str | int, ...], str]] = []
     owners = {"baseline": "pair", "candidate": "pair", "knob": "sweep", "values": "sweep or prediction", "factors": "interaction"}
-    found += [
+    problems += [
         ((field,), f"'{field}' belongs to a case of kind {kind}; this one is of kind {case.kind}")
         for field, kind in owners.items()
         if getattr(case, field) and case.kind not in kind.split(" or ")
     ]
-    found += _predicted_problems(case)
+    problems += _predicted_problems(case)
     if case.kind == "sweep" and not case.knob:
-        found.append((("kind",), "'knob' is missing; say what the sweep varies"))
+        problems.append((("kind",), "'knob' is missing; say what the sweep varies"))
     if case.kind == "sweep" and len(case.values) < 2:
-        found.append((("values",), f"a sweep has at least 2 values, found {len(case.values)}"))
+        problems.append((("values",), f"a sweep has at least 2 values, found {len(case.values)}"))
     if case.kind == "interaction" and len(case.factors) != 2:
-        found.append((("factors",), f"an interaction has 2 factors, found {len(case.factors)}"))
+        problems.append((("factors",), f"an interaction has 2 factors, found {len(case.factors)}"))
     names = [v.name for v in case.values] if case.kind in ("sweep", "prediction") else list(case.variants)
     where = "values" if case.kind in ("sweep", "prediction") else "factors" if case.kind == "interaction" else "kind"
-    found += [((where,), f"'{n}' is used twice; each value needs its own name") for n in sorted({n for n in names if names.count(n) > 1})]
+    problems += [
+        ((where,), f"'{n}' is used twice; each value needs its own name") for n in sorted({n for n in names if names.count(n) > 1})
+    ]
     if case.kind == "interaction" and len(case.factors) == 2 and len(names) < 4:
-        found.append((("factors",), "the levels of a factor have the same name; give each its own"))
-    found += [
+        problems.append((("factors",), "the levels of a factor have the same name; give each its own"))
+    problems += [
         ((where,), f"'{n}' names a folder too; expected letters, digits and . _ + -, at most 64") for n in names if not _NAME.match(n)
     ]
-    return found
+    return problems
 
 
 def _predicted_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """Whether each value of a prediction, and of nothing else, has one, inside its own interval."""
-    found: list[tuple[tuple[str | int, ...], str]] = []
+    problems: list[tuple[tuple[str | int, ...], str]] = []
     if case.kind == "prediction" and not case.values:
-        found.append((("values",), "a prediction has at least 1 value: what runs, and what was predicted for it"))
+        problems.append((("values",), "a prediction has at least 1 value: what runs, and what was predicted for it"))
     levels = [level for f in case.factors for level in (f.low, f.high)]
     if case.kind != "prediction" and any(v.predicted for v in (*case.values, *levels)):
-        found.append((("kind",), f"'predicted' belongs to a case of kind prediction; this one is of kind {case.kind}"))
+        problems.append((("kind",), f"'predicted' belongs to a case of kind prediction; this one is of kind {case.kind}"))
     for i, v in enumerate(case.values if case.kind == "prediction" else []):
         p = v.predicted
         if p is None:
-            found.append((("values", i), f"'predicted' is missing for {v.name}; expected its value, low and high"))
+            problems.append((("values", i), f"'predicted' is missing for {v.name}; expected its value, low and high"))
         elif not p.low <= p.value <= p.high:
-            found.append((("values", i), f"predicted {p.value:g} does not lie from {p.low:g} to {p.high:g}"))
-    return found
+            problems.append((("values", i), f"predicted {p.value:g} does not lie from {p.low:g} to {p.high:g}"))
+    return problems
 
 
 def _names_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """Profiles and variants that a part of the case speaks of and the case has not: what is said of them would be passed over."""
-    own = case.variant_profiles
-    found: list[tuple[tuple[str | int, ...], str]] = [
+    by_profile = case.variant_profiles
+    problems: list[tuple[tuple[str | int, ...], str]] = [
         (("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, case.profiles)}")
-        for name in own
+        for name in by_profile
         if name not in case.profiles
     ]
-    places: list[tuple[tuple[str | int, ...], str]] = [(("variant_profiles", p), v) for p, variants in own.items() for v in variants]
+    places: list[tuple[tuple[str | int, ...], str]] = [(("variant_profiles", p), v) for p, variants in by_profile.items() for v in variants]
     places += [(("delta", "environment"), v) for v in case.delta.environment]
     expected = " or ".join(case.variants)
-    found += [((*where, v), f"variant '{v}' is not known; expected {expected}") for where, v in places if v not in case.variants]
-    return found
+    problems += [((*where, v), f"variant '{v}' is not known; expected {expected}") for where, v in places if v not in case.variants]
+    return problems
 
 
 def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
-    found: list[tuple[tuple[str | int, ...], str]] = []
+    """Whether every variant is proven by a rule that can fail, and each rule looks at one thing."""
+    problems: list[tuple[tuple[str | int, ...], str]] = []
     for variant in case.variants:
         receipt = case.activation.of(variant)
         if case.command and not (receipt.require or receipt.forbid):
             continue  # allowed, and the verdict says that nothing proves its path
         if all(r.range in _GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
             where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
-            found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel"))
+            problems.append(
+                (where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel")
+            )
     declared = {"baseline", "candidate"} if case.kind == "pair" else set()
-    found += [
+    problems += [
         (("activation", name), f"'{name}' is no variant of a case of kind {case.kind}; use every and variants")
         for name in ("baseline", "candidate")
         if name not in declared and getattr(case.activation, name) != Receipt()
     ]
-    found += [
+    problems += [
         (("activation", "variants", name), f"variant '{name}' is not known{did_you_mean(name, case.variants)}")
         for name in case.activation.variants
         if name not in case.variants
@@ -428,42 +436,42 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
             for i, rule in enumerate(getattr(receipt, kind)):
                 where = (*place, kind, i)
                 if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel, rule.log)) != 1:
-                    found.append((where, "a rule looks at exactly one of collective, range, counter, kernel and log"))
+                    problems.append((where, "a rule looks at exactly one of collective, range, counter, kernel and log"))
                 for key in ("kernel", "log"):
                     if (pattern := getattr(rule, key)) is not None and (problem := _pattern_problem(pattern)):
-                        found.append(((*where, key), problem))
-                found += [((*where, key), message) for key, message in (_not_of_commands(rule, case) if case.command else _empty(rule))]
+                        problems.append(((*where, key), problem))
+                problems += [((*where, key), message) for key, message in (_not_of_commands(rule, case) if case.command else _empty(rule))]
                 if kind == "forbid" and rule.count is not None:
-                    found.append((where, "a forbidden thing has no count; use require with op and count"))
-    return found
+                    problems.append((where, "a forbidden thing has no count; use require with op and count"))
+    return problems
 
 
 def _not_of_commands(rule: Rule, case: Case) -> list[tuple[str, str]]:
     """What a command's launches cannot show: (key, message) for each."""
-    found = (
+    problems = (
         [("counter", "a command counts nothing by itself; use log, or kernel, range or collective with a trace")] if rule.counter else []
     )
     if case.trace is None:
         keys = ("collective", "range", "kernel")
-        found += [(k, f"'{k}' is looked for in a trace; name it in 'trace', or use log") for k in keys if getattr(rule, k) is not None]
-    return found
+        problems += [(k, f"'{k}' is looked for in a trace; name it in 'trace', or use log") for k in keys if getattr(rule, k) is not None]
+    return problems
 
 
 def _empty(rule: Rule) -> list[tuple[str, str]]:
     """What makes a rule hold whatever ran, or look at something else than it says: (key, message) for each."""
-    found = [("log", "'log' belongs to cases that launch a command")] if rule.log is not None else []
+    problems = [("log", "'log' belongs to cases that launch a command")] if rule.log is not None else []
     for key in ("inside", "group", "phase"):
         if getattr(rule, key) is not None and rule.collective is None:
-            found.append((key, f"'{key}' is asked of collectives alone; leave it out, or name a collective"))
+            problems.append((key, f"'{key}' is asked of collectives alone; leave it out, or name a collective"))
     # What a collective is inside of is told without the pass, which has a key of its own.
     for key, name in (("range", rule.range and rule.range.removesuffix(".bwd")), ("inside", rule.inside)):
         if name is not None and name not in RANGES:
-            found.append((key, f"the trainer has no range '{name}'{did_you_mean(name, RANGES)}"))
+            problems.append((key, f"the trainer has no range '{name}'{did_you_mean(name, RANGES)}"))
     if rule.group is not None and not set(rule.group.split("_")) <= GROUP_WORDS:
-        found.append(("group", f"the trainer has no process group '{rule.group}'{did_you_mean(rule.group, GROUP_WORDS)}"))
+        problems.append(("group", f"the trainer has no process group '{rule.group}'{did_you_mean(rule.group, GROUP_WORDS)}"))
     if rule.op == ">=" and re.fullmatch(r"-[0-9.]+|[0.]+", str(rule.count).strip()):
-        found.append(("count", f"'>= {rule.count}' holds whatever runs; expected at least 1"))
-    return found
+        problems.append(("count", f"'>= {rule.count}' holds whatever runs; expected at least 1"))
+    return problems
 
 
 def _pattern_problem(pattern: str) -> str:

@@ -1,4 +1,6 @@
-"""What a case of a command has beside what every case has: how its steps are read, what a variant may change, and the trace that proves it."""
+"""What a case of a command has beside what every case has: how its steps are read, what a variant may change, and the trace that proves
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ DELTAS: Mapping[str, type[Any]] = {
     "revision": str,
     "step_tokens": int,
 }
-"""What a variant of a command may change, besides the values of its template's words. `step_tokens`: of the whole job, where its log tells none."""
+"""What a variant of a command may change, besides the values of its template's words. `step_tokens`: of the whole job, where its log
+tells none."""
 _GIVEN = ("run", "root")
 """Words that every template may use: the launch's own new folder, and the folder of the repository, or of the command's start."""
 _MOST_TOKENS = 2**53
@@ -46,7 +49,7 @@ class Steps(Strict):
 
 
 class Traced(Strict):
-    """The trace that the first, discarded launch of each variant leaves: a Chrome trace of torch.profiler, or an SQLite export of Nsight Systems."""
+    """The trace that the first, discarded launch of each variant leaves: a Chrome trace of torch.profiler, or an SQLite export of nsys."""
 
     file: str
     arguments: list[str] = Field(default_factory=list)
@@ -60,11 +63,11 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
 
 def template_problems(texts: Sequence[tuple[Place, str]], values: Sequence[str]) -> Iterator[tuple[Place, str]]:
     """Words of templates that nothing gives a value, and values that no template uses."""
-    known = {*_GIVEN, *values}
+    defined = {*_GIVEN, *values}
     used = {m[1]: where for where, text in texts for m in _WORD.finditer(text)}
     for word, where in used.items():
-        if word not in known:
-            yield where, f"nothing gives {{{word}}} a value{did_you_mean(word, known)}; name it in every profile or variant"
+        if word not in defined:
+            yield where, f"nothing gives {{{word}}} a value{did_you_mean(word, defined)}; name it in every profile or variant"
     for word in values:
         if word not in used:
             yield ("command",), f"'{word}' is set and no template uses it; write {{{word}}} in the command, or use arguments"
@@ -84,8 +87,8 @@ def secret_word(command: Sequence[str], prepare: Sequence[str], deltas: Mapping[
 def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
     """What is wrong with what one variant, or one profile, changes."""
     for key, value in delta.items():
-        wanted = DELTAS.get(key)
-        if wanted is None:
+        expected_type = DELTAS.get(key)
+        if expected_type is None:
             if not isinstance(value, str | int | float):
                 yield (*where, key), f"'{key}' is {type(value).__name__}; expected a text or a number"
             continue
@@ -94,8 +97,8 @@ def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Pla
                 yield (*where, key), f"'{key}' is {value!r}; expected the tokens of a step of the whole job, a whole number from 1"
             continue
         parts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-        if not isinstance(value, wanted) or not all(isinstance(part, str) for part in parts):
-            shape = {"list": "a list of texts", "dict": "a mapping of texts", "str": "a text"}[wanted.__name__]
+        if not isinstance(value, expected_type) or not all(isinstance(part, str) for part in parts):
+            shape = {"list": "a list of texts", "dict": "a mapping of texts", "str": "a text"}[expected_type.__name__]
             yield (*where, key), f"'{key}' is {type(value).__name__}; expected {shape}"
         elif key == "environment" and isinstance(value, Mapping) and (secret := confidential.of_variables(value)):
             yield (*where, key), f"{secret} looks like a secret and would be kept in records; export it for both variants instead"

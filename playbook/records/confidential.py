@@ -1,7 +1,7 @@
 """What must not be kept in a record: passwords, keys and tokens, told by the name that they have or by their shape.
 
-Names are those that detect-secrets 1.5 looks for (its plugin for keywords, with `auth`), shapes the prefixes that issuers give their tokens.
-A name says nothing of a value that is a number or a path; a value of no known shape under a name that says nothing is not found.
+Names are those that detect-secrets 1.5 looks for (its plugin for keywords, with `auth`), shapes the prefixes that issuers give their
+tokens. A name says nothing of a value that is a number or a path; a value of no known shape under a name that says nothing is not found.
 """
 
 from __future__ import annotations
@@ -52,15 +52,18 @@ def is_secret(name: str) -> bool:
 
 
 def of_words(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Which of a command's words must not be kept and why, without its value; empty where there is none. `environment` is this process's, if None."""
-    known = dict(_values(os.environ if environment is None else environment))
+    """Which of a command's words must not be kept and why, without its value; empty where there is none.
+
+    `environment` is this process's, if None.
+    """
+    secrets = dict(_values(os.environ if environment is None else environment))
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if not equals and word.startswith("-") and i + 1 < len(words):
             value = words[i + 1]
         if value and is_secret(name) and not _PLAIN.fullmatch(value):
             return f"the value of {name}"
-        if variable := next((v for v, hidden in known.items() if hidden in word), None):
+        if variable := next((v for v, hidden in secrets.items() if hidden in word), None):
             return f"word {i + 1}, which holds the value of {variable},"
         if _SHAPES.search(word):
             return f"word {i + 1}"
@@ -73,7 +76,9 @@ def of_variables(variables: Mapping[str, str]) -> str:
 
 
 def hidden(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A text with each secret replaced: values of this process's variables by their names, what has the shape of one, and what is assigned to a name of one."""
+    """A text with each secret replaced: values of this process's variables by their names, what has the shape of one, and what is
+    assigned to a name of one.
+    """
     for _, value in sorted(_values(os.environ if environment is None else environment), key=lambda pair: -len(pair[1])):
         text = text.replace(value, _HIDDEN)
     text = _SHAPES.sub(_HIDDEN, text)
@@ -82,9 +87,9 @@ def hidden(text: str, environment: Mapping[str, str] | None = None) -> str:
     return text
 
 
-def _without_value(found: re.Match[str]) -> str:
-    keep = not is_secret(found["name"]) or _PLAIN.fullmatch(found["value"])
-    return found[0] if keep else found["name"] + found["between"] + _HIDDEN
+def _without_value(match: re.Match[str]) -> str:
+    keep = not is_secret(match["name"]) or _PLAIN.fullmatch(match["value"])
+    return match[0] if keep else match["name"] + match["between"] + _HIDDEN
 
 
 def _values(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,9 @@
-"""Checks that a record does not contradict itself: its plan, its order of runs, its noise and its machine. A record that does counts for nothing.
+"""Checks that a record does not contradict itself: its plan, its order of runs, its noise and its machine. A record that does counts for
+nothing.
 
-A record that was changed and sealed again passes its own hash. These checks, with a replay, find the changes that leave a trace in the rest of the
-record. They vouch for no more: whoever can write every field of a record can write one that agrees with itself (docs/guide/evidence.md).
+A record that was changed and sealed again passes its own hash. These checks, with a replay, find the changes that leave a trace in the
+rest of the record. They vouch for no more: whoever can write every field of a record can write one that agrees with itself
+(docs/guide/evidence.md).
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ _DRAWN_BY_BLOCKS = (1, 2)
 
 
 def expected(rules: int, seed: int, pair: bool, variants: Sequence[str], count: int) -> list[str] | None:
-    """The first `count` entries of a plan's order: halves of ABBA blocks for a pair, else all variants in a drawn order and its reverse; None for rules whose order is not known here."""
+    """The first `count` entries of a plan's order: halves of ABBA blocks for a pair, else all variants in a drawn order and its reverse;
+    None for rules whose order is not known here.
+    """
     if rules not in _DRAWN_BY_BLOCKS:
         return None
     draw = random.Random(seed)
-    found: list[str] = []
-    while len(found) < count:
+    entries: list[str] = []
+    while len(entries) < count:
         if pair:
             block = draw.choice(("ABBA", "BAAB"))
-            found += [block[:2], block[2:]]
+            entries += [block[:2], block[2:]]
         else:
             order = draw.sample(list(variants), len(variants))
-            found += [" ".join(order), " ".join(order[::-1])]
-    return found[:count]
+            entries += [" ".join(order), " ".join(order[::-1])]
+    return entries[:count]
 
 
 # The records that may claim version 1 of the rules: those that are in the repository since version 2 came.
@@ -192,12 +196,12 @@ def _order(evidence: Evidence) -> Iterator[str]:
     if drawn is not None and drawn != plan.order:
         yield f"the order is {_short(plan.order)}, its seed gives {_short(drawn)}"
     letters = {"A": "baseline", "B": "candidate"}
-    for number, said in enumerate(plan.order):
-        wanted = [letters[x] for x in said if x in letters] if pair else said.split()
+    for number, entry in enumerate(plan.order):
+        planned = [letters[x] for x in entry if x in letters] if pair else entry.split()
         ran = [run.variant for run in pairs[number]]
-        left = iter(wanted)
-        if len(set(ran)) != len(ran) or not all(variant in left for variant in ran):
-            yield f"pair {number} ran {' '.join(ran)}, its order says {' '.join(wanted)}"
+        remaining = iter(planned)
+        if len(set(ran)) != len(ran) or not all(variant in remaining for variant in ran):
+            yield f"pair {number} ran {' '.join(ran)}, its order says {' '.join(planned)}"
 
 
 def _launches(evidence: Evidence) -> Iterator[str]:
@@ -255,7 +259,9 @@ def _phases(run: Run) -> float:
 
 
 def _totals(evidence: Evidence) -> Iterator[str]:
-    """The series took as long as its launches: none was left out, but where it started over, or a launch failed, those are in the total too."""
+    """The series took as long as its launches: none was left out, but where it started over, or a launch failed, those are in the total
+    too.
+    """
     measured, plan = evidence.measured, evidence.measured.plan
     if plan is None or not measured.runs:
         return
@@ -276,13 +282,13 @@ def _noise(evidence: Evidence) -> Iterator[str]:
         yield f"the A/A is of {aa.machine}, the runs of {measured.machine.name}"
     if (measured.profile or aa.profile) != aa.profile:
         yield f"the A/A is of profile {aa.profile}, the runs of {measured.profile}"
-    own = {r.config_sha for r in measured.runs}
-    foreign = {r.config_sha for r in aa.runs} - own
+    config_shas = {r.config_sha for r in measured.runs}
+    foreign = {r.config_sha for r in aa.runs} - config_shas
     if foreign and aa.place is not None:
         yield from _neighbourhood(measured, aa)
         return
-    known = [r for r in measured.runs if r.strict_sha in measured.strict]
-    if known and aa.noise_key not in {noise_key(r, measured.strict) for r in known}:
+    recorded = [r for r in measured.runs if r.strict_sha in measured.strict]
+    if recorded and aa.noise_key not in {noise_key(r, measured.strict) for r in recorded}:
         yield f"the A/A has the noise key {aa.noise_key[:16]}: it was measured in another environment or configuration than every run"
     if foreign:
         yield f"the A/A ran configuration {_short(sorted(foreign))}, none of the series did"
@@ -303,11 +309,11 @@ def _machine(evidence: Evidence) -> Iterator[str]:
     machine = evidence.measured.machine
     if machine.name != label(machine.gpu, machine.gpus):
         yield f"the machine is called {machine.name}; one with {machine.gpus} x {machine.gpu} is {label(machine.gpu, machine.gpus)}"
-    own = machine.model_dump(mode="json")
+    fields = machine.model_dump(mode="json")
     for sha, strict in evidence.measured.strict.items():
-        seen = strict.get("machine", {})
-        differing = [k for k, v in seen.items() if k in own and own[k] != v] if isinstance(seen, Mapping) else ["machine"]
-        if own["memory_gib"] is not None and "memory_gib" not in seen:
+        recorded = strict.get("machine", {})
+        differing = [k for k, v in recorded.items() if k in fields and fields[k] != v] if isinstance(recorded, Mapping) else ["machine"]
+        if fields["memory_gib"] is not None and "memory_gib" not in recorded:
             differing.append("memory_gib")
         if differing:
             yield f"environment {sha[:16]} is of another machine: {', '.join(differing)} differ"

@@ -317,7 +317,8 @@ class Contrast(Strict):
     deviation: float | None = None
     """Of a block, by the noise that the design leaves over; before version 3, that of `differences`."""
     used: float | None = None
-    """The standard deviation behind the interval, whose half-width is t(`freedom`) x used / sqrt(blocks). Scaled to `freedom` where the contrast's own has others."""
+    """The standard deviation behind the interval, whose half-width is t(`freedom`) x used / sqrt(blocks). Scaled to `freedom` where the
+    contrast's own has others."""
 
 
 class Curve(Strict):
@@ -375,7 +376,7 @@ class Measured(Strict):
     """Resolved configurations by hash."""
     runs: list[Run] = Field(default_factory=list)
     failed_before: dict[RunOutcome, int] = Field(default_factory=dict)
-    """How launches ended that failed under earlier commands on this series' journal, and were launched again; they are not among the runs."""
+    """How launches ended that failed under earlier commands on this series' journal and were launched again; no runs of this one."""
     aa: Baseline | None = None
 
     @property
@@ -418,7 +419,9 @@ class Evidence(Strict):
 
     @property
     def gpu_seconds(self) -> float | None:
-        """What the verdict cost: the wall seconds of its launches, burn-ins and A/A included, times the GPUs of each; None where no GPU was used or a launch has no time."""
+        """What the verdict cost: the wall seconds of its launches, burn-ins and A/A included, times the GPUs of each; None where no GPU
+        was used or a launch has no time.
+        """
         runs = [*self.measured.runs, *(self.measured.aa.runs if self.measured.aa else [])]
         costs = [run.wall_s * min(run.ranks, self.measured.machine.gpus) for run in runs]
         return sum(costs) if costs and all(c > 0 for c in costs) else None
@@ -458,8 +461,8 @@ def stored_sha(data: Mapping[str, Any]) -> str:
 def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
     """What a stored A/A must share with a series: environment, performance revisions, configuration and ranks.
 
-    The trainer's source hash is left out: a commit that does not move a performance revision does not move the noise either. So is the host's
-    memory, which no A/A from before knows.
+    The trainer's source hash is left out: a commit that does not move a performance revision does not move the noise either. So is the
+    host's memory, which no A/A from before knows.
     """
     env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
     for part, left_out in (("trainer", "source_sha"), ("machine", "memory_gib")):
@@ -470,7 +473,8 @@ def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def workload(run: Run, config: Mapping[str, Any]) -> str:
-    """What an A/A of another configuration must share with a series in its neighbourhood: environment, ranks, backend, and whether rows hold images.
+    """What an A/A of another configuration must share with a series in its neighbourhood: environment, ranks, backend, and whether rows
+    hold images.
 
     The environment counts to the last bit, the trainer's source included: such an A/A is minutes old.
     """
@@ -488,12 +492,12 @@ _SUMS = ("seconds", "useful_tokens", "raw_tokens", "images", "data_seconds", "co
 def to_frame(records: Iterable[Evidence], per: Literal["launch", "step"] = "launch") -> pd.DataFrame:
     """One row for each launch of the records, or for each of its steps, in the order in which they ran.
 
-    Shapes: columns that name the record (`evidence`, `claim`, `card`, `case`, `machine`, `gpu`, `gpus`, `profile`, `status`, `created`), then those
-    that name the launch (`run_id`, `variant`, `role`, `pair`, `position`, `outcome`, `ranks`, `config_sha`, `strict_sha`). A row for a launch goes on
-    with `started`, `wall_s`, `num_parameters`, `timed_steps`, the sums over its timed steps (`timed_seconds`, `timed_useful_tokens`, ...), its
-    `peak_memory_bytes`, and one column `metric.NAME` for each figure that the trainer reported. A row for a step goes on with the fields of
-    `playbook.records.evidence.Sample`. Launches of a stored A/A that a record cites are not among its rows.
-    Units: seconds and bytes; token counts are of all ranks together.
+    Shapes: columns that name the record (`evidence`, `claim`, `card`, `case`, `machine`, `gpu`, `gpus`, `profile`, `status`, `created`),
+    then those that name the launch (`run_id`, `variant`, `role`, `pair`, `position`, `outcome`, `ranks`, `config_sha`, `strict_sha`). A
+    row for a launch goes on with `started`, `wall_s`, `num_parameters`, `timed_steps`, the sums over its timed steps (`timed_seconds`,
+    `timed_useful_tokens`, ...), its `peak_memory_bytes`, and one column `metric.NAME` for each figure that the trainer reported. A row
+    for a step goes on with the fields of `playbook.records.evidence.Sample`. Launches of a stored A/A that a record cites are not among
+    its rows. Units: seconds and bytes; token counts are of all ranks together.
     """
     with tables_wanted():
         import pandas as pd  # a third of a second, which no other command needs

@@ -17,7 +17,8 @@ from playbook.records.evidence import FIRST_REVISION, Machine, Measured
 CPU = "cpu"
 
 Kind = tuple[int, str | None, str, int | None, int, str, int | None, int | None]
-"""Number of GPUs, their name, their links, their memory in GiB, number of nodes, CPU model, cores (None if there are GPUs), host memory in GiB."""
+"""Number of GPUs, their name, their links, their memory in GiB, number of nodes, CPU model, cores (None if there are GPUs), host memory
+in GiB."""
 
 
 def kind(machine: Machine) -> Kind:
@@ -42,12 +43,21 @@ def short_gpu(name: str) -> str:
     return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
 
 
-def told_apart(name: str, own: tuple[Any, ...], others: Collection[tuple[Any, ...]]) -> str:
+def told_apart(name: str, machine_kind: tuple[Any, ...], others: Collection[tuple[Any, ...]]) -> str:
     """A machine's name, with what sets its kind `own` apart where `others` of that name are of another kind: `cpu-amd-epyc-2-cores`."""
-    memory = "unknown-memory" if own[3] is None else f"{own[3]}-gib"
-    host = "unknown-host-memory" if own[7] is None else f"{own[7]}-gib-host"
-    words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], memory, f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores", host)
-    differing = [word for i, word in enumerate(words) if any(other[i] != own[i] for other in others)]
+    memory = "unknown-memory" if machine_kind[3] is None else f"{machine_kind[3]}-gib"
+    host = "unknown-host-memory" if machine_kind[7] is None else f"{machine_kind[7]}-gib-host"
+    words = (
+        f"{machine_kind[0]}-gpus",
+        _slug(machine_kind[1] or "no-gpu"),
+        machine_kind[2],
+        memory,
+        f"{machine_kind[4]}-nodes",
+        _slug(machine_kind[5]),
+        f"{machine_kind[6]}-cores",
+        host,
+    )
+    differing = [word for i, word in enumerate(words) if any(other[i] != machine_kind[i] for other in others)]
     return "-".join([name, *differing])
 
 
@@ -64,23 +74,28 @@ _NOTABLE_NOISE = 0.03
 _NOTABLE_LIMITED = 10.0
 """Percent of the GPUs' readings in timed steps with clocks held down."""
 TIMED_STEPS = "timed steps"
-"""Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be start-up."""
+"""Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be
+start-up."""
 
 
-def host_limit(found: Mapping[str, Any]) -> str:
-    """A clause where launches differ so much that this host is the limit of what a series can see; else nothing. `found`: a comparison or curve.
+def host_limit(figures: Mapping[str, Any]) -> str:
+    """A clause where launches differ so much that this host is the limit of what a series can see; else nothing. `found`: a comparison or
+    curve.
 
     By the A/A, or since rules of version 3, which have none, by the launches that are compared.
     """
-    first = next(iter(found.get("contrasts") or ()), found)
-    noise = found.get("floor") if found.get("floor") is not None else first.get("deviation")
-    if not isinstance(noise, int | float) or found.get("scale") != "log_ratio" or noise < _NOTABLE_NOISE:
+    first = next(iter(figures.get("contrasts") or ()), figures)
+    noise = figures.get("floor") if figures.get("floor") is not None else first.get("deviation")
+    if not isinstance(noise, int | float) or figures.get("scale") != "log_ratio" or noise < _NOTABLE_NOISE:
         return ""
     return f"this host is the limit: pairs of launches differ by {100 * noise:.1f} %"
 
 
 def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
-    """For each limit that held GPUs' clocks down in the timed steps, a clause with its share of the readings and the clock. `runs`: (variant, telemetry) of the measured runs."""
+    """For each limit that held GPUs' clocks down in the timed steps, a clause with its share of the readings and the clock.
+
+    `runs`: (variant, telemetry) of the measured runs.
+    """
     shares: dict[str, dict[str, list[float]]] = {}
     clocks: dict[str, list[float]] = {}
     for variant, telemetry in runs:
@@ -92,13 +107,13 @@ def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
         for limit, share in mapping_of(telemetry.get("limited_percent")).items():
             if _finite(share):
                 shares.setdefault(str(limit), {}).setdefault(variant, []).append(float(share))
-    found = []
+    clauses = []
     for limit, each in shares.items():
         medians = {variant: statistics.median(values) for variant, values in sorted(each.items())}
         if max(medians.values()) >= _NOTABLE_LIMITED:
             at = {v: f" ({statistics.median(clocks[v]):,.0f} MHz)" if v in clocks else "" for v in medians}
-            found.append(f"{limit} in {', '.join(f'{round(m)} % of {v}{at[v]}' for v, m in medians.items())}")
-    return found
+            clauses.append(f"{limit} in {', '.join(f'{round(m)} % of {v}{at[v]}' for v, m in medians.items())}")
+    return clauses
 
 
 def mapping_of(value: Any) -> Mapping[str, Any]:
@@ -125,40 +140,43 @@ class Here:
     driver: str | None = None
 
 
-def updates_since(strict: Mapping[str, Any], here: Here) -> list[str]:
-    """Libraries of another minor version and the driver, each as `then -> now`, where the reader's GPUs are those of the record or neither has any.
+def updates_since(strict: Mapping[str, Any], reader: Here) -> list[str]:
+    """Libraries of another minor version and the driver, each as `then -> now`, where the reader's GPUs are those of the record or
+    neither has any.
 
-    `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends on.
+    `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends
+    on.
     """
     machine, packages = _part(strict, "machine"), _part(strict, "packages")
-    if not machine or machine.get("gpu") != here.gpu:
+    if not machine or machine.get("gpu") != reader.gpu:
         return []
-    then = {name: packages[name] for name in here.packages if isinstance(packages.get(name), str)}
-    out = [f"{name} {was} -> {here.packages[name]}" for name, was in then.items() if _minor(was) != _minor(here.packages[name])]
+    then = {name: packages[name] for name in reader.packages if isinstance(packages.get(name), str)}
+    out = [f"{name} {was} -> {reader.packages[name]}" for name, was in then.items() if _minor(was) != _minor(reader.packages[name])]
     driver = machine.get("driver")
-    return out + ([f"driver {driver} -> {here.driver}"] if here.driver and driver not in (None, here.driver) else [])
+    return out + ([f"driver {driver} -> {reader.driver}"] if reader.driver and driver not in (None, reader.driver) else [])
 
 
 def revised(measured: Measured, today: Mapping[str, int], paths: Paths) -> list[str]:
-    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks has none.
+    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks
+    has none.
 
     A run has the paths that it names and those that its configuration takes today. An older record has the number of its backend alone.
     """
     then: dict[str, set[int]] = {}
-    taken: dict[tuple[str, int], Collection[str]] = {}
+    paths_of_configs: dict[tuple[str, int], Collection[str]] = {}
     for run in measured.runs:
         if run.performance_revision is None:
             continue
         config, key = measured.configs.get(run.config_sha, {}), (run.config_sha, run.ranks)
-        if key not in taken:
-            taken[key] = paths(config, run.ranks)
+        if key not in paths_of_configs:
+            paths_of_configs[key] = paths(config, run.ranks)
         backend = {str(config.get("backend", "torch")): run.performance_revision}
-        for path, number in {**dict.fromkeys(taken[key], FIRST_REVISION), **run.revisions, **backend}.items():
+        for path, number in {**dict.fromkeys(paths_of_configs[key], FIRST_REVISION), **run.revisions, **backend}.items():
             if number != today.get(path, number):
                 then.setdefault(path, set()).add(number)
     return [
-        f"the trainer's path {path} is at performance revision {today[path]}, the runs at {', '.join(map(str, sorted(found)))}"
-        for path, found in sorted(then.items())
+        f"the trainer's path {path} is at performance revision {today[path]}, the runs at {', '.join(map(str, sorted(numbers)))}"
+        for path, numbers in sorted(then.items())
     ]
 
 

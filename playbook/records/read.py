@@ -1,7 +1,7 @@
 """Reads evidence and traces: typed, and checked against their own hash and for contradictions.
 
-Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. This module alone decides which record speaks for a
-claim and what makes its verdict stale. A record with `problems` is `altered`: it is shown as that and never as a verdict.
+Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. This module alone decides which record
+speaks for a claim and what makes its verdict stale. A record with `problems` is `altered`: it is shown as that and never as a verdict.
 """
 
 from __future__ import annotations
@@ -70,11 +70,14 @@ class Record:
     """Why the record counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
     present: Present = field(default_factory=Present)
     foreign: bool = False
-    """Whether none of the cards that were read has its claim, or its runs were on another backend than the claim is about. One of the cards may have another claim of the same id."""
+    """Whether none of the cards that were read has its claim, or its runs were on another backend than the claim is about. One of the
+    cards may have another claim of the same id."""
     assumed_gib: int | None = None
-    """Host memory in GiB that is assumed for an older record without it: that of newer records from otherwise equal machines, if they agree."""
+    """Host memory in GiB that is assumed for an older record without it: that of newer records from otherwise equal machines, if they
+    agree."""
     machine: str = "unknown"
-    """Label of its machine: the name, what sets it apart from other machines of that name, and who measured there if the record was imported."""
+    """Label of its machine: the name, what sets it apart from other machines of that name, and who measured there if the record was
+    imported."""
 
     @property
     def altered(self) -> bool:
@@ -137,8 +140,8 @@ class Record:
     def kind(self) -> tuple[Any, ...]:
         """The kind of its machine, and who measured there: records of two kinds never speak for each other."""
         machine = self.content.measured.machine if isinstance(self.content, Evidence) else self.content.machine
-        *rest, memory = kind(machine)
-        return (*rest, self.assumed_gib if memory is None else memory, self.origin)
+        *identity, memory = kind(machine)
+        return (*identity, self.assumed_gib if memory is None else memory, self.origin)
 
     @property
     def gpus(self) -> int:
@@ -173,7 +176,10 @@ class Record:
 
     @property
     def measured(self) -> str:
-        """When its last run started, in ISO format; when it was written where it has no runs. Judging a record again does not make it younger."""
+        """When its last run started, in ISO format; when it was written where it has no runs.
+
+        Judging a record again does not make it younger.
+        """
         return max((r.started for r in self.runs), default="") or self.created
 
     @property
@@ -183,7 +189,10 @@ class Record:
 
     @property
     def precedence(self) -> tuple[int, str, str, str]:
-        """Sort key: of two records on a claim, the one with the larger key speaks for it. A verdict beats an error, which beats `not_applicable`; then the last measured, then the last judged."""
+        """Sort key: of two records on a claim, the one with the larger key speaks for it.
+
+        A verdict beats an error, which beats `not_applicable`; then the last measured, then the last judged.
+        """
         settles = {"not_applicable": 0, "error": 1}.get(self.status, 2)
         return settles, self.measured, self.created, self.id
 
@@ -192,7 +201,10 @@ class Record:
         return self.present.case_changes(self.content.measured) if self.present.case_changes and isinstance(self.content, Evidence) else []
 
     def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> Iterator[str]:
-        """Why the verdict no longer speaks for today, what is dear to find out last; none while it does. `claim` is the one that it settled, as it stands today."""
+        """Why the verdict no longer speaks for today, what is dear to find out last; none while it does.
+
+        `claim` is the one that it settled, as it stands today.
+        """
         if not isinstance(self.content, Evidence):
             return
         yield from _expired(self.content.expires, today)
@@ -215,8 +227,8 @@ class Record:
     @property
     def _strict(self) -> Mapping[str, Any]:
         """The environment of the first run whose environment is known."""
-        known = self.content.measured.strict if isinstance(self.content, Evidence) else {}
-        return next((known[r.strict_sha] for r in self.runs if r.strict_sha in known), {})
+        environments = self.content.measured.strict if isinstance(self.content, Evidence) else {}
+        return next((environments[r.strict_sha] for r in self.runs if r.strict_sha in environments), {})
 
 
 def claim_changes(then: ClaimRef, claim: Claim | MechanismCheck) -> list[str]:
@@ -259,7 +271,7 @@ def _expired(expires: str, today: date) -> list[str]:
     return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
 
 
-class Reader:
+class RecordReader:
     """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files."""
 
     def __init__(self) -> None:
@@ -267,12 +279,13 @@ class Reader:
         self._last: tuple[Any, list[Record]] = None, []
 
     def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
-        """Every record below the folders, newest first. Of several copies of one id, the first unaltered one counts. With `cards`, a record on a claim of any other card speaks for no claim.
+        """Every record below the folders, newest first. Of several copies of one id, the first unaltered one counts. With `cards`, a
+        record on a claim of any other card speaks for no claim.
 
         Raises:
             FileError: a file that is no record, with its path; none is skipped.
         """
-        found: dict[tuple[str, str], Record] = {}
+        by_id: dict[tuple[str, str], Record] = {}
         findings: list[Finding] = []
         for path in _files(folders):
             try:
@@ -282,20 +295,21 @@ class Reader:
                 continue
             if record is None:
                 continue
-            first = found.setdefault((record.schema, record.id), record)
+            first = by_id.setdefault((record.schema, record.id), record)
             if first.altered or (first.origin and not record.origin):
-                found[record.schema, record.id] = record
+                by_id[record.schema, record.id] = record
         if findings:
             raise FileError(findings)
         # The same records in the same light are the same answer, with what has been found out about each since.
-        asked = list(found.values()), cards, present
-        if self._last[0] != asked:
+        inputs = list(by_id.values()), cards, present
+        if self._last[0] != inputs:
             claims = None if cards is None else by_claim(cards)
-            known = _with_memory(found.values())
-            # An altered record names no machine: else one with a foreign name, or another host's memory, would rename those of sound records.
-            labels = _labels(known) | _labels([r for r in known if not r.altered])
-            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in known]
-            self._last = asked, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
+            records = _with_memory(by_id.values())
+            # An altered record names no machine: else one with a foreign name, or another host's memory, would rename those of sound
+            # records.
+            labels = _labels(records) | _labels([r for r in records if not r.altered])
+            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in records]
+            self._last = inputs, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
         return self._last[1]
 
     def _record(self, path: Path) -> Record | None:
@@ -316,7 +330,7 @@ def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, prese
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
     """
-    return Reader().read(folders, cards, present)
+    return RecordReader().read(folders, cards, present)
 
 
 def read_file(path: Path, claims: Claims | None = None, present: Present | None = None) -> Record:
@@ -372,7 +386,9 @@ def parse(path: Path) -> tuple[Content, str]:
 
 
 def _plain(raw: bytes) -> Any:
-    """JSON as plain data: by pydantic's reader, in half the time, and by Python's where that refuses it, for its messages and what it alone takes."""
+    """JSON as plain data: by pydantic's reader, in half the time, and by Python's where that refuses it, for its messages and what it
+    alone takes.
+    """
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -387,13 +403,13 @@ def _not_finite(text: str) -> float:
 def _with_memory(records: Iterable[Record]) -> list[Record]:
     """The records, those that do not know their host's memory with that of the others of such a machine, where these agree."""
     every = list(records)
-    seen: dict[tuple[Any, ...], set[int]] = {}
-    for *rest, memory, origin in (r.kind for r in every if not r.altered):
-        seen.setdefault((*rest, origin), set()).update([memory] if memory is not None else [])
+    memories: dict[tuple[Any, ...], set[int]] = {}
+    for *identity, memory, origin in (r.kind for r in every if not r.altered):
+        memories.setdefault((*identity, origin), set()).update([memory] if memory is not None else [])
     out = []
     for r in every:
-        *rest, memory, origin = r.kind
-        alike = seen.get((*rest, origin), set())
+        *identity, memory, origin = r.kind
+        alike = memories.get((*identity, origin), set())
         out.append(replace(r, assumed_gib=next(iter(alike))) if memory is None and len(alike) == 1 else r)
     return out
 
@@ -434,9 +450,11 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
 
 
 def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:
-    """The statuses of a claim over all machines: for each the status of the record that speaks, or `stale`; `untested` where there is none."""
-    found = verdicts(records, claim.id)
-    return {"stale" if r.stale(today, claim) else r.status for r in found} or {UNTESTED}
+    """The statuses of a claim over all machines: for each the status of the record that speaks, or `stale`; `untested` where there is
+    none.
+    """
+    newest = verdicts(records, claim.id)
+    return {"stale" if r.stale(today, claim) else r.status for r in newest} or {UNTESTED}
 
 
 def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: date, status: str) -> frozenset[str]:
@@ -447,9 +465,9 @@ def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: dat
     """
     if status not in _STATUSES:
         raise PlaybookError(f"status '{status[:40]}' is not known{did_you_mean(status[:40], _STATUSES)}")
-    known = list(records)
+    every = list(records)
     each = [c for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c]
-    return frozenset(c.id for c in each if status in standings(known, c, today))
+    return frozenset(c.id for c in each if status in standings(every, c, today))
 
 
 def earlier(records: Iterable[Record], claim: str) -> list[Record]:

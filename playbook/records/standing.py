@@ -1,4 +1,6 @@
-"""Where claims and decision rules stand, in words, and which claims wait for a verdict: what terminal, site, skills and MCP server say of a verdict they take from here."""
+"""Where claims and decision rules stand, in words, and which claims wait for a verdict: what terminal, site, skills and MCP server say of
+a verdict they take from here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 8: "eight"}
 
 
 def in_words(record: Record, stale: Sequence[str] | str | None = None, *, places: bool = True) -> str:
-    """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`; with or without the machine."""
+    """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`; with
+    or without the machine.
+    """
     return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record, places)])
 
 
@@ -39,11 +43,12 @@ def standing(records: Iterable[Record], claim: Claim | MechanismCheck, today: da
 def basis(rule: Decision, records: Sequence[Record], claims: Claims, today: date) -> _Basis:
     """What a decision rule rests on, derived and never typed: `measured` where a fresh verdict confirms one of the claims that it cites.
 
-    `refuted` where there are fresh verdicts, and all are against it; else `hypothesis`. A verdict on another backend than the rule's says nothing.
+    `refuted` where there are fresh verdicts, and all are against it; else `hypothesis`. A verdict on another backend than the rule's says
+    nothing.
     """
     cited = [(r, claims[i][1]) for i in rule.because if i in claims for r in verdicts(records, i)]
-    wanted = rule.when.get("backend")
-    fresh = {r.status for r, claim in cited if (not r.backends or wanted in (None, *r.backends)) and not r.stale(today, claim)}
+    backend = rule.when.get("backend")
+    fresh = {r.status for r, claim in cited if (not r.backends or backend in (None, *r.backends)) and not r.stale(today, claim)}
     return "measured" if "confirmed" in fresh else "refuted" if "refuted" in fresh else "hypothesis"
 
 
@@ -55,8 +60,8 @@ def bases(card: Card, records: Sequence[Record], claims: Claims, today: date) ->
 def _rests_on(record: Record, places: bool) -> list[str]:
     """The machine and the backends, or that there were no runs."""
     where = _WITHOUT_RUNS.get(record.claim_ref.kind if record.claim_ref else None)
-    found = [where] if where else [*([_machine(record)] if places else []), *([" and ".join(record.backends)] if record.backends else [])]
-    return [*found, *([f"by {record.origin}"] if record.origin else [])]
+    words = [where] if where else [*([_machine(record)] if places else []), *([" and ".join(record.backends)] if record.backends else [])]
+    return [*words, *([f"by {record.origin}"] if record.origin else [])]
 
 
 def _machine(record: Record) -> str:
@@ -78,25 +83,25 @@ def _machine(record: Record) -> str:
 def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> list[str]:
     """Claims and mechanism checks, as `CARD/CLAIM`, that have no fresh verdict from this profile and whose case has it, or needs no run.
 
-    Those that most decision rules rest on come first, and a claim's mechanism check follows it. Behind them come those that were undecided after all
-    of their pairs, and last what failed when it last ran.
+    Those that most decision rules rest on come first, and a claim's mechanism check follows it. Behind them come those that were
+    undecided after all of their pairs, and last what failed when it last ran.
     """
     rules = Counter(claim for card in cards.values() for rule in card.decide for claim in rule.because)
     waiting: list[tuple[tuple[int, int], str]] = []
     for card in cards.values():
         for claim in card.claims:
-            for asked in (c for c in (claim, claim.mechanism_check) if c):
-                own = [r for r in earlier(records, asked.id) if not r.altered and _profile(r) in (profile, None)]
-                if _has(asked, profile) and not any(r.status in DECIDED and not r.stale(today, asked) for r in own):
-                    last = max(own, key=lambda r: r.measured, default=None)
-                    waiting.append(((_lateness(last, today, asked), -rules[claim.id]), f"{card.id}/{asked.id}"))
+            for tested in (c for c in (claim, claim.mechanism_check) if c):
+                of_profile = [r for r in earlier(records, tested.id) if not r.altered and _profile(r) in (profile, None)]
+                if _has(tested, profile) and not any(r.status in DECIDED and not r.stale(today, tested) for r in of_profile):
+                    last = max(of_profile, key=lambda r: r.measured, default=None)
+                    waiting.append(((_lateness(last, today, tested), -rules[claim.id]), f"{card.id}/{tested.id}"))
     return [target for _, target in sorted(waiting, key=lambda w: w[0])]
 
 
 def untraced_verdicts(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> dict[str, tuple[str, Evidence]]:
     """By case, as `CARD/CLAIM` and record, fresh timed verdicts from this profile whose variants nobody has traced there."""
     traced = {r.content.case for r in records if isinstance(r.content, TraceResult) and not r.altered and r.content.profile == profile}
-    found: dict[str, tuple[str, Evidence]] = {}
+    untraced: dict[str, tuple[str, Evidence]] = {}
     for card in cards.values():
         for claim in card.claims:
             if claim.case is None or claim.case in traced or load_case(claim.case).command:
@@ -109,28 +114,30 @@ def untraced_verdicts(cards: Mapping[str, Card], records: Sequence[Record], prof
                     and r.content.timed_on_gpus
                     and not r.stale(today, claim)
                 ):
-                    found.setdefault(claim.case, (f"{card.id}/{claim.id}", r.content))
-    return found
+                    untraced.setdefault(claim.case, (f"{card.id}/{claim.id}", r.content))
+    return untraced
 
 
-def _lateness(last: Record | None, today: date, asked: Claim | MechanismCheck) -> int:
-    """How far behind a claim has to wait: its last series failed, or took all of its pairs and left it open; a series that time cut goes on at once."""
+def _lateness(last: Record | None, today: date, claim: Claim | MechanismCheck) -> int:
+    """How far behind a claim has to wait: its last series failed, or took all of its pairs and left it open; a series that time cut goes
+    on at once.
+    """
     if last is None:
         return 0
     if last.status == "error":
         return 2
     reason = last.content.derived.verdict.reason if isinstance(last.content, Evidence) else None
-    return int(reason == "power" and not last.stale(today, asked))
+    return int(reason == "power" and not last.stale(today, claim))
 
 
 def _profile(record: Record) -> str | None:
     return record.content.measured.profile if isinstance(record.content, Evidence) else ""
 
 
-def _has(asked: Claim | MechanismCheck, profile: str) -> bool:
+def _has(claim: Claim | MechanismCheck, profile: str) -> bool:
     """Whether the claim's case can be run on the profile, and on a CPU says something of the claim."""
-    if asked.case is None:
+    if claim.case is None:
         return False
-    case = load_case(asked.case)
-    speaks = profile != CPU or isinstance(asked, MechanismCheck) or asked.cpu_scope or not MACHINE_KEYS & asked.scope.keys()
+    case = load_case(claim.case)
+    speaks = profile != CPU or isinstance(claim, MechanismCheck) or claim.cpu_scope or not MACHINE_KEYS & claim.scope.keys()
     return not case.profiles or (profile in case.profiles and bool(speaks))

@@ -118,13 +118,14 @@ class TraceResult(Strict):
 
 
 def waterfall(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """What makes up the difference between the steps of two tables, in milliseconds, the largest part first; the parts add up to it exactly.
+    """What makes up the difference between the steps of two tables, in milliseconds, the largest part first; the parts add up to it
+    exactly.
 
     A part is a range without those inside it, over its passes; idle is when nothing ran. Of a sweep, the tables are of two of its variants.
     """
     parts: Counter[str] = Counter()
-    for sign, found in ((-1, baseline), (1, candidate)):
-        for row in found["rows"]:
+    for sign, table in ((-1, baseline), (1, candidate)):
+        for row in table["rows"]:
             parts[row["path"].rsplit("/", 1)[-1]] += sign * row["self_ms"]
-        parts["idle"] += sign * (found["span_ms"] - found["busy_ms"])
+        parts["idle"] += sign * (table["span_ms"] - table["busy_ms"])
     return sorted(((name, ms) for name, ms in parts.items() if ms), key=lambda part: -abs(part[1]))

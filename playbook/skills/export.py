@@ -40,9 +40,9 @@ def export(skills: Iterable[Skill], out: Path, stock: Stock) -> list[Path]:
         PlaybookError: one of the folders exists, a link or card is missing, or nothing can be written. Nothing is replaced.
     """
     chosen = {skill.name: files(skill, stock) for skill in skills}
-    there = [str(out / name) for name in chosen if (out / name).exists() or (out / name).is_symlink()]
-    if there:
-        raise PlaybookError(f"{', '.join(there)} exists; an export replaces nothing: remove it, or name another folder")
+    existing = [str(out / name) for name in chosen if (out / name).exists() or (out / name).is_symlink()]
+    if existing:
+        raise PlaybookError(f"{', '.join(existing)} exists; an export replaces nothing: remove it, or name another folder")
     written = []
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -79,9 +79,9 @@ def attachments(skill: Skill) -> tuple[dict[str, str], dict[str, str]]:
         PlaybookError: a link leads to no file, or two linked files share a name.
     """
     content: dict[str, str] = {}
-    own = skill.path.parent
-    for path in sorted(p for p in own.rglob("*") if p.is_file() and p.name != FILE and p.resolve().is_relative_to(own.resolve())):
-        content[path.relative_to(own).as_posix()] = path.read_text(encoding="utf-8")
+    folder = skill.path.parent
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != FILE and p.resolve().is_relative_to(folder.resolve())):
+        content[path.relative_to(folder).as_posix()] = path.read_text(encoding="utf-8")
     moved: dict[str, str] = {}
     for line, target in links(skill):
         plain = target.partition("#")[0]

@@ -290,19 +290,19 @@ def claim_ids(card: Card) -> list[str]:
     return [i for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i]
 
 
-def check(skill: Skill, known: Known) -> list[Finding]:
+def check(skill: Skill, references: Known) -> list[Finding]:
     """Findings for everything in a skill that does not exist, does not resolve or restates a figure."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     named: set[str] = set()
     for line, words in command_lines(skill):
-        found += [skill.finding(line, m) for m in _command(words, known, named)]
+        findings += [skill.finding(line, m) for m in _command(words, references, named)]
     for line, target in links(skill):
         if problem := _link_problem(skill, target):
-            found.append(skill.finding(line, problem))
-    found += _figures(skill)
-    found += _names(skill, known)
-    found += _cards(skill, known, named)
-    return sorted(found, key=lambda f: f.line)
+            findings.append(skill.finding(line, problem))
+    findings += _figures(skill)
+    findings += _names(skill, references)
+    findings += _cards(skill, references, named)
+    return sorted(findings, key=lambda f: f.line)
 
 
 def links(skill: Skill) -> Iterator[tuple[int, str]]:
@@ -382,46 +382,46 @@ def _prose(skill: Skill) -> Iterator[tuple[int, str]]:
     yield from ((number, line) for number, line, fenced in _lines(skill) if not fenced)
 
 
-def _command(words: Sequence[str], known: Known, named: set[str]) -> Iterator[str]:
+def _command(words: Sequence[str], references: Known, named: set[str]) -> Iterator[str]:
     """What is wrong with one command line; ids of cards that it names are added to `named`."""
     shown = shlex.join(words)
     if words[0] == "?":
         yield f"`{words[1]}`: quotes do not close"
         return
     if words[0] == "torchrun":
-        yield from _trainer(words[words.index("playbook_trainer") + 1 :] if "playbook_trainer" in words else (), known)
+        yield from _trainer(words[words.index("playbook_trainer") + 1 :] if "playbook_trainer" in words else (), references)
         return
-    accepted = known.parse(words[1:])
+    accepted = references.parse(words[1:])
     if isinstance(accepted, str):
         yield f"`{shown}`: {accepted}"
         return
     values = accepted.values
     if accepted.command == "cards show":
-        yield from _target(str(values["target"]), known, named)
+        yield from _target(str(values["target"]), references, named)
     elif accepted.command == "confirm":
         for target in values.get("targets") or ():
-            yield from _target(str(target), known, named)
+            yield from _target(str(target), references, named)
     elif accepted.command == "train":
-        yield from _trainer([str(values["config"]), *(values.get("overrides") or ())], known)
-    elif isinstance(case := values.get("case"), str) and not _PLACEHOLDER.match(case) and case not in known.cases:
-        yield f"case '{case}' does not exist{did_you_mean(case, known.cases)}"
+        yield from _trainer([str(values["config"]), *(values.get("overrides") or ())], references)
+    elif isinstance(case := values.get("case"), str) and not _PLACEHOLDER.match(case) and case not in references.cases:
+        yield f"case '{case}' does not exist{did_you_mean(case, references.cases)}"
 
 
-def _target(target: str, known: Known, named: set[str]) -> Iterator[str]:
+def _target(target: str, references: Known, named: set[str]) -> Iterator[str]:
     """CARD or CARD/CLAIM."""
     card, _, claim = target.partition("/")
     if _PLACEHOLDER.match(target) or _PLACEHOLDER.match(card):
         return
-    if card not in known.cards:
-        yield f"card '{card}' does not exist{did_you_mean(card, known.cards)}"
+    if card not in references.cards:
+        yield f"card '{card}' does not exist{did_you_mean(card, references.cards)}"
         return
     named.add(card)
-    ids = claim_ids(known.cards[card])
+    ids = claim_ids(references.cards[card])
     if claim and not _PLACEHOLDER.match(claim) and claim not in ids:
         yield f"card '{card}' has no claim '{claim}'{did_you_mean(claim, ids)}"
 
 
-def _trainer(words: Sequence[str], known: Known) -> Iterator[str]:
+def _trainer(words: Sequence[str], references: Known) -> Iterator[str]:
     """A trainer configuration that ships, and keys that the trainer has."""
     if not words:
         yield "names no `-m playbook_trainer CONFIG`; that is the one module that a skill launches by torchrun"
@@ -431,8 +431,8 @@ def _trainer(words: Sequence[str], known: Known) -> Iterator[str]:
         yield f"configuration '{config}' does not ship; expected a file below {KINDS['configs']}"
     for override in overrides:
         key, eq, _ = override.partition("=")
-        if not eq or key not in known.trainer_keys:
-            yield f"the trainer has no key '{key}'{did_you_mean(key, known.trainer_keys)}"
+        if not eq or key not in references.trainer_keys:
+            yield f"the trainer has no key '{key}'{did_you_mean(key, references.trainer_keys)}"
 
 
 def _figures(skill: Skill) -> Iterator[Finding]:
@@ -447,10 +447,10 @@ def _is_command(text: str) -> bool:
     return text.strip().removeprefix("$ ").startswith(("playbook ", "torchrun ", "srun ", "pip "))
 
 
-def _names(skill: Skill, known: Known) -> Iterator[Finding]:
+def _names(skill: Skill, references: Known) -> Iterator[Finding]:
     """Ids in the text: claims anywhere, cards, cases and skills in code."""
-    claims = known.claims()
-    everything = {*known.cards, *known.cases, *known.skills}
+    claims = references.claims()
+    everything = {*references.cards, *references.cases, *references.skills}
     where = skill.marks.get(("description",), (1, 1))[0]
     for number, line in [(where, skill.front.description), *((n, text) for n, text, _ in _lines(skill))]:
         for match in _CLAIM.finditer(line):
@@ -461,14 +461,14 @@ def _names(skill: Skill, known: Known) -> Iterator[Finding]:
                 yield skill.finding(number, f"'{word}' is no card, case or skill{did_you_mean(word, everything)}")
 
 
-def _cards(skill: Skill, known: Known, named: Collection[str]) -> Iterator[Finding]:
+def _cards(skill: Skill, references: Known, named: Collection[str]) -> Iterator[Finding]:
     """The metadata names existing cards, among them every card that the commands name, so that an export carries them."""
     where = ("metadata", _CARDS_KEY)
     if not skill.cards:
         yield skill.finding(where, f"metadata '{_CARDS_KEY}' names no card; a skill points at the cards it acts on, by id")
     for card in skill.cards:
-        if card not in known.cards:
-            yield skill.finding(where, f"card '{card}' does not exist{did_you_mean(card, known.cards)}")
+        if card not in references.cards:
+            yield skill.finding(where, f"card '{card}' does not exist{did_you_mean(card, references.cards)}")
     missing = sorted(set(named) - set(skill.cards))
     if missing:
         yield skill.finding(where, f"commands name {', '.join(missing)}, which '{_CARDS_KEY}' does not; add them")

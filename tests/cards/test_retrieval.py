@@ -20,7 +20,7 @@ from playbook.cards import search
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.cards.search import load_sections
-from playbook.cards.terms import Asked, Facts, facts, likeness, load_asked, opening, phrases, stated, terms
+from playbook.cards.terms import Facts, KnownQuestion, facts, likeness, load_asked, opening, phrases, stated, terms
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook_app.cli import app
@@ -57,7 +57,7 @@ class Score:
     """Of the questions that have an answer, the share that got none."""
 
 
-def questions(index: search.Index) -> list[Question]:
+def questions(index: search.SearchIndex) -> list[Question]:
     """Questions from the documents whose claims a card holds, and those without an answer."""
     home = {c.id: card.id for card in index.cards.values() for c in card.claims}
     return [
@@ -96,7 +96,7 @@ def threads() -> list[Question]:
     ]
 
 
-def rank(index: search.Index, question: Question) -> int | None:
+def rank(index: search.SearchIndex, question: Question) -> int | None:
     """The place of the first right card; 0 where it is not among the first; None for no answer at all."""
     hits = search.search(index, question.ask, limit=TOP).hits
     if not hits:
@@ -104,7 +104,7 @@ def rank(index: search.Index, question: Question) -> int | None:
     return next((i for i, h in enumerate(hits, 1) if h.id in question.cards), 0)
 
 
-def score(index: search.Index, asked: list[Question]) -> Score:
+def score(index: search.SearchIndex, asked: list[Question]) -> Score:
     ranks = {q: rank(index, q) for q in asked}
     right = [ranks[q] or 0 for q in asked if q.cards]
     silent = [q for q in asked if ranks[q] is None]
@@ -122,11 +122,11 @@ def score(index: search.Index, asked: list[Question]) -> Score:
 
 
 @pytest.fixture(scope="module")
-def index() -> search.Index:
+def index() -> search.SearchIndex:
     return search.index(load_all())
 
 
-def test_the_questions_are_many_and_split_in_halves(index: search.Index) -> None:
+def test_the_questions_are_many_and_split_in_halves(index: search.SearchIndex) -> None:
     for every, least in ((questions(index), 120), (threads(), 200)):
         assert len({q.ask for q in every}) == len(every) >= least
         assert sum(not q.cards for q in every) >= 0.15 * len(every)
@@ -144,7 +144,7 @@ FLOORS = (0.85, 0.945, 0.8, 29 / 30)
 
 
 @pytest.mark.parametrize("half", ["tuned", "held out"])
-def test_questions_find_their_card(index: search.Index, half: str) -> None:
+def test_questions_find_their_card(index: search.SearchIndex, half: str) -> None:
     asked = [q for q in [*questions(index), *untouched()] if q.held_out == (half == "held out")]
     found = score(index, asked)
     print(found)
@@ -161,7 +161,7 @@ FIRST_LOOK = {
 
 
 @pytest.mark.parametrize("batch", NEWEST)
-def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search.Index, batch: str) -> None:
+def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search.SearchIndex, batch: str) -> None:
     found = score(index, newest(batch))
     print(found)
     reached = (found.recall_1, found.recall_3, found.abstention_recall, 1 - found.false_abstention)
@@ -187,7 +187,7 @@ def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search
     ],
     ids=range(13),
 )
-def test_hostile_questions_are_answered_or_refused(index: search.Index, query: str) -> None:
+def test_hostile_questions_are_answered_or_refused(index: search.SearchIndex, query: str) -> None:
     try:
         found = search.search(index, query)
     except PlaybookError as e:
@@ -212,7 +212,7 @@ def test_where_no_gpu_of_a_family_will_do_all_of_them_were_looked_at() -> None:
 
 
 @cache
-def small() -> search.Index:
+def small() -> search.SearchIndex:
     return search.index(dict(list(load_all().items())[:3]))
 
 
@@ -293,7 +293,7 @@ def test_the_opening_of_a_pasted_text_is_its_question(text: str, asked: str) -> 
     assert opening(text) == asked
 
 
-def test_logs_do_not_drown_the_question_above_them(index: search.Index) -> None:
+def test_logs_do_not_drown_the_question_above_them(index: search.SearchIndex) -> None:
     """Long threads get the answers that their first sentence gets, but for one in ten at most."""
     covered = [q for q in threads() if q.cards][:200:4]
     alone, pasted = ([rank(index, Question(q.ask + tail, q.cards)) for q in covered] for tail in ("", LOG))
@@ -305,18 +305,18 @@ def test_a_question_like_one_without_a_card_takes_more_evidence(monkeypatch: pyt
 
     def found(known: frozenset[str]) -> list[str]:
         others = [q for q in load_asked() if "slow" not in q.text]
-        monkeypatch.setattr(search, "load_asked", lambda: (Asked(ask, known, "owner/repository#1"), *others))
+        monkeypatch.setattr(search, "load_asked", lambda: (KnownQuestion(ask, known, "owner/repository#1"), *others))
         return [h.id for h in search.search(search.index(load_all()), ask).hits]
 
     assert found(frozenset({"investigating-regressions"}))
     assert found(frozenset()) == []
 
 
-def test_a_card_comes_nearer_for_a_question_like_those_that_it_answers(index: search.Index) -> None:
+def test_a_card_comes_nearer_for_a_question_like_those_that_it_answers(index: search.SearchIndex) -> None:
     """What another card answers in other words moves it no nearer, and a word that no known question has says nothing."""
-    known = [Asked(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(40)]
-    others = [Asked(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(40)]
-    alike = likeness([*known, *others, Asked("tuesdays", frozenset(), "o/r#3")], list(index.cards))
+    known = [KnownQuestion(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(40)]
+    others = [KnownQuestion(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(40)]
+    alike = likeness([*known, *others, KnownQuestion("tuesdays", frozenset(), "o/r#3")], list(index.cards))
     found = alike.of(terms("slow on tuesdays with qwertz"))
     assert found["investigating-regressions"] > 0 > found["recompute"] == found["offloading"]
     assert found == alike.of(terms("slow on tuesdays"))
@@ -325,13 +325,13 @@ def test_a_card_comes_nearer_for_a_question_like_those_that_it_answers(index: se
     assert (first.card != second.card, second.card) == (True, "investigating-regressions")
 
 
-def test_whether_there_is_an_answer_does_not_hang_on_how_many_are_asked_for(index: search.Index) -> None:
+def test_whether_there_is_an_answer_does_not_hang_on_how_many_are_asked_for(index: search.SearchIndex) -> None:
     for question in threads()[:60]:
         one, many = (search.search(index, question.ask, limit=n).hits for n in (1, TOP))
         assert [h.id for h in one] == [h.id for h in many][:1], question
 
 
-def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
+def test_a_hit_says_where_it_does_not_apply(index: search.SearchIndex) -> None:
     hits = search.search(index, "flex dispatcher with DeepEP or HybridEP", stated("gb200", None, None)).hits
     first = hits[0]
     assert {"W10", "V5"} <= set(first.claims)
@@ -340,12 +340,12 @@ def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
     assert not any(limit.startswith("V5") for limit in first.limits)
 
 
-def test_a_dataloader_is_what_cards_call_a_loader(index: search.Index) -> None:
+def test_a_dataloader_is_what_cards_call_a_loader(index: search.SearchIndex) -> None:
     hits = [h.id for h in search.search(index, "does the step wait for the dataloader").hits]
     assert hits[0] == "vlm-real-data"
 
 
-def test_what_is_about_our_own_trainer_answers_nobody(index: search.Index) -> None:
+def test_what_is_about_our_own_trainer_answers_nobody(index: search.SearchIndex) -> None:
     """Its card's own words find it nowhere."""
     own = load_all()["torch-trainer-speed"]
     assert own.own_trainer
@@ -355,12 +355,12 @@ def test_what_is_about_our_own_trainer_answers_nobody(index: search.Index) -> No
 
 
 @pytest.mark.parametrize("ask", ["oom at 128k on h100", "OOM at 128K context on 8 H100"])
-def test_out_of_memory_at_length_leads_to_the_three_ways_out(index: search.Index, ask: str) -> None:
+def test_out_of_memory_at_length_leads_to_the_three_ways_out(index: search.SearchIndex, ask: str) -> None:
     """The example of the README: split the sequence, recompute, offload; not the commit that brought it, nor every card that names the GPU."""
     assert {h.id for h in search.search(index, ask).hits[:3]} == {"long-context-cp-sizing", "recompute", "offloading"}
 
 
-def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
+def test_nothing_that_applies_is_an_empty_answer(index: search.SearchIndex) -> None:
     """Claims that speak of one GPU only, asked for another one."""
     card = index.cards["moe-dispatcher-choice"]
     alone = card.model_copy(update={"claims": [c for c in card.claims if c.id == "V5"]})
@@ -381,7 +381,7 @@ def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
         ("all-to-all token dispatcher for a dense model", None, "moe-dispatcher-choice"),
     ],
 )
-def test_a_whole_card_may_not_apply(index: search.Index, ask: str, run: Facts | None, card: str) -> None:
+def test_a_whole_card_may_not_apply(index: search.SearchIndex, ask: str, run: Facts | None, card: str) -> None:
     """Although single claims of it set no condition on the machine or model."""
     found = search.search(index, ask, run, limit=50)
     assert card not in [h.id for h in found.hits if h.applies]
@@ -392,14 +392,14 @@ def test_a_whole_card_may_not_apply(index: search.Index, ask: str, run: Facts | 
 @pytest.mark.parametrize(
     "subject", ["LoRA rank of the experts", "Muon with tensor parallelism", "find the straggler node", "reshard a TP4 checkpoint"]
 )
-def test_a_subject_that_no_card_names_leads_to_the_nearest(index: search.Index, subject: str) -> None:
+def test_a_subject_that_no_card_names_leads_to_the_nearest(index: search.SearchIndex, subject: str) -> None:
     found = search.search(index, subject)
     assert found.hits == []
     assert found.none.startswith("no card covers '")
     assert set(found.nearest) <= set(index.cards)
 
 
-def test_no_card_names_a_subject_of_the_table_by_the_way(index: search.Index) -> None:
+def test_no_card_names_a_subject_of_the_table_by_the_way(index: search.SearchIndex) -> None:
     """Else the search would take every question about it for covered."""
     _, beyond = (data_root("tables") / "synonyms.yaml").read_text(encoding="utf-8").split("# Subjects that no card covers")
     subjects = re.findall(r"^([a-z_]+):", beyond, re.MULTILINE)
@@ -407,20 +407,20 @@ def test_no_card_names_a_subject_of_the_table_by_the_way(index: search.Index) ->
     assert [s for s in subjects if f"={s}" in index.named] == []
 
 
-def test_a_card_that_names_a_subject_covers_it(index: search.Index) -> None:
+def test_a_card_that_names_a_subject_covers_it(index: search.SearchIndex) -> None:
     card = index.cards["recompute"]
     more = search.index({**index.cards, card.id: card.model_copy(update={"symptoms": [*card.symptoms, "LoRA saves no activations"]})})
     assert search.search(more, "LoRA saves no activations").hits[0].id == card.id
 
 
 @pytest.mark.parametrize("ask", ["显存不足怎么办", "обучение медленное на H100", "専門家並列 EP 8 が遅い"])
-def test_a_question_in_another_script_is_told_so(index: search.Index, ask: str) -> None:
+def test_a_question_in_another_script_is_told_so(index: search.SearchIndex, ask: str) -> None:
     found = search.search(index, ask)
     assert found.hits == []
     assert "another script" in found.none
 
 
-def test_accents_are_no_other_script(index: search.Index) -> None:
+def test_accents_are_no_other_script(index: search.SearchIndex) -> None:
     assert search.search(index, "récompute ös äctivations").hits[0].id == "recompute"
 
 
@@ -431,7 +431,7 @@ def test_guides_and_skills_stand_beside_cards() -> None:
     assert search.search(whole, "how to bake sourdough bread").pages == []
 
 
-def test_a_filter_keeps_claims_and_cards_that_have_one(index: search.Index) -> None:
+def test_a_filter_keeps_claims_and_cards_that_have_one(index: search.SearchIndex) -> None:
     hits = search.search(index, "token dispatcher all-to-all", only=frozenset({"W9.m"})).hits
     assert [(h.id, h.claims) for h in hits] == [("moe-dispatcher-choice", ["W9"])]
 

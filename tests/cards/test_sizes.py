@@ -139,7 +139,7 @@ Promise.all(process.argv.slice(4).map((q) => form.playbookAsk(q))).then((all) =>
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
 def test_the_question_box_gives_the_same_answer(tmp_path):
-    (tmp_path / "cards.json").write_text(searching.asked(load_all()))
+    (tmp_path / "cards.json").write_text(searching.question_box(load_all()))
     (tmp_path / "page.js").write_text(_PAGE)
     queries = [
         "context parallel size for qwen3_30b_a3b at 128k on h100",

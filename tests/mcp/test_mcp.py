@@ -28,7 +28,7 @@ from playbook.planner.models import MODELS, fields_of
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
-from playbook.records.read import Reader
+from playbook.records.read import RecordReader
 from playbook_app.mcp.server import MAX_CHARS, server
 from tests.support.mcp_calls import ask, serving
 
@@ -344,7 +344,7 @@ def test_an_answer_that_is_too_long_is_refused(library):
 
 
 def test_a_record_that_cannot_be_read_is_named_by_tools_and_resources_alike(library):
-    class Broken(Reader):
+    class Broken(RecordReader):
         def read(self, *_):
             raise PlaybookError("x.json: not a JSON document; remove it")
 

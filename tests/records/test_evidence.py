@@ -12,7 +12,7 @@ from playbook.errors import FileError
 from playbook.records import read as read_module
 from playbook.records.evidence import Sample, seal
 from playbook.records.machine import Here
-from playbook.records.read import Present, Reader, read, verdicts
+from playbook.records.read import Present, RecordReader, read, verdicts
 from playbook_bench.run import store
 
 TODAY = date(2026, 2, 1)
@@ -156,7 +156,7 @@ def test_a_server_reads_a_file_again_only_once_it_has_changed(tmp_path, monkeypa
     seen: list[str] = []
     parse = read_module.parse
     monkeypatch.setattr(read_module, "parse", lambda p: seen.append(p.stem) or parse(p))
-    reader = Reader()
+    reader = RecordReader()
     assert reader.read([tmp_path]) is reader.read([tmp_path])
     store.write(second, tmp_path)
     assert {r.id for r in reader.read([tmp_path])} == {first.evidence_id, second.evidence_id}

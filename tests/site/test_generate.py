@@ -19,7 +19,7 @@ from playbook_app.site.text import NBSP, percent, quantity, text
 TODAY = date(2026, 11, 21)
 
 
-def generate(tree: Path, today: date = TODAY) -> build.Site:
+def generate(tree: Path, today: date = TODAY) -> build.GeneratedSite:
     return build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=today)
 
 

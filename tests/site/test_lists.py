@@ -28,7 +28,7 @@ from playbook_app.site.text import NBSP
 TODAY = date(2026, 11, 21)
 
 
-def generate(tree: Path, **more: object) -> build.Site:
+def generate(tree: Path, **more: object) -> build.GeneratedSite:
     return build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=TODAY, **more)
 
 

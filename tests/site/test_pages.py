@@ -6,13 +6,13 @@ import re
 
 from playbook.paths import data_root
 from playbook_app.site.pages import markdown, render, render_plain
-from playbook_app.site.reference import Command
+from playbook_app.site.reference import CommandHelp
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | `a` ::: {{ 1 }} ![i](http://x) **b** # h"
 
 
 def test_what_a_command_says_becomes_no_markup() -> None:
-    page = render("commands.md", commands=[Command(HOSTILE, HOSTILE, "playbook x", [(HOSTILE, HOSTILE)])])
+    page = render("commands.md", commands=[CommandHelp(HOSTILE, HOSTILE, "playbook x", [(HOSTILE, HOSTILE)])])
     assert "<script" not in page
     assert "](javascript:" not in page
     assert "**b**" not in page

@@ -15,7 +15,7 @@ from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters
 from playbook_app.site import doors
-from playbook_app.site.diagnosed import Asked, ask, data, form, questions, read
+from playbook_app.site.diagnosed import PlanQuestion, ask, data, form, questions, read
 from playbook_app.site.doors import read as read_doors
 from playbook_app.site.published import published_page, tables_page, worked
 
@@ -71,9 +71,11 @@ def test_plan_tables_are_near_what_the_planner_says_today(model: str) -> None:
 @pytest.mark.parametrize(("model", "gpus"), [("llama3_8b", 128), ("llama3_70b", 96), ("qwen3_30b_a3b", 24)])
 def test_between_two_numbers_of_gpus_the_speed_lies_between_theirs(model: str, gpus: int) -> None:
     """What the form of the diagnosis says of numbers that were not asked."""
-    below, above = (next(a for a in read(PLANS) if a.asked == Asked(model, "h100", n)) for n in ((8, 64) if gpus < 64 else (64, 256)))
+    below, above = (
+        next(a for a in read(PLANS) if a.asked == PlanQuestion(model, "h100", n)) for n in ((8, 64) if gpus < 64 else (64, 256))
+    )
     part = log(gpus / below.asked.gpus) / log(above.asked.gpus / below.asked.gpus)
-    assert ask(Asked(model, "h100", gpus)).speed == pytest.approx(below.speed * (above.speed / below.speed) ** part, rel=0.1)
+    assert ask(PlanQuestion(model, "h100", gpus)).speed == pytest.approx(below.speed * (above.speed / below.speed) ** part, rel=0.1)
 
 
 def test_the_form_has_every_model_and_gpu_and_published_runs_of_those_that_were_not_asked() -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from playbook.cards import search
 from playbook.cards.load import load_all
-from playbook.cards.terms import Asked, Signs, likeness, load_asked, load_weights, odds, opening, terms
+from playbook.cards.terms import KnownQuestion, Signs, likeness, load_asked, load_weights, odds, opening, terms
 from playbook.paths import data_root, repo_root
 
 DOCUMENTS = repo_root() / "tests" / "cards" / "questions.yaml"
@@ -37,16 +37,16 @@ TOLERANCE = 0.02
 """How far a weight of `--check` may be off: the last digits depend on the library of linear algebra."""
 
 
-def known() -> list[Asked]:
+def known() -> list[KnownQuestion]:
     """All questions to fit on."""
     home = {c.id: card.id for card in load_all().values() for c in card.claims}
     rows = yaml.safe_load(DOCUMENTS.read_text(encoding="utf-8"))
     tuned = [q for q in rows if int(hashlib.sha256(q["ask"].encode()).hexdigest(), 16) % 2 == 0]
-    documents = [Asked(q["ask"], frozenset(home[c] for c in q["claims"] if c in home), "") for q in tuned]
+    documents = [KnownQuestion(q["ask"], frozenset(home[c] for c in q["claims"] if c in home), "") for q in tuned]
     return [*load_asked(), *documents]
 
 
-def signs_of(questions: Sequence[Asked]) -> list[tuple[Signs, bool]]:
+def signs_of(questions: Sequence[KnownQuestion]) -> list[tuple[Signs, bool]]:
     """The signs of each question, what known questions say of it from the other folds, and whether it has a card; without those that share
     no word with any card."""
     index = search.index(load_all())

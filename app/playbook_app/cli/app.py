@@ -82,16 +82,16 @@ class Commands(TyperGroup):  # type: ignore[misc]
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands from the table, by groups, and examples."""
         grouped = {name for names in _GROUPS.values() for name in names}
-        rest = tuple(name for name in COMMANDS if name not in grouped)
-        for title, names in {**_GROUPS, "More": rest}.items():
+        others = tuple(name for name in COMMANDS if name not in grouped)
+        for title, names in {**_GROUPS, "More": others}.items():
             with formatter.section(title):
                 formatter.write_dl([(name, COMMANDS[name]) for name in names])
         with formatter.section("Examples"):
             formatter.write_dl(list(_EXAMPLES))
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         version()
         raise typer.Exit
 
@@ -103,7 +103,7 @@ app = typer.Typer(
 
 @app.callback()
 def playbook(
-    asked: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    print_version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
     cards: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Your own cards, beside those that ship; see playbook cards init.")
     ] = None,

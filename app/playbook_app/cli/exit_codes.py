@@ -20,7 +20,10 @@ READER_LEFT = 141
 
 
 def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
-    """Run a command and return its exit code. Errors become one message; a crash ends with 5, since Python's own code for it, 1, means `refuted`."""
+    """Run a command and return its exit code.
+
+    Errors become one message; a crash ends with 5, since Python's own code for it, 1, means `refuted`.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, who does not want to hear
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lives)

@@ -40,7 +40,7 @@ _STOPPED = (-1, 130, 143, 255)
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """The options of a command that concern its job."""
 
     nodes: int | None
@@ -61,7 +61,7 @@ def _check_launcher(name: str) -> None:
         raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(_LAUNCHERS)}")
 
 
-def check_request(launcher: str, request: Request, ranks_per_node: int | None = None) -> None:
+def check_request(launcher: str, request: JobRequest, ranks_per_node: int | None = None) -> None:
     """Refuse options of jobs without `--launcher slurm`: ignored, `--job 7` would end with 0 and `--nodes 2` would run on one node.
 
     Raises:
@@ -71,9 +71,9 @@ def check_request(launcher: str, request: Request, ranks_per_node: int | None = 
     of_job: dict[str, object] = {"--nodes": request.nodes, "--print": request.show, "--no-wait": not request.wait, "--job": request.job}
     of_both: dict[str, object] = {"--cluster": request.cluster, "--ranks-per-node": ranks_per_node}
     unread = {"slurm": dict[str, object](), "srun": of_job, "local": {**of_job, **of_both}}[launcher]
-    given = [option for option, value in unread.items() if value]
-    if given:
-        raise PlaybookError(f"{', '.join(given)} has no meaning with --launcher {launcher}; say --launcher slurm, or leave it out")
+    named = [option for option, value in unread.items() if value]
+    if named:
+        raise PlaybookError(f"{', '.join(named)} has no meaning with --launcher {launcher}; say --launcher slurm, or leave it out")
 
 
 def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
@@ -88,11 +88,11 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
 
 def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:
     """The targets and options of `confirm` as words of a command line."""
-    given = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
-    return [*targets, *(word for flag, value in given.items() if value is not None for word in (flag, str(value)))]
+    options = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
+    return [*targets, *(word for flag, value in options.items() if value is not None for word in (flag, str(value)))]
 
 
-def confirm(words: Sequence[str], results: Path | None, request: Request, journal: Path | None = None) -> int:
+def confirm(words: Sequence[str], results: Path | None, request: JobRequest, journal: Path | None = None) -> int:
     """Submit `playbook confirm` with these words as one job: all runs of all its series share the allocation. Returns the exit code.
 
     Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
@@ -107,11 +107,13 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
     if request.job is not None:
         return _follow(request.job, folder_of(request.job, folder, "name that folder with --results"), request)
     whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
-    given = ["--journal", str(journal.resolve())] if journal else []
-    return _submit("confirm", [*whole, *given], folder, cluster, environment(cluster), request, [] if given else ["--journal"])
+    journal_option = ["--journal", str(journal.resolve())] if journal else []
+    return _submit(
+        "confirm", [*whole, *journal_option], folder, cluster, environment(cluster), request, [] if journal_option else ["--journal"]
+    )
 
 
-def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: Request) -> int:
+def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: JobRequest) -> int:
     """Submit a training run as one job, or run it as a step of this job's allocation. Returns the exit code."""
     cluster = _load_cluster(request.cluster)
     if ranks_per_node is not None:
@@ -148,11 +150,11 @@ def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     threads = max(1, detect.cores() // per_node)
     forever = float("inf")
     say(f"{ranks} ranks on {', '.join(step.allocation.hosts)}; logs in {folder}")
-    found = step.run(Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
-    if found.outcome == "ok":
+    result = step.run(Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
+    if result.outcome == "ok":
         return 0
-    complain(f"{found.outcome}: {found.message}")
-    return max(found.returncode or 1, 1)  # the rank's own code, as docs/trainer-files.md lists them
+    complain(f"{result.outcome}: {result.message}")
+    return max(result.returncode or 1, 1)  # the rank's own code, as docs/trainer-files.md lists them
 
 
 # --- the job ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +193,10 @@ class Job:
         return code
 
     def checkpoint(self) -> Any:
-        """Called before the time limit: let training save a checkpoint, then queue the same command again. `confirm` continues from its journal."""
+        """Called before the time limit: let training save a checkpoint, then queue the same command again.
+
+        `confirm` continues from its journal.
+        """
         if self.words[0] == "train":
             _let_the_steps_save(os.environ["SLURM_JOB_ID"])
         return library().helpers.DelayedSubmission(self)
@@ -203,20 +208,20 @@ def _submit(
     results: Path,
     cluster: Cluster,
     variables: Mapping[str, str],
-    request: Request,
-    own: Sequence[str],
+    request: JobRequest,
+    job_files: Sequence[str],
     config: str | None = None,
 ) -> int:
     """Write the folder of the job, submit it with sbatch, and wait."""
     library()  # a missing package is told before anything is written
     check_folder(results)
     nodes, folder = request.nodes or cluster.nodes, results / "jobs" / "NAME"
-    job, parameters = _job(name, words, folder, cluster, nodes, variables, own)
+    job, parameters = _job(name, words, folder, cluster, nodes, variables, job_files)
     if request.show:
         say(script(cluster, folder, parameters))
         return 0
     folder = new_folder(results, name)
-    job, parameters = _job(name, words, folder, cluster, nodes, variables, own)
+    job, parameters = _job(name, words, folder, cluster, nodes, variables, job_files)
     number = submit(job, folder, cluster, parameters, config)
     complain(f"job {number} submitted; its script, log and result are in {folder}")
     if not request.wait:
@@ -227,16 +232,16 @@ def _submit(
 
 
 def _job(
-    name: str, words: Sequence[str], folder: Path, cluster: Cluster, nodes: int, variables: Mapping[str, str], own: Sequence[str]
+    name: str, words: Sequence[str], folder: Path, cluster: Cluster, nodes: int, variables: Mapping[str, str], job_files: Sequence[str]
 ) -> tuple[Job, dict[str, Any]]:
     """The job, with the paths of its folder filled in, and its parameters for submitit."""
     paths = {"--journal": ["--journal", str(folder / "journal")], "config.yaml": [str(folder / "config.yaml")]}
-    whole = [*words, "--cluster", str(folder / "cluster.yaml"), *(word for o in own for word in paths[o])]
+    whole = [*words, "--cluster", str(folder / "cluster.yaml"), *(word for o in job_files for word in paths[o])]
     shown = shlex.join(["playbook", *whole])
     return Job(whole, str(folder)), slurm.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
 
 
-def _follow(job: str, folder: Path, request: Request) -> int:
+def _follow(job: str, folder: Path, request: JobRequest) -> int:
     """Print the log of the job until it has a result. Ctrl-C stops printing, not the job."""
     log, result = folder / f"{job}_0_log.out", folder / _RESULT
     out = sys.stderr if request.as_json else sys.stdout
@@ -377,25 +382,25 @@ def folder_of(job: str, results: Path, advice: str) -> Path:
     Raises:
         PlaybookError: there is none; `advice` says what to do.
     """
-    found = sorted(results.glob(f"jobs/*/{job}_submission.sh")) if job.isdigit() else []
-    if not found:
+    scripts = sorted(results.glob(f"jobs/*/{job}_submission.sh")) if job.isdigit() else []
+    if not scripts:
         raise PlaybookError(f"job '{job}' was not submitted with the results folder {results}; {advice}")
-    return found[-1].parent
+    return scripts[-1].parent
 
 
 def _let_the_steps_save(job: str) -> None:
     """Send SIGTERM to the ranks of all steps and wait until they have ended."""
     command = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i"]
     deadline = time.monotonic() + _SAVING_S
-    told: set[str] = set()
+    signalled: set[str] = set()
     while time.monotonic() < deadline:
         listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
         steps = {step for step in listed if step.rpartition(".")[2].isdigit()}
         if not steps:
             return
-        for step in steps - told:
+        for step in steps - signalled:
             subprocess.run(["scancel", "--signal=TERM", step], capture_output=True, check=False)
-        told |= steps
+        signalled |= steps
         time.sleep(1)
 
 
@@ -405,17 +410,17 @@ def end_of(job: str) -> str:
         done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    found = re.search(r"\bJobState=(\w+)", done.stdout)
-    if found is None:
+    match = re.search(r"\bJobState=(\w+)", done.stdout)
+    if match is None:
         return ""
-    return " (NODE_FAIL: one of its nodes went away)" if found[1] == "NODE_FAIL" else f" ({found[1]})"
+    return " (NODE_FAIL: one of its nodes went away)" if match[1] == "NODE_FAIL" else f" ({match[1]})"
 
 
 def state_of(job: str) -> str | None:
     """The state of the job in the queue, such as `pending (Resources)`; an empty string after it has left, None if squeue fails."""
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %R"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    state, _, rest = done.stdout.strip().partition(" ")
+    state, _, reason = done.stdout.strip().partition(" ")
     if done.returncode:
         return "" if "Invalid job id" in done.stderr else None
-    return f"{state.lower()} {'on ' if rest[:1] not in ('', '(') else ''}{rest}".strip()
+    return f"{state.lower()} {'on ' if reason[:1] not in ('', '(') else ''}{reason}".strip()

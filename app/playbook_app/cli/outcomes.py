@@ -20,7 +20,10 @@ from playbook_bench.run.store import Outcome
 
 
 def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[Outcome]], as_json: bool, counts: bool = False) -> None:
-    """Run with a progress line, print every verdict, and exit with their combined code. With `counts`, claims that do not apply here are only counted."""
+    """Run with a progress line, print every verdict, and exit with their combined code.
+
+    With `counts`, claims that do not apply here are only counted.
+    """
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out, counts)
     try:

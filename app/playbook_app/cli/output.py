@@ -32,7 +32,9 @@ def say(text: str) -> None:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """A line of prose in lines of at most so many columns, the later ones below its words behind a name in front; a word or a command that is longer stays whole."""
+    """A line of prose in lines of at most so many columns, the later ones below its words behind a name in front; a word or a command
+    that is longer stays whole.
+    """
     if len(line) <= width or " --" in line or "playbook " in line:
         return [line]
     name = _NAME.match(line)
@@ -53,7 +55,8 @@ def print_json(data: Any) -> None:
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare: Sequence[str] = (), wide: bool = False) -> None:
     """A table without lines, a line for each row.
 
-    On a terminal that is too narrow, cells are folded between their words, and where that does not do, the `spare` columns go, in their order; not where it is to be `wide`.
+    On a terminal that is too narrow, cells are folded between their words, and where that does not do, the `spare` columns go, in their
+    order; not where it is to be `wide`.
     """
     shown = {c: [c, *(plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for row in rows)] for c in columns}
     limit = shutil.get_terminal_size().columns
@@ -110,17 +113,18 @@ def print_trace(trace: Mapping[str, Any]) -> None:
     print_table(rows, ("path", "phase", "count", *figures))
     shares = ", ".join(f"{k} {v:.0%}" for k, v in trace["coverage"].items() if v is not None)
     say(
-        f"{trace['span_ms']:.1f} ms a step over {count(trace['num_steps'], 'step')}; busy is {trace['measures']} time; in named parts: {shares}"
+        f"{trace['span_ms']:.1f} ms a step over {count(trace['num_steps'], 'step')}; busy is {trace['measures']} time; in named parts:"
+        f" {shares}"
     )
     for note in trace["notes"]:
         say(f"note: {note}")
 
 
-def print_walls(found: Mapping[str, Any]) -> None:
+def print_walls(walls: Mapping[str, Any]) -> None:
     """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on."""
-    say(found["sentence"])
+    say(walls["sentence"])
     idle = {
-        name: found[key]
+        name: walls[key]
         for name, key in (
             ("idle", "idle"),
             ("  for the host", "host_idle"),
@@ -131,33 +135,33 @@ def print_walls(found: Mapping[str, Any]) -> None:
     }
     rows = [
         {"time of a step": c["name"], "ms": f"{c['ms']:.2f}", "share": f"{c['share']:.1%}", "count": f"{c['count']:g}"}
-        for c in found["classes"]
+        for c in walls["classes"]
     ]
     rows += [
-        {"time of a step": name, "ms": f"{share * found['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
+        {"time of a step": name, "ms": f"{share * walls['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
         for name, share in idle.items()
         if share is not None
     ]
     rows += [
-        {"time of a step": f"  {name}", "ms": f"{share * found['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
-        for name, share in (found["groups"] or found["collectives"]).items()
+        {"time of a step": f"  {name}", "ms": f"{share * walls['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
+        for name, share in (walls["groups"] or walls["collectives"]).items()
     ]
     print_table(rows, ("time of a step", "ms", "share", "count"))
-    say(f"{found['span_ms']:.1f} ms a step over {count(found['num_steps'], 'step')}, by {found['collector']}")
-    for note in found["notes"]:
+    say(f"{walls['span_ms']:.1f} ms a step over {count(walls['num_steps'], 'step')}, by {walls['collector']}")
+    for note in walls["notes"]:
         say(f"note: {note}")
 
 
 _GROUPS_SHOWN = 12
 
 
-def print_ranks(found: Mapping[str, Any]) -> None:
+def print_ranks(ranks: Mapping[str, Any]) -> None:
     """Which rank holds up the others; then the ranks, and their collectives by group, in milliseconds of a step."""
-    say(found["sentence"])
+    say(ranks["sentence"])
     columns = ("span_ms", "computing_ms", "waiting_ms", "transfer_ms", "exposed_ms", "host_idle_ms", "data_wait_ms")
     rows = [
         {"rank": r["rank"], **{c[:-3].replace("_", " "): "?" if r[c] is None else f"{r[c]:.2f}" for c in columns}, "wall": r["wall"]}
-        for r in found["ranks"]
+        for r in ranks["ranks"]
     ]
     print_table(rows, tuple(rows[0]))
     sent = ("count", "ms", "waiting_ms", "transfer_ms", "exposed_ms")
@@ -168,55 +172,56 @@ def print_ranks(found: Mapping[str, Any]) -> None:
             "ranks": len(g["ranks"]),
             **{c.removesuffix("_ms"): f"{g[c]:.4g}" for c in sent},
         }
-        for g in found["collectives"][:_GROUPS_SHOWN]
+        for g in ranks["collectives"][:_GROUPS_SHOWN]
     ]
     say("")
     print_table(rows, tuple(rows[0]))
-    for note in found["notes"]:
+    for note in ranks["notes"]:
         say(f"note: {note}")
 
 
-def print_difference(found: Mapping[str, Any]) -> None:
+def print_difference(difference: Mapping[str, Any]) -> None:
     """Where the time of a step went between two traces, in milliseconds of a step."""
-    say(found["sentence"])
+    say(difference["sentence"])
     rows = [
         {
             "time of a step": part["name"], "before": f"{part['before_ms']:.2f}", "after": f"{part['after_ms']:.2f}",
             "change": f"{part['change_ms']:+.2f}", "operations": f"{part['before_count']:g} to {part['after_count']:g}",
         }
-        for part in found["parts"]
+        for part in difference["parts"]
     ]  # fmt: skip
     print_table(rows, ("time of a step", "before", "after", "change", "operations"))
-    for note in found["notes"]:
+    for note in difference["notes"]:
         say(f"note: {note}")
 
 
-def print_hang(found: Mapping[str, Any]) -> None:
+def print_hang(hang: Mapping[str, Any]) -> None:
     """Which rank and which collective a run hangs in; then how far each rank came."""
-    say(found["sentence"])
+    say(hang["sentence"])
     rows = [
         {"rank": s["rank"], "waits in": next(iter(s["open"]), "-" if s["dump"] else "no dump"), "last call": s["last"], "at": s["where"]}
-        for s in found["standings"]
+        for s in hang["standings"]
     ]
     print_table(rows, ("rank", "waits in", "last call", "at"))
-    for note in found["notes"]:
+    for note in hang["notes"]:
         say(f"note: {note}")
 
 
-def print_snapshot(found: Mapping[str, Any]) -> None:
+def print_snapshot(snapshot: Mapping[str, Any]) -> None:
     """What holds a GPU's peak: by part, with the planner's figures where there are any, then by line."""
-    say(found["sentence"])
-    planned = found.get("planned", {})
+    say(snapshot["sentence"])
+    planned = snapshot.get("planned", {})
     rows = [
         {
-            "part": part, "GiB": f"{found['parts'].get(part, 0) / GIB:.2f}", "of peak": f"{found['parts'].get(part, 0) / found['peak']:.0%}",
+            "part": part, "GiB": f"{snapshot['parts'].get(part, 0) / GIB:.2f}",
+            "of peak": f"{snapshot['parts'].get(part, 0) / snapshot['peak']:.0%}",
             "planned GiB": f"{planned.get(part, 0) / GIB:.2f}",
         }
-        for part in {**found["parts"], **planned}
+        for part in {**snapshot["parts"], **planned}
     ]  # fmt: skip
     print_table(rows, ("part", "GiB", "of peak", *(["planned GiB"] if planned else [])))
     say("")
-    rows = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / GIB:.2f}", "allocations": s["count"]} for s in found["sites"]]
+    rows = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / GIB:.2f}", "allocations": s["count"]} for s in snapshot["sites"]]
     print_table(rows, ("at", "part", "GiB", "allocations"))
-    for note in found["notes"]:
+    for note in snapshot["notes"]:
         say(f"note: {note}")

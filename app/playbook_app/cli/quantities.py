@@ -35,12 +35,12 @@ def machines(gpus: str | None, hardware: str | None) -> tuple[int | None, str | 
     if gpus is None:
         return many, kind
     named, _, more = gpus.lower().partition("x")
-    found = _whole("gpus", named.strip(), "a number of GPUs, such as 64 or 64xH100")
+    number = _whole("gpus", named.strip(), "a number of GPUs, such as 64 or 64xH100")
     if more and kind and machine(more).name != machine(kind).name:
         raise PlaybookError(f"--gpus {gpus[:40]} and --hardware {kind[:40]} name two kinds of GPU; expected one, or leave one of them out")
-    if many not in (None, found):
-        raise PlaybookError(f"--gpus says {found} GPUs, and --hardware {many}; expected the same number, or leave one of them out")
-    return found, kind or more.strip() or None
+    if many not in (None, number):
+        raise PlaybookError(f"--gpus says {number} GPUs, and --hardware {many}; expected the same number, or leave one of them out")
+    return number, kind or more.strip() or None
 
 
 def amount(text: str | float) -> float:
@@ -49,8 +49,8 @@ def amount(text: str | float) -> float:
     Raises:
         BadParameter: it is no such number, or more than a training has.
     """
-    found = re.fullmatch(r"([0-9][0-9,]*\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s?([KMBT]?)", str(text).strip(), re.IGNORECASE | re.ASCII)
-    value = float(found[1].replace(",", "")) * _DECIMAL[found[2].upper()] if found else 0.0
+    match = re.fullmatch(r"([0-9][0-9,]*\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s?([KMBT]?)", str(text).strip(), re.IGNORECASE | re.ASCII)
+    value = float(match[1].replace(",", "")) * _DECIMAL[match[2].upper()] if match else 0.0
     if not 1 <= value <= _MOST_TOKENS:
         raise typer.BadParameter(f"found '{str(text)[:40]}', expected tokens of a training, such as 300B or 1T")
     return value
@@ -62,10 +62,10 @@ def several(text: str) -> list[int]:
     Raises:
         BadParameter: one is no whole number from 1, or there are none, or too many.
     """
-    found = sorted({_whole("gpus", part.strip(), "numbers of GPUs, such as 8,16,32") for part in text.split(",") if part.strip()})
-    if not 1 <= len(found) <= _MOST_NUMBERS:
-        raise typer.BadParameter(f"found {len(found)} numbers of GPUs, expected 1 to {_MOST_NUMBERS}, such as 8,16,32")
-    return found
+    numbers = sorted({_whole("gpus", part.strip(), "numbers of GPUs, such as 8,16,32") for part in text.split(",") if part.strip()})
+    if not 1 <= len(numbers) <= _MOST_NUMBERS:
+        raise typer.BadParameter(f"found {len(numbers)} numbers of GPUs, expected 1 to {_MOST_NUMBERS}, such as 8,16,32")
+    return numbers
 
 
 def _whole(column: str, text: str, expected: str) -> int:

@@ -52,26 +52,27 @@ def show_curve(
 ) -> None:
     """Print the fastest plan for each number of GPUs, of one global batch. Exit code 2 where nothing fits on any."""
     rows: list[tuple[int, Answer]] = []
-    for found in by_gpus(question, numbers, anchor, with_published=published):
-        rows.append((found.question.gpus, found))
-        complain(f"planned for {found.question.gpus} GPUs, {len(rows)} of {len(numbers)}")
-    best = [(gpus, found.choices[0]) for gpus, found in rows if found.choices]
+    for answer in by_gpus(question, numbers, anchor, with_published=published):
+        rows.append((answer.question.gpus, answer))
+        complain(f"planned for {answer.question.gpus} GPUs, {len(rows)} of {len(numbers)}")
+    best = [(gpus, answer.choices[0]) for gpus, answer in rows if answer.choices]
     trained = {gpus: training(choice, question.cluster, tokens, price) for gpus, choice in best} if tokens else {}
     if as_json:
         print_json(_document(question, rows, trained))
     else:
         say(f"{question.model} on {question.cluster.name}, {question.seq_len} tokens, global batch {question.global_batch}")
-        table = [_row(gpus, found, best, trained.get(gpus)) for gpus, found in rows]
+        table = [_row(gpus, answer, best, trained.get(gpus)) for gpus, answer in rows]
         print_table(table, [k for k in table[0] if any(row[k] for row in table)])
     if not best:
         raise typer.Exit(ExitCode.USAGE)
 
 
-def _row(gpus: int, found: Answer, best: Sequence[tuple[int, Choice]], whole: Training | None) -> dict[str, str]:
-    if not found.choices:
+def _row(gpus: int, answer: Answer, best: Sequence[tuple[int, Choice]], whole: Training | None) -> dict[str, str]:
+    """The fastest plan on so many GPUs as a row, its bar relative to the most tokens per second and GPU of all."""
+    if not answer.choices:
         empty = dict.fromkeys(("tokens/s/GPU", "80 %", "all GPUs", "to the first", "days", "price"), "")
         return {"GPUs": f"{gpus:,}", **empty, "": "", "layout": "nothing fits"}
-    choice, most = found.choices[0], max(c.speed for _, c in best)
+    choice, most = answer.choices[0], max(c.speed for _, c in best)
     speed = choice.time.tokens_per_s_per_gpu
     return {
         "GPUs": f"{gpus:,}",
@@ -97,11 +98,11 @@ def _document(question: Question, rows: Sequence[tuple[int, Answer]], trained: d
         "rows": [
             {
                 "gpus": gpus,
-                "plan": layout(found.choices[0].plan) if found.choices else None,
-                "tokens_per_s_per_gpu": asdict(found.choices[0].time.tokens_per_s_per_gpu) if found.choices else None,
+                "plan": layout(answer.choices[0].plan) if answer.choices else None,
+                "tokens_per_s_per_gpu": asdict(answer.choices[0].time.tokens_per_s_per_gpu) if answer.choices else None,
                 "training": asdict(trained[gpus]) if gpus in trained else None,
             }
-            for gpus, found in rows
+            for gpus, answer in rows
         ],
     }
 

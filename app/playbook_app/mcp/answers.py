@@ -15,7 +15,7 @@ from playbook.cards.model import Card
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook.records.machine import Here
-from playbook.records.read import Reader, Record
+from playbook.records.read import Record, RecordReader
 from playbook.skills.export import Stock
 from playbook.skills.model import Skill, load_skills
 from playbook.yaml_files import did_you_mean
@@ -84,7 +84,7 @@ class CardRow(BaseModel):
     phase: str
     wall: str
     claims: dict[str, list[str]]
-    """Verdicts by claim id, each with what it rests on, as `confirmed, one H200, megatron`; an empty list for a claim that was never tested."""
+    """Verdicts by claim id with what each rests on, as `confirmed, one H200, megatron`; an empty list for a claim that nobody tested."""
 
 
 class CardList(BaseModel):
@@ -208,7 +208,7 @@ class PlanAnswer(BaseModel):
     gpus: int
     plans: list[PlannedLayout]
     published: dict[str, Any] | None
-    """The nearest published runs of the model on the GPU: what was measured, and the prediction for each, its own configuration left out."""
+    """The nearest published runs of the model on the GPU: what was measured, and the prediction for each without its own figure."""
     ties: list[int]
     """Places of plans that cannot be told from the first."""
     runner_up: str | None
@@ -229,7 +229,10 @@ class ExportAnswer(BaseModel):
 
 
 class DiagnosisAnswer(BaseModel):
-    """Where a run stands, which wall is likely, and what to try, best first. Units: tokens per second and GPU, seconds, GiB; shares of 1."""
+    """Where a run stands, which wall is likely, and what to try, best first.
+
+    Units: tokens per second and GPU, seconds, GiB; shares of 1.
+    """
 
     position: str
     measured: dict[str, Any] | None
@@ -255,7 +258,7 @@ class Library:
     machine: Here
     day: date | None = None
     """By which verdicts are stale; the day of the question, if not given."""
-    reader: Reader = field(default_factory=Reader)
+    reader: RecordReader = field(default_factory=RecordReader)
 
     @property
     def today(self) -> date:

@@ -1,4 +1,4 @@
-"""The server's answers and schemas in short: a few lines of text beside each structured answer, and schemas without what their names say."""
+"""The server's answers and schemas in short: a few lines of text beside each structured answer, and schemas without what names say."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def shortened(schema: Any) -> Any:
         return [shortened(s) for s in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {k: v if k == "default" else shortened(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
-    options = [o for o in kept.get("anyOf", ()) if o != {"type": "null"}]
-    if len(options) == 1 and kept.get("default", "") is None:
-        kept = {**options[0], **{k: v for k, v in kept.items() if k not in ("anyOf", "default")}}
-    return kept
+    short = {k: v if k == "default" else shortened(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
+    options = [o for o in short.get("anyOf", ()) if o != {"type": "null"}]
+    if len(options) == 1 and short.get("default", "") is None:
+        short = {**options[0], **{k: v for k, v in short.items() if k not in ("anyOf", "default")}}
+    return short
 
 
 def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _verdicts(verdicts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """One line for each claim."""
-    return [f"{claim}: {'; '.join(map(_stands, found)) or 'untested'}" for claim, found in verdicts.items()]
+    return [f"{claim}: {'; '.join(map(_stands, standing)) or 'untested'}" for claim, standing in verdicts.items()]
 
 
 def _stands(verdict: Mapping[str, Any]) -> str:
@@ -111,6 +111,7 @@ def _export(answer: Mapping[str, Any]) -> str:
 
 
 def _diagnosis(answer: Mapping[str, Any]) -> str:
+    """The position, the walls, one line for each action, and the fastest plan."""
     lines = [answer["position"], f"wall: {', '.join(w['name'] for w in answer['walls']) or 'unknown'}"]
     for action in answer["actions"]:
         gain = "" if action["expected"] is None else f" {'at most' if action['at_most'] else 'about'} {action['expected']:+.0%}"

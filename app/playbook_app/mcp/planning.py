@@ -73,7 +73,9 @@ def shape_of(model: str) -> Shape:
 
 
 def layout_answer(plan: Plan) -> LayoutAnswer:
-    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from its degrees, and the nearest legal layouts."""
+    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from its degrees, and the nearest legal
+    layouts.
+    """
     broken = plan.broken()
     degrees = {k: getattr(plan, k) for k in ("tp", "pp", "cp", "ep", "etp")}
     attention, expert = plan.tp * plan.pp * plan.cp, plan.etp * plan.ep * plan.pp
@@ -98,8 +100,8 @@ def memory_answer(plan: Plan, hardware: str | None) -> MemoryAnswer:
     stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
     most = max(stages, key=lambda s: s.peak)
     gib = of_text(hardware).memory_gib if hardware else None
-    said = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
-    return MemoryAnswer(verdict=said, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
+    verdict = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
+    return MemoryAnswer(verdict=verdict, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
 
 
 def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
@@ -150,30 +152,30 @@ def plan_answer(
     Raises:
         PlaybookError: the question cannot be asked.
     """
-    shape, kept, less = cut(shape_of(model), fix)
+    shape, settings, less = cut(shape_of(model), fix)
     name, gpu = (named(model) or "given") + less, of_text(counted(hardware, gpus)[0], network)
     try:
-        question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=kept, allow=allow)
+        question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=settings, allow=allow)
         chosen = anchored(plan_layouts(question, top))
         runs = of_plan(chosen)
-        found = plain_data.document(chosen, runs.document(question) if runs else None)
+        document = plain_data.document(chosen, runs.document(question) if runs else None)
     except PlaybookError as e:
         raise PlaybookError(_arguments(str(e))) from e
     shown = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "network_share", "settings")
-    near = found["nearest"]
+    near = document["nearest"]
     return PlanAnswer(
-        gpus=found["question"]["gpus"],
-        plans=[PlannedLayout(**{k: p[k] for k in shown}) for p in found["plans"]],
-        published=found["published"],
-        ties=found["ties"],
-        runner_up=found["runner_up"],
+        gpus=document["question"]["gpus"],
+        plans=[PlannedLayout(**{k: p[k] for k in shown}) for p in document["plans"]],
+        published=document["published"],
+        ties=document["ties"],
+        runner_up=document["runner_up"],
         nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": [_arguments(w) for w in near["ways"]]},
-        assumptions=found["assumptions"],
+        assumptions=document["assumptions"],
     )
 
 
 @dataclass(frozen=True)
-class Asked:
+class DiagnosisQuestion:
     """What is asked of a diagnosis, beside the speed."""
 
     model: str
@@ -187,29 +189,30 @@ class Asked:
     saw: tuple[str, ...]
 
 
-def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge) -> DiagnosisAnswer:
+def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: Knowledge) -> DiagnosisAnswer:
     """What `playbook diagnose` says, in short.
 
     Raises:
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
-    shape, runs_with, less = cut(shape_of(asked.model), asked.layout)
+    shape, runs_with, less = cut(shape_of(question.model), question.layout)
     where = setting(
-        shape, (named(asked.model) or "given") + less, of_text(counted(asked.hardware, asked.gpus)[0], asked.network), asked.gpus,
-        seq_len=asked.seq_len or None, gbs=asked.global_batch_size or None, known=runs_with, framework=asked.framework,
-        said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
+        shape, (named(question.model) or "given") + less, of_text(counted(question.hardware, question.gpus)[0], question.network),
+        question.gpus,
+        seq_len=question.seq_len or None, gbs=question.global_batch_size or None, known=runs_with, framework=question.framework,
+        said="config.json" if question.model.lstrip().startswith("{") else question.model,
     )  # fmt: skip
-    where = replace(where, seen=parsed(asked.saw))
-    found = diagnose(where, measured(where, figures), known, changed)
-    runs = found["published"]
+    where = replace(where, seen=parsed(question.saw))
+    diagnosis = diagnose(where, measured(where, figures), knowledge, changed)
+    runs = diagnosis["published"]
     return DiagnosisAnswer(
-        position=found["position"]["sentence"],
-        measured=found["measured"],
-        predicted=found["predicted"],
+        position=diagnosis["position"]["sentence"],
+        measured=diagnosis["measured"],
+        predicted=diagnosis["predicted"],
         published=runs and {**runs, "rows": runs["rows"][:_MOST_ROWS]},
-        walls=[{k: w[k] for k in ("name", "share", "sign")} for w in found["walls"] if w["beyond"]] or found["walls"][:1],
-        how_to_tell=found["how_to_tell"],
-        actions=found["actions"],
-        confidence=found["confidence"],
-        assumptions=found["assumptions"],
+        walls=[{k: w[k] for k in ("name", "share", "sign")} for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1],
+        how_to_tell=diagnosis["how_to_tell"],
+        actions=diagnosis["actions"],
+        confidence=diagnosis["confidence"],
+        assumptions=diagnosis["assumptions"],
     )

@@ -68,11 +68,14 @@ _READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
-    "Start with plan_layout for what to run and its speed, or with diagnose for a run that is slow: give it the layout that runs and what was seen of a step;"
-    " export_layout gives the flags. Performance guidance for training large models, stated as claims with verdicts from matched runs: for what to set and why, list_cards and choose by title and summary, or say that none fits; search serves flags and error texts; then"
-    " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
-    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
-    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
+    "Start with plan_layout for what to run and its speed, or with diagnose for a run that is slow: give it the layout that runs and"
+    " what was seen of a step; export_layout gives the flags. Performance guidance for training large models, stated as claims with"
+    " verdicts from matched runs: for what to set and why, list_cards and choose by title and summary, or say that none fits; search"
+    " serves flags and error texts; then get_card: `decide` says what to set, because of which claims, `rests_on` for each rule"
+    " whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
+    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects"
+    " are positive where the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so"
+    " +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
 )
 
 _CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
@@ -98,12 +101,12 @@ A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
 
 
-class Strict(MCPServer[Any]):
+class StrictServer(MCPServer[Any]):
     """A server whose tools refuse unknown arguments. The base class drops them silently, and a misspelt degree would count as 1."""
 
     async def list_tools(self) -> list[Tool]:
         """The tools; their schemas forbid additional arguments, and say nothing that their names say."""
-        found = await super().list_tools()
+        tools = await super().list_tools()
         return [
             t.model_copy(
                 update={
@@ -111,7 +114,7 @@ class Strict(MCPServer[Any]):
                     "output_schema": shallow(t.output_schema) if t.output_schema else None,
                 }
             )
-            for t in found
+            for t in tools
         ]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
@@ -120,10 +123,10 @@ class Strict(MCPServer[Any]):
         Raises:
             ToolError: there is no such tool, an argument is not one of its own, or the tool refuses the call.
         """
-        known = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
-        unknown = sorted(set(arguments) - set(known)) if known is not None else []
-        if known is not None and unknown:
-            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
+        properties = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
+        unknown = sorted(set(arguments) - set(properties)) if properties is not None else []
+        if properties is not None and unknown:
+            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(properties) or 'none'}")
         try:
             result = await super().call_tool(name, arguments, context)
         except ToolError as e:
@@ -136,15 +139,15 @@ class Strict(MCPServer[Any]):
         return result
 
 
-def _mistakes(name: str, found: ValidationError) -> str:
+def _mistakes(name: str, error: ValidationError) -> str:
     """What is wrong with a call's arguments, in one line."""
-    said = [f"{'.'.join(map(str, e['loc']))[:60]}: {e['msg'][:200]}" for e in found.errors(include_url=False)]
-    return f"{name}: {'; '.join(said[:_MISTAKES])}{f'; and {len(said) - _MISTAKES} more' if len(said) > _MISTAKES else ''}"
+    messages = [f"{'.'.join(map(str, e['loc']))[:60]}: {e['msg'][:200]}" for e in error.errors(include_url=False)]
+    return f"{name}: {'; '.join(messages[:_MISTAKES])}{f'; and {len(messages) - _MISTAKES} more' if len(messages) > _MISTAKES else ''}"
 
 
 def server(library: Library) -> MCPServer[Any]:
     """Build the server with its tools and resources; `run("stdio")` on it serves."""
-    out = Strict("playbook", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
+    out = StrictServer("playbook", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
@@ -158,8 +161,10 @@ def server(library: Library) -> MCPServer[Any]:
 
 
 def _search(out: MCPServer[Any], library: Library) -> None:
+    """Register the search of cards."""
+
     @cache
-    def index() -> engine.Index:
+    def index() -> engine.SearchIndex:
         return engine.index(library.cards, load_sections())
 
     @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
@@ -171,29 +176,31 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
         limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
     ) -> SearchAnswer:
-        """Cards that answer a question, best first, with the reason, where their claims stand, and whether they apply to the stated machine; where none answers, why and what is nearest."""
-        with _told():
+        """Cards that answer a question, best first: why, where their claims stand, whether they fit the machine; else what is nearest."""
+        with _as_tool_error():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
             run = stated(hardware, model, gpus)
-            found = engine.search(index(), query, run, only=only, limit=limit)
+            result = engine.search(index(), query, run, only=only, limit=limit)
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
                     standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims},
                 )
-                for h in found.hits
+                for h in result.hits
             ]
-            pages = [PageHit(source=p.source, title=p.title) for p in found.pages]
-            answer = SearchAnswer(hits=rows, none=found.none, nearest=found.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
+            pages = [PageHit(source=p.source, title=p.title) for p in result.pages]
+            answer = SearchAnswer(hits=rows, none=result.none, nearest=result.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
             return bounded(answer, "ask with a smaller limit")
 
 
 def _cards(out: MCPServer[Any], library: Library) -> None:
+    """Register the tools that read cards and claims."""
+
     @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def list_cards() -> CardList:
         """Every card: id, title, summary, and the status of its claims by machine."""
-        with _told():
+        with _as_tool_error():
             return _card_list(library)
 
     @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
@@ -202,17 +209,19 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
         section: Annotated[_Section, Field(description="answer: what to set, because of which claims, and their verdicts.")] = "answer",
     ) -> CardAnswer:
         """One card: decision rules with the newest verdict of each machine on each claim, or another section of it."""
-        with _told():
+        with _as_tool_error():
             card, stock = library.card(card_id), library.stock()
-            found = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
+            statuses = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
             rules = rests_on(card, stock) if section in ("answer", "all") else []
             more = [s for s in get_args(_Section) if s != section]
-            return bounded(CardAnswer(card=_part(card, section), rests_on=rules, verdicts=found, more=more), "ask for one of its sections")
+            return bounded(
+                CardAnswer(card=_part(card, section), rests_on=rules, verdicts=statuses, more=more), "ask for one of its sections"
+            )
 
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
-        """One claim with statement, mechanism, scope, sources, and verdicts; the id of a mechanism check such as `W9.m` gives the claim that it belongs to."""
-        with _told():
+        """One claim with statement, mechanism, scope, sources, verdicts; the id of a mechanism check, such as `W9.m`, gives its claim."""
+        with _as_tool_error():
             return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
 
@@ -220,21 +229,23 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
     def list_evidence(claim_id: ClaimId, limit: Annotated[int, _number("Records at most.", most=MAX_ROWS)] = 20) -> EvidenceList:
         """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
-        with _told():
+        with _as_tool_error():
             return evidence_list(library, claim_id, limit)
 
     @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
-    def plan_confirmation(card_id: _CardId) -> confirmation.Plan:
+    def plan_confirmation(card_id: _CardId) -> confirmation.ConfirmationPlan:
         """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
-        with _told():
+        with _as_tool_error():
             return bounded(confirmation.plan(library.card(card_id)), "plan its claims one by one on the command line")
 
 
 def _layout(out: MCPServer[Any]) -> None:
+    """Register the check of a layout and the search of layouts."""
+
     @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
     def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
-        with _told():
+        with _as_tool_error():
             return planning.layout_answer(planning.plan_of(model, gpus, settings))
 
     @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
@@ -255,12 +266,12 @@ def _layout(out: MCPServer[Any]) -> None:
         network: planning.Network = "",
     ) -> PlanAnswer:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
-        with _told():
-            found = planning.plan_answer(
+        with _as_tool_error():
+            answer = planning.plan_answer(
                 model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
                 allow=frozenset(allow), fix=tuple(fix), top=top,
             )  # fmt: skip
-            return bounded(found, "ask for fewer plans")
+            return bounded(answer, "ask for fewer plans")
 
 
 def _memory(out: MCPServer[Any]) -> None:
@@ -268,8 +279,8 @@ def _memory(out: MCPServer[Any]) -> None:
     def estimate_memory(
         model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
     ) -> MemoryAnswer:
-        """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
-        with _told():
+        """Peak allocated bytes per GPU, stage by stage, of a legal layout, without what the allocator reserves beyond that."""
+        with _as_tool_error():
             return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
 
 
@@ -283,12 +294,14 @@ def _export(out: MCPServer[Any], library: Library) -> None:
         framework: Annotated[_Target, Field(description="Whose script.")] = "megatron-lm",
     ) -> ExportAnswer:
         """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
-        with _told():
+        with _as_tool_error():
             plan = planning.plan_of(model, gpus, settings)
             return bounded(planning.export_answer(plan, framework, hardware), "ask for another framework")
 
 
 def _diagnosis(out: MCPServer[Any], library: Library) -> None:
+    """Register the diagnosis of a run."""
+
     @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
     def diagnose(
         model: planning.Model,
@@ -306,13 +319,15 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
         framework: _Framework = "megatron-lm",
     ) -> DiagnosisAnswer:
-        """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
-        with _told():
-            asked = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw))
+        """Where a run's speed stands, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
+        with _as_tool_error():
+            question = planning.DiagnosisQuestion(
+                model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw)
+            )
             stock = library.stock()
-            known = Knowledge(stock.cards, stock.records, stock.today)
+            knowledge = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)
-            return bounded(planning.diagnosis_answer(asked, figures, known), "name the layout")
+            return bounded(planning.diagnosis_answer(question, figures, knowledge), "name the layout")
 
 
 def _tuning(out: MCPServer[Any]) -> None:
@@ -324,12 +339,15 @@ def _tuning(out: MCPServer[Any]) -> None:
         false_keep_percent: Annotated[float, Field(ge=0.1, le=50)] = 5.0,
     ) -> tuning.TuneAnswer:
         """The next launch of a tuning, or what is proven to make the run faster. Keep nothing that is not in `kept`."""
-        with _told():
+        with _as_tool_error():
             return bounded(tuning.tune_answer(knobs, seen, seed, false_keep_percent), "name fewer knobs")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
-    """Register cards with their verdicts, and skills with the files that they link to. Every address is fixed; none is built from an argument."""
+    """Register cards with their verdicts, and skills with the files that they link to.
+
+    Every address is fixed; none is built from an argument.
+    """
 
     def whole(card_id: str) -> str:
         return card_file([card_id], library.stock())
@@ -365,7 +383,7 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
     """Register one resource, which is read on request."""
 
     def told() -> str:
-        with _told(ResourceError):
+        with _as_tool_error(ResourceError):
             return read()
 
     kind = "text/markdown" if uri.endswith(".md") else "application/json" if uri.endswith(".json") else "application/yaml"
@@ -398,10 +416,10 @@ def _part(card: Card, section: str) -> dict[str, Any]:
     plain = card.model_dump(mode="json", exclude_defaults=True)
     if section == "all":
         return plain
-    found = {k: plain[k] for k in _PARTS[section] if k in plain}
+    fields = {k: plain[k] for k in _PARTS[section] if k in plain}
     if section == "answer":
-        found["claims"] = {c.id: c.statement for claim in card.claims for c in (claim, claim.mechanism_check) if c}
-    return found
+        fields["claims"] = {c.id: c.statement for claim in card.claims for c in (claim, claim.mechanism_check) if c}
+    return fields
 
 
 def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
@@ -427,10 +445,10 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
     """
     home = next((c for c in library.cards.values() if claim_id in claim_ids(c)), None)
     if home is None:
-        known = [i for c in library.cards.values() for i in claim_ids(c)]
-        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, known)}")
-    claim = next(c for own in home.claims for c in (own, own.mechanism_check) if c and c.id == claim_id)
-    found = earlier(library.records(), claim_id)
+        all_claims = [i for c in library.cards.values() for i in claim_ids(c)]
+        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, all_claims)}")
+    claim = next(c for claim_of_card in home.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c and c.id == claim_id)
+    records = earlier(library.records(), claim_id)
     rows = [
         EvidenceRow(
             machine=r.machine,
@@ -444,12 +462,12 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
             expires=str(r.get("expires", default="")),
             case=r.get("measured", "case", "id"),
         )
-        for r in found[:limit]
+        for r in records[:limit]
         for old in [r.stale(library.today, claim)]
     ]
     while len(EvidenceList(claim_id=claim_id, records=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
-    return EvidenceList(claim_id=claim_id, records=rows, left_out=len(found) - len(rows))
+    return EvidenceList(claim_id=claim_id, records=rows, left_out=len(records) - len(rows))
 
 
 def bounded(answer: A, instead: str) -> A:
@@ -473,7 +491,7 @@ def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[St
 
 
 @contextmanager
-def _told(kind: type[Exception] = ToolError) -> Iterator[None]:
+def _as_tool_error(kind: type[Exception] = ToolError) -> Iterator[None]:
     """Turn a mistake of the caller, or an unreadable record, into an error message for the agent."""
     try:
         yield

@@ -32,18 +32,18 @@ def changed(action: Action, framework: str, hardware: str) -> Changed:
     framework = framework if framework in _WORDS else FRAMEWORKS[framework].exports_as
     if framework in _WORDS and action.keys:
         return Changed(missing=tuple(f"{key}: has no one name in {framework}" for key, _, _ in action.keys))
-    found = _changed(action.off, action.on, action.keys, framework, hardware)
+    change = _changed(action.off, action.on, action.keys, framework, hardware)
     if not action.done:
-        return found
+        return change
     # What else the plan has may need the same variables; a run that leaves this out may leave that out too.
     bare = replace(action.off.options, ep_overlap=False, graphs=(), dispatcher="alltoall" if action.off.options.dispatcher else "")
-    own = {
+    options = {
         f.name: getattr(action.on.options, f.name)
         for f in fields(bare)
         if getattr(action.on.options, f.name) != getattr(action.off.options, f.name)
     }
-    off, on = (replace(action.off, options=replace(bare, **each)) for each in ({}, own))
-    return replace(found, environment=_changed(off, on, action.keys, framework, hardware).environment)
+    off, on = (replace(action.off, options=replace(bare, **each)) for each in ({}, options))
+    return replace(change, environment=_changed(off, on, action.keys, framework, hardware).environment)
 
 
 def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
@@ -70,7 +70,8 @@ _WORDS: Mapping[str, tuple[str, tuple[str, str, str, str]]] = {
         ("actor.ppo_micro_batch_size_per_gpu", "", "model.enable_gradient_checkpointing", "actor.use_torch_compile"),
     ),
 }
-"""By framework on transformers' layers: how a setting is written, and its names for the micro-batch, the micro-batches of a step, recompute of layers and their compilation."""
+"""By framework on transformers' layers: how a setting is written, and its names for the micro-batch, the micro-batches of a step,
+recompute of layers and their compilation."""
 
 
 def _plain_lines(plan: Plan, framework: str) -> list[str]:
@@ -112,6 +113,7 @@ def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str)
 
 
 def _of_exports(off: Exported, on: Exported) -> Changed:
+    """What differs between a plan's exports without and with an action: flags set and unset, variables, and what has no words."""
     if on.target == "torchtitan":  # its file has sections; each setting has words of its own
         first, second = ({f"{s.section}.{s.field}".strip("."): s for s in e.settings} for e in (off, on))
         flags = [words(s) for k, s in second.items() if k != "model" and (k not in first or first[k].value != s.value)]
@@ -119,12 +121,12 @@ def _of_exports(off: Exported, on: Exported) -> Changed:
     else:
         lines = _of_lines(off.lines, on.lines)
         flags, without = list(lines.flags), list(lines.without)
-    known = {r.key for r in off.missing}
+    missing_before = {r.key for r in off.missing}
     return Changed(
         tuple(flags),
         tuple(without),
         tuple(f"{k}={v}" for k, v in on.environment.items() if off.environment.get(k) != v),
-        tuple(f"{r.key}: {r.why}" for r in on.missing if r.key not in known),
+        tuple(f"{r.key}: {r.why}" for r in on.missing if r.key not in missing_before),
     )
 
 

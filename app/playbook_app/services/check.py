@@ -20,7 +20,7 @@ from playbook.lint import table as lint
 from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
-from playbook.records.read import Reader, Record, speaks_for
+from playbook.records.read import Record, RecordReader, speaks_for
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench import statements
 from playbook_bench.judge import effects, receipt
@@ -91,34 +91,34 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     for folder in folders("cases"):
         more_cases, wrong = read_cases(folder)
         cases, findings = {**cases, **more_cases}, [*findings, *wrong]
-    own, more = _cases_beside(cards)
+    cases_of_cards, more = _cases_beside(cards)
     findings += more
     broken = {Path(f.file).stem for f in findings}
-    found = check_cards(cards, shelf, cases=set(cases).union(broken, *own.values()), metrics=METRICS)
+    problems = check_cards(cards, shelf, cases=set(cases).union(broken, *cases_of_cards.values()), metrics=METRICS)
     backends: _Backends = {}
     for entry, i, claim in cards.claims():
-        found += _claim_and_case(entry, i, claim, {**cases, **own.get(entry.path, {})}, backends)
-    found += _reasons(cards, shelf, {i: loaded.case for i, loaded in cases.items()})
-    brought = {loaded.path: loaded for of_card in own.values() for loaded in of_card.values()}
+        problems += _claim_and_case(entry, i, claim, {**cases, **cases_of_cards.get(entry.path, {})}, backends)
+    problems += _reasons(cards, shelf, {i: loaded.case for i, loaded in cases.items()})
+    brought = {loaded.path: loaded for of_card in cases_of_cards.values() for loaded in of_card.values()}
     named = {c.case for _, _, claim in cards.claims() for c in (claim, claim.mechanism_check) if c}
     for loaded in (*cases.values(), *brought.values()):
         if not paths or loaded.case.id in named or loaded.path.parent != data_root("cases"):  # what ships is checked whole by itself
             findings += check_case(loaded)
     cases |= {loaded.case.id: loaded for loaded in brought.values()}
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
-    found += lint.run(cards, shelf, day)
-    found += _recipes(cards)
+    problems += lint.run(cards, shelf, day)
+    problems += _recipes(cards)
     records, unreadable = _records(data_root("results"))
     if not paths:  # a check of one's own cards does not judge everybody's records anew
         findings += unreadable + replay.unsound(records)
-    found += _expired(cards, records, day)
-    return cards, cases, found + findings
+    problems += _expired(cards, records, day)
+    return cards, cases, problems + findings
 
 
 @cache
-def _reader() -> Reader:
+def _reader() -> RecordReader:
     """Keeps the records that it has read, since a process may check many cards."""
-    return Reader()
+    return RecordReader()
 
 
 def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
@@ -155,20 +155,20 @@ def _read_case(path: Path, cases: dict[str, LoadedCase], findings: list[Finding]
 
 def _cases_beside(cards: Cards) -> tuple[dict[Path, dict[str, LoadedCase]], list[Finding]]:
     """Cases that lie beside a card file, by card, as `playbook confirm CARD.yaml` finds them; and findings for those that do not load."""
-    known = [folder.resolve() for folder in folders("cases")]
+    case_folders = [folder.resolve() for folder in folders("cases")]
     read: dict[Path, dict[str, LoadedCase]] = {}
-    own: dict[Path, dict[str, LoadedCase]] = {}
+    cases_of_cards: dict[Path, dict[str, LoadedCase]] = {}
     findings: list[Finding] = []
     for entry, _, claim in cards.claims():
         names = [claim.case, claim.mechanism_check.case if claim.mechanism_check else None]
-        for path in (found for name in names if name and (found := beside(entry.path, name))):
-            if path.parent in known:
+        for path in (case_file for name in names if name and (case_file := beside(entry.path, name))):
+            if path.parent in case_folders:
                 continue
             if path not in read:
                 read[path] = {}
                 _read_case(path, read[path], findings)
-            own.setdefault(entry.path, {}).update(read[path])
-    return own, findings
+            cases_of_cards.setdefault(entry.path, {}).update(read[path])
+    return cases_of_cards, findings
 
 
 def check_case(loaded: LoadedCase) -> list[Finding]:
@@ -202,19 +202,19 @@ def _unresolved(case: Case, profile: str) -> Iterator[str]:
 
 
 def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends) -> Iterator[Finding]:
-    here: Path_ = ("claims", i)
-    yield from _same(entry, here, claim.kind, claim.case, claim.metric, claim.comparison, cases)
-    yield from _margin(entry, here, claim.metric, claim.expect)
-    yield from _out_of_reach(entry, here, claim, cases, backends)
-    yield from _rule(entry, here, claim, cases)
+    place: Path_ = ("claims", i)
+    yield from _same(entry, place, claim.kind, claim.case, claim.metric, claim.comparison, cases)
+    yield from _margin(entry, place, claim.metric, claim.expect)
+    yield from _out_of_reach(entry, place, claim, cases, backends)
+    yield from _rule(entry, place, claim, cases)
     check = claim.mechanism_check
     if check:
-        yield from _margin(entry, (*here, "mechanism_check"), check.metric, check.expect)
-        yield from _same(entry, (*here, "mechanism_check"), "pair", check.case, check.metric, check.comparison, cases)
+        yield from _margin(entry, (*place, "mechanism_check"), check.metric, check.expect)
+        yield from _same(entry, (*place, "mechanism_check"), "pair", check.case, check.metric, check.comparison, cases)
 
 
 def _same(
-    entry: LoadedCard, here: Path_, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
+    entry: LoadedCard, place: Path_, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
 ) -> Iterator[Finding]:
     """Findings where a claim and its case differ in kind, metric or comparison."""
     loaded = cases.get(name or "")
@@ -222,18 +222,18 @@ def _same(
         return  # reported as a case that does not exist, or as a case file that does not load
     case = loaded.case
     if case.kind != kind:
-        yield entry.finding((*here, "case"), f"case '{case.id}' is of kind '{case.kind}', the claim of kind '{kind}'; make them agree")
+        yield entry.finding((*place, "case"), f"case '{case.id}' is of kind '{case.kind}', the claim of kind '{kind}'; make them agree")
     if case.metric is not None and metric not in (case.metric, *case.also):
         expected = "' or '".join((case.metric, *case.also))
-        yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{expected}' in case '{case.id}'; make them agree")
+        yield entry.finding((*place, "metric"), f"metric '{metric}' differs from '{expected}' in case '{case.id}'; make them agree")
     for variant, ours in (("baseline", comparison.baseline), ("candidate", comparison.candidate)):
         theirs = case.compared(variant)
         if ours != theirs:
-            where = (*here, "comparison", variant)
+            where = (*place, "comparison", variant)
             yield entry.finding(where, f"{variant} {_delta(ours)} differs from {_delta(theirs)} in case '{case.id}'; make them agree")
 
 
-def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+def _rule(entry: LoadedCard, place: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
     """Findings where a rule on a curve names variants that the case does not have."""
     loaded = cases.get(claim.case or "")
     if (
@@ -243,19 +243,19 @@ def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, Load
         and not case_problems(loaded.case)
     ):
         for message in effects.claim_problems(claim.expect, list(loaded.case.variants), claim.kind):
-            yield entry.finding((*here, "expect"), message)
+            yield entry.finding((*place, "expect"), message)
 
 
-def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
+def _margin(entry: LoadedCard, place: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
     """A finding where the unit of the margin does not fit the metric."""
     if metric in METRICS and expect.margin is not None:
         try:
             threshold(METRICS[metric], expect.margin)
         except ConfigError as e:
-            yield entry.finding((*here, "expect", "margin"), str(e))
+            yield entry.finding((*place, "expect", "margin"), str(e))
 
 
-def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends) -> Iterator[Finding]:
+def _out_of_reach(entry: LoadedCard, place: Path_, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends) -> Iterator[Finding]:
     """A finding where the layouts of all profiles of the case lie outside the scope of the claim."""
     loaded = cases.get(claim.case or "")
     if loaded is None or not loaded.case.profiles or scope.problems(claim.scope):
@@ -274,7 +274,7 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
             return
         reasons.append(f"{name} has {unmet[0]}")
     at = entry.finding(
-        (*here, "scope"), f"no profile of case '{case.id}' lies in this scope: {'; '.join(reasons)}; add one, or widen the scope"
+        (*place, "scope"), f"no profile of case '{case.id}' lies in this scope: {'; '.join(reasons)}; add one, or widen the scope"
     )
     yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
 
@@ -290,7 +290,10 @@ def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[
             varied = {key for case in cited for delta in case.variants.values() for key in delta}
             for key in (str(k) for k in rule.set):
                 if "." in key and key not in varied:
-                    message = f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it; cite a claim on it, or leave it out"
+                    message = (
+                        f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it;"
+                        " cite a claim on it, or leave it out"
+                    )
                     at = entry.finding(("decide", i, "set", key), message)
                     yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0])
 
@@ -307,9 +310,11 @@ def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Fi
     """Warnings for claims whose newest record has expired."""
     for entry, i, claim in cards.claims():
         sound = [(r, r.content) for r in records if isinstance(r.content, Evidence) and not r.altered]
-        own = [(r.precedence[0] > 1, content.expires) for r, content in sound if speaks_for(content.measured, entry.card.id, claim)]
+        records_of_claim = [
+            (r.precedence[0] > 1, content.expires) for r, content in sound if speaks_for(content.measured, entry.card.id, claim)
+        ]
         # One that settles nothing takes no verdict's place, however new it is; one that is judged again is valid no longer than its runs.
-        _, expires = max(own, default=(False, "9999"))
+        _, expires = max(records_of_claim, default=(False, "9999"))
         if expires < today:
             at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
             yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[2][0], warning=True)
@@ -330,8 +335,8 @@ def _function(loaded: LoadedCase) -> Iterator[Finding]:
 
 def _formulas(loaded: LoadedCase) -> Iterator[Finding]:
     """Findings for counts that are not formulas over the known variables."""
-    for where, found in receipts(loaded.case):
-        for i, rule in enumerate(found.require):
+    for where, receipt_rule in receipts(loaded.case):
+        for i, rule in enumerate(receipt_rule.require):
             try:
                 receipt.evaluate(str(rule.count or 0), dict.fromkeys(NUMBERS, 1.0))
             except ConfigError as e:
@@ -339,15 +344,15 @@ def _formulas(loaded: LoadedCase) -> Iterator[Finding]:
 
 
 def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
-    known = trainer_keys() | {RANKS}
+    allowed = trainer_keys() | {RANKS}
     places = _deltas(loaded.case)
     places += [(("profiles", name), keys) for name, keys in loaded.case.profiles.items()]
     for name, variants in loaded.case.variant_profiles.items():
-        places += [(("variant_profiles", name, variant), own) for variant, own in variants.items()]
+        places += [(("variant_profiles", name, variant), delta) for variant, delta in variants.items()]
     for where, keys in places:
         for key in keys:
-            if key not in known:
-                yield loaded.finding((*where, key), f"the trainer has no key '{key}'{did_you_mean(key, known)}")
+            if key not in allowed:
+                yield loaded.finding((*where, key), f"the trainer has no key '{key}'{did_you_mean(key, allowed)}")
 
 
 def _deltas(case: Case) -> list[tuple[Path_, Mapping[str, Any]]]:
@@ -401,9 +406,9 @@ def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:
         yield f"recipe '{recipe}' does not load: {e.findings[0].message}"
         return
     gpus = family.gpus or recipes.find(path.name).gpus[0]
-    for key, (said, found) in _compared(family, config, gpus).items():
-        if said is not None and said != found:
-            yield f"recipe '{recipe}' has {key} {found}, and family '{family.name}' says {said}; make them agree"
+    for key, (stated, configured) in _compared(family, config, gpus).items():
+        if stated is not None and stated != configured:
+            yield f"recipe '{recipe}' has {key} {configured}, and family '{family.name}' says {stated}; make them agree"
 
 
 def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) -> dict[str, tuple[Any, Any]]:
@@ -419,14 +424,14 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
         **{key: getattr(config.data, key) for key in ("pack", "pack_buffer", "pad_to_multiple", "cache")},
     }
     dispatcher = settings.get("dispatcher", settings.get("moe_flex_dispatcher_backend"))
-    said = settings.get("recompute")
+    recompute = settings.get("recompute")
     modules = sorted(config.train.recompute_modules)
     return {
         "model": (family.model, config.model.name),
         **{key: (family.layout.get(key), value) for key, value in degrees.items()},
         **{key: (settings.get(key), value) for key, value in numbers.items()},
         "dispatcher": (dispatcher, config.moe.dispatcher),
-        "recompute": (sorted(said) if isinstance(said, list) else None, modules),
+        "recompute": (sorted(recompute) if isinstance(recompute, list) else None, modules),
         "pipeline": (settings.get("pipeline"), "uneven" if par.pipeline_layout else "even"),
     }
 

@@ -50,7 +50,7 @@ class PlannedCase(BaseModel):
     """Empty for cases that launch no training run."""
 
 
-class Plan(BaseModel):
+class ConfirmationPlan(BaseModel):
     """What confirming a card would run, worked out without running anything."""
 
     card_id: str
@@ -60,7 +60,7 @@ class Plan(BaseModel):
     """Ids of claims that have no case."""
 
 
-def plan(card: Card) -> Plan:
+def plan(card: Card) -> ConfirmationPlan:
     """What `playbook confirm CARD` would run on each profile, from files alone; no machine is looked at."""
     named: dict[str, list[tuple[str, str]]] = {}
     without = []
@@ -70,7 +70,7 @@ def plan(card: Card) -> Plan:
         else:
             named.setdefault(task.case, []).append((task.claim.id, task.claim.metric))
     cases = [_case(load_case(case), claims) for case, claims in named.items()]
-    return Plan(card_id=card.id, command=f"playbook confirm {card.id} --json", cases=cases, without_case=without)
+    return ConfirmationPlan(card_id=card.id, command=f"playbook confirm {card.id} --json", cases=cases, without_case=without)
 
 
 def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
@@ -109,5 +109,5 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
 def _baselines(case: str, profile: str) -> list[Baseline]:
     """The stored A/A runs of a case on a profile, in any software environment."""
     folders: list[Path] = [default_results() / "baselines", data_root("baselines")]
-    found = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]
-    return [b for b in found if b.case == case and b.profile == profile]
+    baselines = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]
+    return [b for b in baselines if b.case == case and b.profile == profile]

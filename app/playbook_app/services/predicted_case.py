@@ -32,7 +32,8 @@ _TOKENS = ("model.eos_token_id", "model.pad_token_id")
 _UNLIKE = ("data.seq_len", "train.global_batch_size")
 """Beside the model's counts, what makes the work of two runs differ."""
 _FUSED: Mapping[str, Any] = {
-    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True, "optimizer.fused": True,
+    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True,
+    "optimizer.fused": True,
 }  # fmt: skip
 _FUSED_MOE: Mapping[str, Any] = {"moe.apply_probs_on": "activation", "moe.fused_permutation": True, "moe.fused_router": True}
 """Kernels of the torch backend that a prediction takes for granted: megatron-core has their like by default."""
@@ -47,7 +48,7 @@ class _Plain(yaml.SafeDumper):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PredictedRun:
     """One plan, scaled, in the trainer's words."""
 
     name: str
@@ -55,7 +56,7 @@ class _Run:
     settings: dict[str, Any]
 
 
-def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -> dict[str, Any]:
+def case_of(answer: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -> dict[str, Any]:
     """The case of the best plan and another, cut to so many GPUs: what each was predicted to reach there, with its 80 % interval.
 
     The other is the user's own, given `against` in words such as `tp=2`, else the next in the answer that is another run once both are cut.
@@ -63,11 +64,11 @@ def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -
     Raises:
         ConfigError: this trainer cannot run one of them, or nothing of them fits.
     """
-    q, best = found.question, found.choices[0].plan
+    q, best = answer.question, answer.choices[0].plan
     words = tuple(against)
-    own = keys_of(words)
-    kept = tuple(word for word in q.fixed if key_of(word) not in own)
-    others = [replace(q, fixed=(*kept, *words)).base.require()] if words else [c.plan for c in found.choices[1:]]
+    settings = keys_of(words)
+    unchanged = tuple(word for word in q.fixed if key_of(word) not in settings)
+    others = [replace(q, fixed=(*unchanged, *words)).base.require()] if words else [c.plan for c in answer.choices[1:]]
     first, second = next((pair for other in others if (pair := _fitted(best, other, gpus, q.capacity))), (None, None))
     if first is None or second is None:
         raise ConfigError(
@@ -76,14 +77,14 @@ def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -
         )
     profile = {k: v for k, v in first.settings.items() if second.settings.get(k, _Absent) == v}
     runs = [(run, {k: v for k, v in run.settings.items() if k not in profile}) for run in (first, second)]
-    differ = {k.split(".")[-1] for _, own in runs for k in own if (k.startswith("model.") or k in _UNLIKE) and k not in _TOKENS}
+    differ = {k.split(".")[-1] for _, settings in runs for k in settings if (k.startswith("model.") or k in _UNLIKE) and k not in _TOKENS}
     cut = f"each cut to {count(gpus, 'GPU')}: {first.plan.shape.layers} of {best.shape.layers} layers, of each what a rank holds"
     return {
         "id": ident,
         "kind": "prediction",
         "summary": f"{q.model} on {q.gpus} {q.cluster.name}, the best plan and another, {cut}; predicted before any run.",
         "trainer": f"trainer/configs/{_TRAINER_FILE}",
-        "values": [{"at": run.name, "set": own, "predicted": _predicted(run, found)} for run, own in runs],
+        "values": [{"at": run.name, "set": settings, "predicted": _predicted(run, answer)} for run, settings in runs],
         "metric": "useful_tokens_per_s_per_gpu",
         "also": ["peak_memory_bytes"],
         **({"requires": ["backend:megatron"]} if "megatron" in (p.plan.options.backend for p in (first, second)) else {}),
@@ -100,13 +101,13 @@ def text_of(case: Mapping[str, Any], command: str) -> str:
     return f"{schema}\n# {command}\n{yaml.dump(dict(case), Dumper=_Plain, sort_keys=False, default_flow_style=None, width=160)}"
 
 
-def _fitted(best: Plan, other: Plan, gpus: int, capacity: float) -> tuple[_Run, _Run] | None:
+def _fitted(best: Plan, other: Plan, gpus: int, capacity: float) -> tuple[_PredictedRun, _PredictedRun] | None:
     """Both plans with as many layers as both hold on the GPUs; None where they are the same run."""
     samples = 2 * lcm(*(cut.mbs * cut.dp for cut in (scaled(p, gpus, 1) for p in (best, other))))
     for layers in range(min(deepest(best), deepest(other)), 0, -1):
         plans = [scaled(p, gpus, layers, samples) for p in (best, other)]
         if all(_holds(plan, capacity) for plan in plans):
-            runs = [_Run(name, plan, _settings(plan)) for name, plan in zip(_names(best, other), plans, strict=True)]
+            runs = [_PredictedRun(name, plan, _settings(plan)) for name, plan in zip(_names(best, other), plans, strict=True)]
             return None if runs[0].settings == runs[1].settings else (runs[0], runs[1])
     return None
 
@@ -115,9 +116,9 @@ def _names(*plans: Plan) -> Iterator[str]:
     """What tells the plans apart, such as `first-tp2-mbs4`."""
     keys = [k for k in ("tp", "cp", "pp", "ep", "etp", "mbs") if len({getattr(p, k) for p in plans}) > 1]
     for place, plan in zip(("first", "second"), plans, strict=True):
-        again = f"recompute-{'+'.join(plan.options.recompute) or 'none'}"
+        recompute = f"recompute-{'+'.join(plan.options.recompute) or 'none'}"
         differs = len({p.options.recompute for p in plans}) > 1
-        yield "-".join([place, *(f"{k}{getattr(plan, k)}" for k in keys), *([again] if differs else [])])
+        yield "-".join([place, *(f"{k}{getattr(plan, k)}" for k in keys), *([recompute] if differs else [])])
 
 
 def _holds(plan: Plan, capacity: float) -> bool:
@@ -149,23 +150,25 @@ def _settings(plan: Plan) -> dict[str, Any]:
         )
     whole = MODELS[plan.model]
     usual = flatten(dump(_config({"model": plan.model}))) | {"parallel.etp": plan.tp}
-    found = {
+    settings = {
         k: v
         for k, v in flatten(configuration(plan) | {"model": plan.model}).items()
         if k not in ("data.kind", "train.dtype") and usual.get(k, _Absent) != v
     }
-    found |= {f"model.{word}": getattr(cut, k) for k, word in _MODEL_KEYS.items() if getattr(cut, k) != getattr(whole, k)}
+    settings |= {f"model.{word}": getattr(cut, k) for k, word in _MODEL_KEYS.items() if getattr(cut, k) != getattr(whole, k)}
     if not cut.experts:
-        found.pop("model.first_dense_layers", None)
+        settings.pop("model.first_dense_layers", None)
     if cut.vocab != whole.vocab:
-        found |= dict.fromkeys(_TOKENS, 0)
+        settings |= dict.fromkeys(_TOKENS, 0)
     kernels = {} if o.backend == "megatron" else {**_FUSED, **_FUSED_MOE} if cut.experts else _FUSED
-    return {**found, **kernels}
+    return {**settings, **kernels}
 
 
-def _predicted(run: _Run, found: Answer) -> dict[str, float]:
-    """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of its backend."""
-    step = predicted(_config(run.settings), run.plan.gpus, found.question.cluster)
+def _predicted(run: _PredictedRun, answer: Answer) -> dict[str, float]:
+    """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of
+    its backend.
+    """
+    step = predicted(_config(run.settings), run.plan.gpus, answer.question.cluster)
     assert step is not None, "only float32 has no law"
     speed = step.tokens_per_s_per_gpu
     return {k: float(f"{getattr(speed, k):.4g}") for k in ("value", "low", "high")}

@@ -14,7 +14,7 @@ from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.paths import data_root, default_results
 from playbook.records.evidence import Measured
 from playbook.records.machine import Here
-from playbook.records.read import UNTESTED, Claims, Present, Reader, Record, verdicts
+from playbook.records.read import UNTESTED, Claims, Present, Record, RecordReader, verdicts
 from playbook.records.standing import in_words
 from playbook.skills.export import Stock
 from playbook_bench.machine import detect
@@ -24,18 +24,20 @@ _KEYS = ("status", "stands", "sentence", "evidence", "machine", "created", "path
 """What `verdict_row` says of a verdict; of an untested claim all of it is there too, as null."""
 
 
-def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None, reader: Reader | None = None) -> list[Record]:
+def records_here(
+    cards: Mapping[str, Card], machine: Here | None, results: Path | None = None, reader: RecordReader | None = None
+) -> list[Record]:
     """This folder's records, or those of `results`, and the repository's, newest first, for a reader on a machine like `mine`.
 
     Raises:
-        FileError: as `playbook.records.read.Reader.read`.
+        FileError: as `playbook.records.read.RecordReader.read`.
     """
-    return (reader or Reader()).read([results or default_results(), data_root("results")], cards, present(mine))
+    return (reader or RecordReader()).read([results or default_results(), data_root("results")], cards, present(machine))
 
 
-def present(mine: Here | None) -> Present:
+def present(machine: Here | None) -> Present:
     """What this version of the playbook compares verdicts with."""
-    return Present(revision.numbers(), mine, _case_changes, revision.paths)
+    return Present(revision.numbers(), machine, _case_changes, revision.paths)
 
 
 def _case_changes(measured: Measured) -> list[str]:
@@ -52,8 +54,8 @@ def here() -> Here:
 
 def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[str, Any]:
     """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
-    found = sorted(verdicts(records, claim.id), key=lambda r: r.precedence, reverse=True)
-    rows = [verdict_row(r, claim) for r in found]
+    newest_first = sorted(verdicts(records, claim.id), key=lambda r: r.precedence, reverse=True)
+    rows = [verdict_row(r, claim) for r in newest_first]
     for each in rows:
         if each["stale"]:
             each["sentence"] += f"; stale: {'; '.join(each['stale'])}"

@@ -1,7 +1,8 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
-Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, one H200, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and `llms-full.txt`. A page whose source is gone is removed.
+Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and `_generated/`
+(claims, one H200, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and
+`llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook_app.site.models import families_page, models_page, recipes_page
 from playbook_app.site.parity import parity_page
 from playbook_app.site.published import published_page, tables_page, worked
-from playbook_app.site.reference import Command, commands_page, configuration_page, metrics_page
-from playbook_app.site.searching import asked, questions
+from playbook_app.site.reference import CommandHelp, commands_page, configuration_page, metrics_page
+from playbook_app.site.searching import question_box, questions
 from playbook_app.site.shelf import Flags, Shelf, no_flags
 
 _OWNED = ("cards", "evidence", "_generated")
@@ -52,7 +53,7 @@ class Reference:
     """Tables that the harness, the command line and the trainer own, as plain data."""
 
     metrics: Sequence[Mapping[str, Any]] = ()
-    commands: Sequence[Command] = ()
+    commands: Sequence[CommandHelp] = ()
     schema: Mapping[str, Any] = field(default_factory=dict)
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     present: Present = field(default_factory=Present)
@@ -63,7 +64,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Site:
+class GeneratedSite:
     """What was generated."""
 
     cards: dict[str, str]
@@ -78,7 +79,7 @@ class Site:
     """Markdown that replaces a comment of that name on a page, such as `coverage`."""
     plain: dict[str, str]
     """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
-    asked: str
+    question_box: str
     """What the question box searches, for `search/cards.json` of the built site."""
     compared: str
     """What the forms compare with, for `search/diagnosis.json` of the built site; empty without plans."""
@@ -95,17 +96,18 @@ def generate(
     reference: Reference | None = None,
     today: date | None = None,
     base: str = "",
-) -> Site:
-    """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's address.
+) -> GeneratedSite:
+    """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's
+    address.
 
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
     """
-    known = _load_cards([cards] if cards else folders("cards"))
+    all_cards = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
-    records = read([r for r in results if r.is_dir()], known, now.present)
-    whole = _shelf(known, records, today or datetime.now(UTC).date(), now.flags)
-    shelf = replace(whole, cards=guidance(known))
+    records = read([r for r in results if r.is_dir()], all_cards, now.present)
+    whole = _shelf(all_cards, records, today or datetime.now(UTC).date(), now.flags)
+    shelf = replace(whole, cards=guidance(all_cards))
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(whole),
@@ -116,7 +118,7 @@ def generate(
         "_generated/models.md": models_page(data_root("configs")),
         "_generated/published.md": published_page(data_root("tables") / "published_runs.csv"),
         "evidence/index.md": list_page(whole),
-        **{f"cards/{card.id}.md": card_page(whole, card) for card in known.values()},
+        **{f"cards/{card.id}.md": card_page(whole, card) for card in all_cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
     }
@@ -131,8 +133,8 @@ def generate(
     written = [_write(out / name, content) for name, content in pages.items()]
     written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
     _remove_others(out, set(written))
-    titles = {c.id: c.title for c in sorted(known.values(), key=lambda c: c.title)}
-    by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
+    titles = {c.id: c.title for c in sorted(all_cards.values(), key=lambda c: c.title)}
+    by = {phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)}
     inserts = {
         "coverage": coverage(whole),
         "cards by phase": by_phase(shelf),
@@ -145,14 +147,15 @@ def generate(
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
     asks = questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS}
     trainer = [i for i in titles if i not in shelf.cards]
-    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), data(plans), asks, written)
+    statuses, box = summary(shelf.records), question_box(shelf.cards)
+    return GeneratedSite(titles, by, trainer, statuses, inserts, plain, box, data(plans), asks, written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
-    found = read_cards(paths)
-    if found.findings:
-        raise FileError(found.findings)
-    return {entry.card.id: entry.card for entry in found.loaded}
+    read_result = read_cards(paths)
+    if read_result.findings:
+        raise FileError(read_result.findings)
+    return {entry.card.id: entry.card for entry in read_result.loaded}
 
 
 def _shelf(cards: dict[str, Card], records: list[Record], today: date, flags: Flags) -> Shelf:

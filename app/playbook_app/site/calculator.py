@@ -158,10 +158,10 @@ def address(settings: Mapping[str, Any]) -> str:
 
 def calculator_page() -> str:
     """The page with its form; the scripts fill in the rest."""
-    known = tables()
-    groups = "\n".join(_group(title, opened, keys, known) for title, opened, keys in _FORM)
+    data_tables = tables()
+    groups = "\n".join(_group(title, opened, keys, data_tables) for title, opened, keys in _FORM)
     scripts = "\n".join(f'<script src="../javascripts/{name}" defer></script>' for name in _SCRIPTS)
-    data = json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(data_tables, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
         front_matter(
             "Layout calculator", description="Can a parallel layout run, what does each GPU hold, which one is near it", hide="toc"
@@ -170,7 +170,8 @@ def calculator_page() -> str:
         "Which layouts can run, what each GPU then holds, and the nearest layout that can run where one cannot. The rules and the figures "
         "are those of `playbook layout check` and `playbook layout memory`, computed in this page; nothing is sent anywhere. The address "
         "of the page holds the layout: copy it to share it.",
-        "<noscript><p>This page computes in the browser and needs JavaScript. Without it, use <code>playbook layout check</code>.</p></noscript>",
+        "<noscript><p>This page computes in the browser and needs JavaScript. Without it, use <code>playbook layout"
+        " check</code>.</p></noscript>",
         '<div id="pb-line" class="pb-line-of-answer" aria-live="polite"></div>',
         f'<form id="pb-layout" data-search-exclude class="pb-layout" hidden>\n{groups}\n'
         '<p><button type="reset" class="md-button">Start again</button></p>\n</form>',
@@ -186,29 +187,31 @@ _NOTES = """\
 
 - Bytes sent per layer and step are not here; `playbook layout traffic` takes the same settings.
 - The peak is what is *allocated*. The driver, NCCL and what the allocator reserves come on top.
-- Activations of linear attention and of Mamba follow from their kernels; no run has checked them. A vision tower counts with its states, not with its activations.
+- Activations of linear attention and of Mamba follow from their kernels; no run has checked them.
+  A vision tower counts with its states, not with its activations.
 - How good the estimate is, and on which runs it was checked: [Layouts](../guide/layouts.md#does-it-fit).
 """
 
 
-def _group(title: str, opened: bool, keys: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> str:
-    controls = "\n".join(_control(key, label, known) for key, label in keys)
+def _group(title: str, opened: bool, keys: Sequence[tuple[str, str]], data_tables: Mapping[str, Any]) -> str:
+    controls = "\n".join(_control(key, label, data_tables) for key, label in keys)
     return f"<details{' open' if opened else ''}><summary>{html.escape(title)}</summary>\n<div>\n{controls}\n</div></details>"
 
 
-def _control(key: str, label: str, known: Mapping[str, Any]) -> str:
-    option = known["options"].get(key)
+def _control(key: str, label: str, data_tables: Mapping[str, Any]) -> str:
+    """The form control of one key: boxes, a choice, or an input, by what the tables say of it."""
+    option = data_tables["options"].get(key)
     if key in ("recompute", "graphs", "offload_modules", "frozen", "lora_targets"):
-        boxes = "".join(f'<label><input type="checkbox" name="{key}" value="{v}">{v}</label>' for v in known["labels"][key])
+        boxes = "".join(f'<label><input type="checkbox" name="{key}" value="{v}">{v}</label>' for v in data_tables["labels"][key])
         return f'<fieldset class="pb-boxes"><legend>{html.escape(label)}</legend>{boxes}</fieldset>'
     if key == "model":
-        return _select(key, label, [(name, name) for name in known["models"]], START["model"])
+        return _select(key, label, [(name, name) for name in data_tables["models"]], START["model"])
     if key == "loss":
-        return _select(key, label, [(name, f"{name}, {size} bytes per logit") for name, size in known["losses"].items()], "te")
-    if key in known["widths"]:
-        return _select(key, label, [(str(v), str(v)) for v in known["widths"][key]], str(known["defaults"][key]))
-    if key in known["labels"]:
-        names = [(v, v) for v in known["labels"][key]]
+        return _select(key, label, [(name, f"{name}, {size} bytes per logit") for name, size in data_tables["losses"].items()], "te")
+    if key in data_tables["widths"]:
+        return _select(key, label, [(str(v), str(v)) for v in data_tables["widths"][key]], str(data_tables["defaults"][key]))
+    if key in data_tables["labels"]:
+        names = [(v, v) for v in data_tables["labels"][key]]
         return _select(key, label, names if option["default"] else [("", "not chosen"), *names], option["default"])
     if option and option["kind"] == "switch":
         words = [("", _FREE[key])] if option["free"] else []
@@ -219,7 +222,7 @@ def _control(key: str, label: str, known: Mapping[str, Any]) -> str:
     if key == "imbalance":
         return _input(key, label, 'type="number" min="1" max="1000" step="any"', "1")
     least = 0 if key == "gbs" else 1
-    value = START.get(key, "" if key == "layers" else (option["default"] if option else known["defaults"][key]))
+    value = START.get(key, "" if key == "layers" else (option["default"] if option else data_tables["defaults"][key]))
     return _input(key, label, f'type="number" inputmode="numeric" min="{least}" step="1"', value)
 
 

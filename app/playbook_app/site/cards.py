@@ -42,8 +42,8 @@ PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "r
 
 def effect(record: Record) -> str:
     """The effect with its interval, as a page shows it; both values where no effect is recorded."""
-    found = record.get("derived", "comparison")
-    return _interval(found) if isinstance(found, Mapping) else ""
+    comparison = record.get("derived", "comparison")
+    return _interval(comparison) if isinstance(comparison, Mapping) else ""
 
 
 def effects(record: Record) -> str:
@@ -53,32 +53,36 @@ def effects(record: Record) -> str:
     return "<br>".join(contrasts) if contrasts else effect(record)
 
 
-def _interval(found: Mapping[str, Any]) -> str:
-    value, low, high = (found.get(k) for k in ("effect", "low", "high"))
+def _interval(comparison: Mapping[str, Any]) -> str:
+    """A comparison's effect with its interval in brackets, in percent, in points or in the metric's unit."""
+    value, low, high = (comparison.get(k) for k in ("effect", "low", "high"))
     exact = low == high
     if not isinstance(value, int | float):
-        return f"{quantity(found.get('baseline'), str(found.get('unit')))} → {quantity(found.get('candidate'), str(found.get('unit')))}"
+        return (
+            f"{quantity(comparison.get('baseline'), str(comparison.get('unit')))} →"
+            f" {quantity(comparison.get('candidate'), str(comparison.get('unit')))}"
+        )
     # A difference of shares is in points, another difference in the metric's unit.
-    if found.get("scale") == "difference" and found.get("unit") != "share":
+    if comparison.get("scale") == "difference" and comparison.get("unit") != "share":
         shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]
-        unit = f" {text(found.get('unit'))}"
+        unit = f" {text(comparison.get('unit'))}"
     else:
-        points = found.get("scale") == "difference"
+        points = comparison.get("scale") == "difference"
         shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
         unit = NBSP + ("points" if points else "%")
     if len(shown) < 3 or exact:
         return f"{shown[0]}{unit}"
     # What a budget has stopped has an interval and no verdict; the terminal says the same behind it.
-    between = " between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
+    between = " between looks" if comparison.get("design") != "deterministic" and comparison.get("look") is None else ""
     return f"{shown[0]}{unit}" + f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") + between
 
 
 def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
     """One badge per machine, each a link to its evidence."""
-    found = verdicts(shelf.records, claim.id)
-    if not found:
+    records = verdicts(shelf.records, claim.id)
+    if not records:
         return badge(UNTESTED)
-    return " ".join(_badge(shelf, r, claim, up) for r in found)
+    return " ".join(_badge(shelf, r, claim, up) for r in records)
 
 
 def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
@@ -120,9 +124,9 @@ _SIZES = {"hidden_size": "{} columns", "expert_ffn_size": "experts of {}", "num_
 
 def changes(shelf: Shelf, card: Card) -> list[list[str]]:
     """What the current verdicts of a card from GPUs rest on, kind by kind: another machine, model or release asks the claims again."""
-    found = [(claim, r) for claim in card.claims for r in current(shelf, claim)]
+    verdicts_of_claims = [(claim, r) for claim in card.claims for r in current(shelf, claim)]
     rows: dict[str, dict[str, list[str]]] = {}
-    for claim, record in found:
+    for claim, record in verdicts_of_claims:
         packages: Mapping[str, Any] = next((v.get("packages", {}) for v in record.get("measured", "strict", default={}).values()), {})
         runs_on = [
             f"{name} {packages[name]}" for name in _SOFTWARE if name in packages and (name == "torch" or "megatron" in record.backends)
@@ -141,11 +145,11 @@ def changes(shelf: Shelf, card: Card) -> list[list[str]]:
         for value, ids in values.items()
         if value
     ]
-    known = {claim.id for claim, _ in found}
+    judged = {claim.id for claim, _ in verdicts_of_claims}
     computed = [c.id for c in card.claims if c.kind in ("arithmetic", "invariant")]
-    open_ = [c.id for c in card.claims if c.id not in known and c.id not in computed]
-    left = {"No current verdict from a GPU": open_, "Computed, or a check of the software: only its inputs change it": computed}
-    return [*out, *([text(words), "", " ".join(_claim_link(shelf, i) for i in ids)] for words, ids in left.items() if ids)]
+    open_ = [c.id for c in card.claims if c.id not in judged and c.id not in computed]
+    unjudged = {"No current verdict from a GPU": open_, "Computed, or a check of the software: only its inputs change it": computed}
+    return [*out, *([text(words), "", " ".join(_claim_link(shelf, i) for i in ids)] for words, ids in unjudged.items() if ids)]
 
 
 def _in_one_word(record: Record) -> str:
@@ -176,8 +180,8 @@ def _flags(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
     """What the decisions set, in the words of other trainers, once each."""
     rows = {}
     for d in decisions:
-        found = shelf.flags(d.set)
-        cells = ["<br>".join(map(code, found.get(target, []))) for target in TARGETS]
+        flags = shelf.flags(d.set)
+        cells = ["<br>".join(map(code, flags.get(target, []))) for target in TARGETS]
         rows[mapping(d.set)] = [
             f'{cell} {{ data-label="{name}" }}' if cell else "" for cell, name in zip(cells, TARGETS.values(), strict=True)
         ]
@@ -195,10 +199,10 @@ _PAGE = re.compile(r"docs/((?:[a-z0-9-]+/)*[a-z0-9-]+\.md(?:#[a-z0-9-]+)?)")
 def _source(source: Source) -> str:
     """Title, origin, section and date; the title leads to the page where the source is one of this site."""
     page = _PAGE.fullmatch(source.url or "")
-    rest = [text(p) for p in (source.origin, source.section, source.date) if p]
+    details = [text(p) for p in (source.origin, source.section, source.date) if p]
     if page:
-        return ", ".join([link(text(source.title), f"../{page.group(1)}"), *rest])
-    return ", ".join([text(source.title), *rest]) + (f" ({text(source.url)})" if source.url else "")
+        return ", ".join([link(text(source.title), f"../{page.group(1)}"), *details])
+    return ", ".join([text(source.title), *details]) + (f" ({text(source.url)})" if source.url else "")
 
 
 def _about(shelf: Shelf, claim: Claim) -> list[list[str]]:
@@ -221,16 +225,16 @@ def _about(shelf: Shelf, claim: Claim) -> list[list[str]]:
 
 def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
     """The claim's verdicts: a table, a figure for each machine, and the commands that repeat them."""
-    found = verdicts(shelf.records, claim.id)
-    commands = dict.fromkeys(" ".join(str(r.get("command", default="")).split()) for r in found)
+    records = verdicts(shelf.records, claim.id)
+    commands = dict.fromkeys(" ".join(str(r.get("command", default="")).split()) for r in records)
     return render(
         "verdicts.md",
         card=card,
         claim=claim,
-        found=found,
+        found=records,
         altered=[r for r in earlier(shelf.records, claim.id) if r.altered],
-        rows=[_row(shelf, r, claim) for r in found],
-        figures=[(r.machine, markdown(_axis(r, claim.expect)), markdown(curves.figures(r))) for r in found],
+        rows=[_row(shelf, r, claim) for r in records],
+        figures=[(r.machine, markdown(_axis(r, claim.expect)), markdown(curves.figures(r))) for r in records],
         commands="\n".join(filter(None, commands)),
     )
 
@@ -251,9 +255,9 @@ def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[st
 
 
 def _axis(record: Record, expect: Expect) -> str:
-    found = record.get("derived", "comparison", default={})
-    low, value, high = (found.get(k) for k in ("low", "effect", "high"))
-    if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
+    comparison = record.get("derived", "comparison", default={})
+    low, value, high = (comparison.get(k) for k in ("low", "effect", "high"))
+    if comparison.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
         return ""
     return effect_axis(value, low, high, margin(expect), expect.op)
 
@@ -276,8 +280,12 @@ def coverage(record: Record) -> str:
     """How much of the busy time lies in named parts, per variant and phase."""
     words = []
     for variant in record.variants:
-        found = record.get("variants", variant, "table", "coverage", default={})
-        shares = [f"{phase} {found[phase] * 100:.1f} %" for phase in ("forward", "backward") if isinstance(found.get(phase), int | float)]
+        shares_of_phases = record.get("variants", variant, "table", "coverage", default={})
+        shares = [
+            f"{phase} {shares_of_phases[phase] * 100:.1f} %"
+            for phase in ("forward", "backward")
+            if isinstance(shares_of_phases.get(phase), int | float)
+        ]
         words.append(f"{text(variant)} {', '.join(shares) or 'no table'}")
     return "share in named parts: " + "; ".join(words)
 
@@ -291,8 +299,8 @@ def _range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list
             if path.count("/") < max_depth and isinstance(value, int | float):
                 busy.setdefault((path, str(row.get("phase"))), {})[variant] = value
     out = []
-    for (path, phase), found in busy.items():
-        each = [found.get(v, 0.0) for v in record.variants]
+    for (path, phase), busy_ms in busy.items():
+        each = [busy_ms.get(v, 0.0) for v in record.variants]
         if max(each) >= _NEGLIGIBLE_MS or path.startswith("("):
             out.append((path, phase, [milliseconds(ms) for ms in each] + ([_change(*each)] if len(each) == 2 else [])))
     order = ["forward", "backward", "recompute", "other"]

@@ -18,19 +18,19 @@ _MEMORY = "peak_memory_bytes"
 
 def figures(record: Record) -> str:
     """The measured value and the peak memory of each variant, and the contrasts with their intervals; empty without a curve."""
-    found = record.get("derived", "curve")
-    if not isinstance(found, Mapping):
+    curve_data = record.get("derived", "curve")
+    if not isinstance(curve_data, Mapping):
         return ""
-    unit, metric = str(found.get("unit")), str(found.get("metric"))
-    points = [_point(p, unit) for p in _rows(found, "points")]
+    unit, metric = str(curve_data.get("unit")), str(curve_data.get("metric"))
+    points = [_point(p, unit) for p in _rows(curve_data, "points")]
     drawn = [(curve(points, metric), f"{_label(metric)}, from zero")]
     if metric != _MEMORY:
         memory = [
             (n, value, quantity(value, "bytes") if value else "not measured") for n, value in _memory(record, [n for n, *_ in points])
         ]
         drawn.append((curve(memory, _MEMORY), f"{_label(_MEMORY)}, from zero"))
-    if found.get("scale") == "log_ratio":
-        drawn.append((contrasts(list(_intervals(found))), "effects"))
+    if curve_data.get("scale") == "log_ratio":
+        drawn.append((contrasts(list(_intervals(curve_data))), "effects"))
     knob = record.get("measured", "case", "content", "knob", default="")
     where = f"{record.machine}, {knob}" if knob else record.machine
     return "\n\n".join(
@@ -40,8 +40,8 @@ def figures(record: Record) -> str:
     )
 
 
-def _intervals(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float, float]]:
-    for row in _rows(found, "contrasts"):
+def _intervals(curve: Mapping[str, Any]) -> Iterator[tuple[str, float, float, float]]:
+    for row in _rows(curve, "contrasts"):
         effect, low, high = (_number(row.get(k)) for k in ("effect", "low", "high"))
         if effect is not None and low is not None and high is not None:
             yield str(row.get("name")), effect, low, high
@@ -53,15 +53,15 @@ def _label(metric: str) -> str:
 
 def tables(record: Record) -> str:
     """The values of a sweep or the cells of an interaction, and the contrasts that the claim's rule looks at."""
-    found = record.get("derived", "curve")
-    if not isinstance(found, Mapping):
+    curve = record.get("derived", "curve")
+    if not isinstance(curve, Mapping):
         return ""
-    unit, relative = str(found.get("unit")), found.get("scale") == "log_ratio"
+    unit, relative = str(curve.get("unit")), curve.get("scale") == "log_ratio"
 
     def change(value: object) -> str:
         return "" if not isinstance(value, int | float) else percent(value) if relative else number(value)
 
-    memory = dict(_memory(record, [str(p.get("variant")) for p in _rows(found, "points")]))
+    memory = dict(_memory(record, [str(p.get("variant")) for p in _rows(curve, "points")]))
     points = [
         [
             code(p.get("variant")),
@@ -69,17 +69,17 @@ def tables(record: Record) -> str:
             change(p.get("effect")),
             quantity(value, "bytes") if (value := memory.get(str(p.get("variant")))) else "",
         ]
-        for p in _rows(found, "points")
+        for p in _rows(curve, "points")
     ]
-    compared = [[text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))] for c in _rows(found, "contrasts")]
-    stopped = ", between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
-    note = f"{code(found.get('metric'))}, {text(found.get('better'))} is better; {number(found.get('blocks'))} blocks{stopped}."
+    compared = [[text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))] for c in _rows(curve, "contrasts")]
+    stopped = ", between looks" if curve.get("design") != "deterministic" and curve.get("look") is None else ""
+    note = f"{code(curve.get('metric'))}, {text(curve.get('better'))} is better; {number(curve.get('blocks'))} blocks{stopped}."
     parts = [note, table(["Variant", "Value>", "Against the first>", "Peak memory>"], points)]
     return "\n\n".join([*parts, *([table(["Contrast", "Gain>", "from>", "to>"], compared)] if compared else [])])
 
 
-def _rows(found: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    return [r for r in found.get(key) or [] if isinstance(r, Mapping)]
+def _rows(curve: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    return [r for r in curve.get(key) or [] if isinstance(r, Mapping)]
 
 
 def _point(point: Mapping[str, Any], unit: str) -> tuple[str, float | None, str]:
@@ -146,23 +146,33 @@ def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     intro = [
         "## Training side by side",
         "",
-        "A small vision-language model with experts, in bfloat16, from the same weights on the same stream of photographs with questions and answers.",
-        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats have the same seed.",
+        "A small vision-language model with experts, in bfloat16, from the same weights on the same stream of photographs with"
+        " questions and answers.",
+        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats have the same"
+        " seed.",
         f"Asked for: at most {ALLOWED:g} times the distance of repeats.",
         "",
     ]
-    return intro + [line for found in series.values() for line in _series(found)]
+    return intro + [line for rows_of_series in series.values() for line in _series(rows_of_series)]
 
 
 def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One series: a picture, a table, and what its repeats are."""
     within, across = distances(rows)
     first, ways = rows[0], list(dict.fromkeys(str(r["run"]) for r in rows))
-    same = [way for way in ways if len(own := [r["loss"] for r in rows if r["run"] == way]) > 1 and all(loss == own[0] for loss in own)]
+    equal_repeats = [
+        way for way in ways if len(losses := [r["loss"] for r in rows if r["run"] == way]) > 1 and all(loss == losses[0] for loss in losses)
+    ]
     if "lr" in first:
-        why = "Learning rates of repeats differ by a millionth, as little as the order of a sum does: most ways repeat to the last bit without that."
-    elif same:
-        why = f"Repeats of {', '.join(map(text, same))} are equal to the last bit; those of the rest differ, since sums are not always added up in one order."
+        why = (
+            "Learning rates of repeats differ by a millionth, as little as the order of a sum does: most ways repeat to the last bit"
+            " without that."
+        )
+    elif equal_repeats:
+        why = (
+            f"Repeats of {', '.join(map(text, equal_repeats))} are equal to the last bit; those of the rest differ, since sums are not"
+            " always added up in one order."
+        )
     else:
         why = "Repeats differ because sums on a GPU are not always added up in the same order."
     gpus = first.get("gpus", first["ranks"])
@@ -189,7 +199,9 @@ def _times(far: float, within: float) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
-    """Every run's loss less the mean of all runs at that step, as a line coloured by its way: the losses themselves would lie on each other."""
+    """Every run's loss less the mean of all runs at that step, as a line coloured by its way: the losses themselves would lie on each
+    other.
+    """
     curves = [row["loss"] for row in rows]
     if not all(math.isfinite(v) for loss in curves for v in loss):
         return ""
@@ -253,22 +265,25 @@ def forest(bars: Sequence[Bar]) -> str:
         return ""
     edges = [_bend(v) for b in drawn for v in (b.low, b.high, 0.0, b.effect if b.margin is None else b.margin)]
     span = max(edges) - min(edges) or 1.0
-    axis = _Axis(min(edges) - 0.04 * span, max(edges) + 0.04 * span)
+    axis = _EffectAxis(min(edges) - 0.04 * span, max(edges) + 0.04 * span)
     head = f"<tr><th>Claim</th><th>{axis.labels()}</th><th>Effect [interval]</th><th>Verdict</th></tr>"
     return f'<table class="pb-forest"><thead>{head}</thead><tbody>{"".join(_row(axis, b) for b in drawn)}</tbody></table>'
 
 
-def _row(axis: _Axis, b: Bar) -> str:
+def _row(axis: _EffectAxis, b: Bar) -> str:
     claimed = "" if b.margin is None else {">=": "at least ", "<=": "at most ", "within": "within "}.get(b.op, "") + _tick(b.margin)
-    name = f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a><span class="pb-of">{attribute(b.about)}</span>'
+    name = (
+        f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a>'
+        f'<span class="pb-of">{attribute(b.about)}</span>'
+    )
     interval = f"{_short(b.low)}, {_short(b.high)}"
     words = f'{_short(b.effect)} % [{interval}]<span class="pb-of">{attribute(claimed)}</span>'
     return f"<tr><td>{name}</td><td>{axis.draw(b)}</td><td>{words}</td><td>{badge(b.status)}</td></tr>"
 
 
 def _short(value: float) -> str:
-    said = percent(value).removesuffix(NBSP + "%")
-    return said.split(".")[0] if abs(value) >= _WHOLE else said
+    shown = percent(value).removesuffix(NBSP + "%")
+    return shown.split(".")[0] if abs(value) >= _WHOLE else shown
 
 
 def _bend(value: float) -> float:
@@ -276,7 +291,7 @@ def _bend(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _EffectAxis:
     left: float
     right: float
 
@@ -310,7 +325,7 @@ class _Axis:
         return f'<svg class="pb-strip" aria-hidden="true">{words}</svg>'
 
 
-def _region(axis: _Axis, b: Bar) -> str:
+def _region(axis: _EffectAxis, b: Bar) -> str:
     """Where the claim holds."""
     if b.margin is None:
         return ""

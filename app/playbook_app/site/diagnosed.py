@@ -44,7 +44,8 @@ def form(path: Path) -> str:
         f"{_select('gpu', 'of kind', list(clusters()), _START[2])}"
         '<label>Your speed<input name="speed" type="number" min="0" step="any" value="25" inputmode="decimal"></label>'
         f"{_select('unit', 'in', ['% MFU', 'tokens/s per GPU', 'seconds a step'], '% MFU')}"
-        '<details><summary>or paste a file</summary><label>config.json, a calibration or a hardware file<textarea name="file" rows="2" spellcheck="false"></textarea></label></details></form>\n'
+        "<details><summary>or paste a file</summary><label>config.json, a calibration or a hardware file"
+        '<textarea name="file" rows="2" spellcheck="false"></textarea></label></details></form>\n'
         '<div id="pb-diagnosis" aria-live="polite"></div>'
     )
 
@@ -60,7 +61,10 @@ def _select(name: str, label: str, values: list[str], chosen: str) -> str:
 
 
 def data(path: Path) -> str:
-    """What the page compares with, for `search/diagnosis.json` of the built site; empty without plans. Speeds are tokens per second and GPU."""
+    """What the page compares with, for `search/diagnosis.json` of the built site; empty without plans.
+
+    Speeds are tokens per second and GPU.
+    """
     return json.dumps({**_settings(), "plans": _plans(path)}, separators=(",", ":")) if path.is_file() else ""
 
 
@@ -78,7 +82,7 @@ def _plans(path: Path) -> list[dict[str, Any]]:
 @cache
 def _settings() -> dict[str, Any]:
     """Models with the work of a token, GPUs with their peaks, and the published runs that each model has on each of them."""
-    known: dict[str, Any] = {}
+    models_data: dict[str, Any] = {}
     gpus: dict[str, list[float]] = {}
     runs: dict[str, dict[str, Any]] = {}
     for model in models():
@@ -92,9 +96,16 @@ def _settings() -> dict[str, Any]:
                 rows = [[r.id, r.other(where.question)] for r in shown]
                 on[gpu] = [near.shared, near.by, *(float(f"{v:.6g}") for v in (near.low, near.high)), near.predicted, rows]
         shape = MODELS[model]
-        known[model] = {"flops": where.flops_per_token, "moe": shape.experts > 0, "sizes": _sizes(shape), "published": on}
+        models_data[model] = {"flops": where.flops_per_token, "moe": shape.experts > 0, "sizes": _sizes(shape), "published": on}
     silent, names = spelled()
-    return {"models": known, "gpus": gpus, "runs": runs, "step": where.question.global_batch * 4096, "silent": silent, "names": dict(names)}
+    return {
+        "models": models_data,
+        "gpus": gpus,
+        "runs": runs,
+        "step": where.question.global_batch * 4096,
+        "silent": silent,
+        "names": dict(names),
+    }
 
 
 def _sizes(shape: Shape) -> list[int]:
@@ -103,7 +114,8 @@ def _sizes(shape: Shape) -> list[int]:
 
 
 _MODELS = (
-    "llama3_8b", "llama3_70b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_120b", "qwen3_next_80b_a3b", "qwen3_235b_a22b", "deepseek_v3",
+    "llama3_8b", "llama3_70b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_120b", "qwen3_next_80b_a3b",
+    "qwen3_235b_a22b", "deepseek_v3",
 )  # fmt: skip
 _HARDWARE = ("h100", "h200", "b200")
 _GPUS = (8, 64, 256)
@@ -113,7 +125,7 @@ LONG = (("llama3_70b", "h100", 64), ("qwen3_30b_a3b", "h100", 64))
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanQuestion:
     """A question: which layout of a model on so many GPUs, at this length, with steps of four million tokens."""
 
     model: str
@@ -123,10 +135,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PlannedAnswer:
     """A question with the fastest plan that fits; none where `settings` is empty. Units: tokens per second and GPU, GiB of each stage."""
 
-    asked: Asked
+    asked: PlanQuestion
     capacity_gib: float
     settings: tuple[str, ...] = ()
     speed: float = 0.0
@@ -136,31 +148,31 @@ class Answered:
     stages_gib: tuple[float, ...] = ()
 
 
-def questions() -> Iterator[Asked]:
+def questions() -> Iterator[PlanQuestion]:
     """Everything that the page answers."""
-    yield from (Asked(m, h, g) for m in _MODELS for h in _HARDWARE for g in _GPUS)
-    yield from (Asked(*where, length) for where in LONG for length in _LENGTHS[1:])
+    yield from (PlanQuestion(m, h, g) for m in _MODELS for h in _HARDWARE for g in _GPUS)
+    yield from (PlanQuestion(*where, length) for where in LONG for length in _LENGTHS[1:])
 
 
-def ask(asked: Asked) -> Answered:
+def ask(request: PlanQuestion) -> PlannedAnswer:
     """The planner's answer."""
-    where = cluster(asked.hardware)
-    question = Question(MODELS[asked.model], asked.model, where, asked.gpus, asked.seq_len)
-    found = search(question, 1).choices
-    if not found:
-        return Answered(asked, where.memory_gib)
-    first = found[0].time
-    time = scaled(first, scale_of(question, first, fp8=bool(found[0].plan.options.fp8)))
+    where = cluster(request.hardware)
+    question = Question(MODELS[request.model], request.model, where, request.gpus, request.seq_len)
+    plans = search(question, 1).choices
+    if not plans:
+        return PlannedAnswer(request, where.memory_gib)
+    first = plans[0].time
+    time = scaled(first, scale_of(question, first, fp8=bool(plans[0].plan.options.fp8)))
     speed = time.tokens_per_s_per_gpu
-    return Answered(
-        asked,
+    return PlannedAnswer(
+        request,
         where.memory_gib,
-        tuple(words(found[0].plan)),
+        tuple(words(plans[0].plan)),
         _short(speed.value),
         _short(speed.low),
         _short(speed.high),
         _short(time.mfu),
-        tuple(_short(s.peak / GIB) for s in found[0].stages),
+        tuple(_short(s.peak / GIB) for s in plans[0].stages),
     )
 
 
@@ -168,15 +180,17 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def read(path: Path) -> list[Answered]:
+def read(path: Path) -> list[PlannedAnswer]:
     """The answers of a file that `write` has written."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        Answered(**{**row, "asked": Asked(**row["asked"]), "settings": tuple(row["settings"]), "stages_gib": tuple(row["stages_gib"])})
+        PlannedAnswer(
+            **{**row, "asked": PlanQuestion(**row["asked"]), "settings": tuple(row["settings"]), "stages_gib": tuple(row["stages_gib"])}
+        )
         for row in rows
     ]
 
 
-def line(answered: Answered) -> str:
+def line(answered: PlannedAnswer) -> str:
     """An answer as a line of the file."""
     return json.dumps(asdict(answered))

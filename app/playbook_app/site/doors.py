@@ -1,4 +1,6 @@
-"""Three decisions with their alternatives, each asked of the planner beforehand: FSDP or 3D, how much CP, which dispatcher; and the pages that show them."""
+"""Three decisions with their alternatives, each asked of the planner beforehand: FSDP or 3D, how much CP, which dispatcher; and the pages
+that show them.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ WAYS: Mapping[str, tuple[Way, ...]] = {"layout": _LAYOUTS, "cp": _CP, "dispatche
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A decision for a model on so many GPUs, at this length, with steps of four million tokens; an empty network is that of the GPU's data sheet."""
+class DoorQuestion:
+    """A decision for a model on so many GPUs, at this length, with steps of four million tokens; an empty network is that of the GPU's
+    data sheet.
+    """
 
     door: str
     model: str
@@ -67,10 +71,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class DoorAnswer:
     """The fastest plan of one way; none where `settings` is empty. Units: tokens per second and GPU, GiB."""
 
-    asked: Asked
+    asked: DoorQuestion
     settings: str = ""
     fixed: str = ""
     speed: float = 0.0
@@ -80,7 +84,7 @@ class Answered:
     gib: float = 0.0
 
 
-def questions() -> Iterator[Asked]:
+def questions() -> Iterator[DoorQuestion]:
     """Every way of every decision that the pages answer."""
     for model in (*_DENSE, *_SPARSE, *_VISION):
         for hardware in ("h100", "b200"):
@@ -97,49 +101,54 @@ def questions() -> Iterator[Asked]:
                 yield from _of("dispatcher", model, hardware, gpus, 4096, network)
 
 
-def _of(door: str, model: str, hardware: str, gpus: int, seq_len: int, network: str = "") -> Iterator[Asked]:
+def _of(door: str, model: str, hardware: str, gpus: int, seq_len: int, network: str = "") -> Iterator[DoorQuestion]:
     for way in WAYS[door]:
         if way.name != "EP alone" or MODELS[model].experts:
-            yield Asked(door, model, hardware, gpus, seq_len, network, way.name)
+            yield DoorQuestion(door, model, hardware, gpus, seq_len, network, way.name)
 
 
-def ask(asked: Asked) -> Answered:
+def ask(request: DoorQuestion) -> DoorAnswer:
     """The planner's answer."""
-    way = next(w for w in WAYS[asked.door] if w.name == asked.way)
-    return max((_ask(asked, words, way.backend) for words in way.fixed), key=lambda a: a.speed)
+    way = next(w for w in WAYS[request.door] if w.name == request.way)
+    return max((_ask(request, words, way.backend) for words in way.fixed), key=lambda a: a.speed)
 
 
-def _ask(asked: Asked, fixed: str, backend: str) -> Answered:
-    shape = MODELS[asked.model]
-    kept = tuple(w for w in fixed.split(",") if w and (shape.experts or not w.startswith("ep=")))
-    question = Question(shape, asked.model, machine(asked.hardware, asked.network), asked.gpus, asked.seq_len, backend=backend, fixed=kept)
+def _ask(request: DoorQuestion, fixed: str, backend: str) -> DoorAnswer:
+    """The planner's fastest plan with these settings; one without speed where no layout has them."""
+    shape = MODELS[request.model]
+    settings = tuple(w for w in fixed.split(",") if w and (shape.experts or not w.startswith("ep=")))
+    question = Question(
+        shape, request.model, machine(request.hardware, request.network), request.gpus, request.seq_len, backend=backend, fixed=settings
+    )
     try:
         choices = search(question, 1).choices
     except ConfigError:  # no layout has this setting
         choices = []
     if not choices:
-        return Answered(asked)
+        return DoorAnswer(request)
     best = choices[0]
     time = scaled(best.time, scale_of(question, best.time, fp8=bool(best.plan.options.fp8)))
     speed = time.tokens_per_s_per_gpu
     figures = (speed.value, speed.low, speed.high, time.mfu, best.peak / GIB)
-    return Answered(asked, " ".join(words(best.plan)), ",".join(kept), *(float(f"{v:.6g}") for v in figures))
+    return DoorAnswer(request, " ".join(words(best.plan)), ",".join(settings), *(float(f"{v:.6g}") for v in figures))
 
 
-def read(path: Path) -> list[Answered]:
+def read(path: Path) -> list[DoorAnswer]:
     """The answers of a file of lines."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Answered(**{**row, "asked": Asked(**row["asked"])}) for row in rows]
+    return [DoorAnswer(**{**row, "asked": DoorQuestion(**row["asked"])}) for row in rows]
 
 
-def line(answered: Answered) -> str:
+def line(answered: DoorAnswer) -> str:
     """An answer as a line of the file."""
     return json.dumps(asdict(answered))
 
 
 @dataclass(frozen=True)
 class Door:
-    """A page that answers one decision: its title, the answer in a sentence, cards and pages with the evidence, and what would change the answer."""
+    """A page that answers one decision: its title, the answer in a sentence, cards and pages with the evidence, and what would change the
+    answer.
+    """
 
     page: str
     door: str
@@ -156,7 +165,8 @@ DOORS = (
         "fsdp-or-3d",
         "layout",
         "FSDP or 3D parallelism?",
-        "FSDP beats 3D parallelism that nobody has tuned, and is simpler; the fastest layout is seldom FSDP: data parallelism where the model fits, EP for experts, PP and TP for what is larger, CP for long rows alone.",
+        "FSDP beats 3D parallelism that nobody has tuned, and is simpler; the fastest layout is seldom FSDP: data parallelism where the"
+        " model fits, EP for experts, PP and TP for what is larger, CP for long rows alone.",
         ("FSDP or TP and PP", "which layout", "FSDP, ZeRO or 3D parallelism for my model and GPUs"),
         ("fsdp-vs-3d-parallel", "parallel-folding", "pipeline-scaling"),
         (
@@ -174,7 +184,8 @@ DOORS = (
         "how-much-cp",
         "cp",
         "How much context parallelism?",
-        "None where rows fit without it. At 32K to 128K tokens begin with CP 4 or 8: by the planner that is mostly within 5 % of the fastest layout, since it spares recompute and TP. By itself each doubling costs speed, as four H200s have shown.",
+        "None where rows fit without it. At 32K to 128K tokens begin with CP 4 or 8: by the planner that is mostly within 5 % of the"
+        " fastest layout, since it spares recompute and TP. By itself each doubling costs speed, as four H200s have shown.",
         ("how much CP for 32K, 64K or 128K tokens", "which context parallel degree on 64 H100"),
         ("long-context-cp-sizing", "long-context-memory"),
         (("How much does context parallelism cost?", "../experiments/context-parallelism.md"),),
@@ -188,7 +199,8 @@ DOORS = (
         "which-dispatcher",
         "dispatcher",
         "Which dispatcher of tokens to experts?",
-        "All-to-all to bring a run up. Where dispatch is exposed, or EP leaves the node, try HybridEP or DeepEP as a matched pair; the planner gives both the same speed.",
+        "All-to-all to bring a run up. Where dispatch is exposed, or EP leaves the node, try HybridEP or DeepEP as a matched pair; the"
+        " planner gives both the same speed.",
         ("which dispatcher across nodes", "all-to-all, all-gather, DeepEP or HybridEP"),
         ("moe-dispatcher-choice", "communication-overlap"),
         (("Which dispatcher is fastest on four H200s?", "../experiments/moe-dispatchers.md"),),
@@ -215,7 +227,7 @@ def door_pages(path: Path, shelf: Shelf) -> dict[str, str]:
     return {f"_generated/{door.page}.md": _page(door, [r for r in rows if r.asked.door == door.door], shelf) for door in DOORS}
 
 
-def _page(door: Door, rows: Sequence[Answered], shelf: Shelf) -> str:
+def _page(door: Door, rows: Sequence[DoorAnswer], shelf: Shelf) -> str:
     shown = [{**asdict(r.asked), **{k: v for k, v in asdict(r).items() if k != "asked"}} for r in rows]
     data = json.dumps({"door": door.door, "rows": shown}, separators=(",", ":")).replace("<", "\\u003c")
     return render(
@@ -228,19 +240,20 @@ def _page(door: Door, rows: Sequence[Answered], shelf: Shelf) -> str:
     )
 
 
-def _summary(rows: Sequence[Answered]) -> str:
+def _summary(rows: Sequence[DoorAnswer]) -> str:
     """How often each way is as good as the fastest one."""
-    cases: dict[tuple[object, ...], list[Answered]] = {}
+    cases: dict[tuple[object, ...], list[DoorAnswer]] = {}
     for r in rows:
         cases.setdefault((r.asked.model, r.asked.hardware, r.asked.gpus, r.asked.seq_len, r.asked.network), []).append(r)
     fitting = [c for c in cases.values() if any(r.speed for r in c)]
     ways = [w for w in dict.fromkeys(r.asked.way for r in rows) if not w.startswith("any")]
     near = {w: sum(r.asked.way == w and r.speed > (1 - _NEAR) * max(o.speed for o in c) for c in fitting for r in c) for w in ways}
-    told = ", ".join(f"{w} in {n}" for w, n in near.items())
-    return f"Of {len(fitting)} cases that the planner was asked, these come within {_NEAR:.0%} of the fastest plan: {told}."
+    counts = ", ".join(f"{w} in {n}" for w, n in near.items())
+    return f"Of {len(fitting)} cases that the planner was asked, these come within {_NEAR:.0%} of the fastest plan: {counts}."
 
 
-def _form(door: Door, first: Answered) -> str:
+def _form(door: Door, first: DoorAnswer) -> str:
+    """The form of a decision, filled with the first case."""
     a = first.asked
     gpus = "".join(f"<option{' selected' if g == a.hardware else ''}>{attribute(g)}</option>" for g in clusters())
     links = (
@@ -250,10 +263,12 @@ def _form(door: Door, first: Answered) -> str:
     )
     return (
         '<form id="pb-door" class="pb-filters pb-diagnose" data-search-exclude hidden>'
-        f'<label>Model<input name="model" list="pb-models" value="{a.model}" autocomplete="off" spellcheck="false"></label><datalist id="pb-models"></datalist>'
+        f'<label>Model<input name="model" list="pb-models" value="{a.model}" autocomplete="off" spellcheck="false"></label>'
+        '<datalist id="pb-models"></datalist>'
         '<label>GPUs<input name="gpus" type="number" min="1" step="1" value="64" inputmode="numeric"></label>'
         f'<label>of kind<select name="hardware">{gpus}</select></label>'
-        f'<label>Tokens of a row<input name="seq_len" type="number" min="1" step="1" value="{a.seq_len}" inputmode="numeric"></label>{links}</form>'
+        f'<label>Tokens of a row<input name="seq_len" type="number" min="1" step="1" value="{a.seq_len}" inputmode="numeric"></label>'
+        f"{links}</form>"
     )
 
 

@@ -75,9 +75,9 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
 _LEAST_MS = 0.005
 
 
-def _waterfall(found: TraceResult) -> list[list[str]]:
+def _waterfall(trace: TraceResult) -> list[list[str]]:
     """Rows of what makes up the difference between the first variant's traced step and each other's; the parts add up to the last row."""
-    tables = {name: each.table.model_dump() for name, each in found.variants.items() if each.table}
+    tables = {name: each.table.model_dump() for name, each in trace.variants.items() if each.table}
     first, *others = tables or [""]
     rows = []
     for other in others:
@@ -101,9 +101,9 @@ def _traced(shelf: Shelf, record: Record) -> tuple[str, list[list[str]]]:
     shas = {r.config_sha for r in record.runs}
     case = record.get("measured", "case", "id")
     for each in traces(shelf.records, case):
-        found = each.content
-        if isinstance(found, TraceResult) and {v.config_sha for v in found.variants.values()} <= shas:
-            return markdown(link("the trace", f"{each.id}.md")), _waterfall(found)
+        trace = each.content
+        if isinstance(trace, TraceResult) and {v.config_sha for v in trace.variants.values()} <= shas:
+            return markdown(link("the trace", f"{each.id}.md")), _waterfall(trace)
     return "", []
 
 
@@ -121,6 +121,7 @@ def _statement(shelf: Shelf, record: Record) -> str:
 
 
 def _facts(record: Record) -> list[list[str]]:
+    """Rows on what was run: machine, case, data, dates, time spent and the hash of the record."""
     seconds = record.get("seconds", default={})
     return [
         ["Machine", text(record.get("measured", "machine", "description", default=""))],
@@ -147,12 +148,12 @@ def _data_read(record: Record) -> str:
     words: dict[str, str] = {}
     for run in record.get("measured", "runs", default=[]):
         config = configs.get(run.get("config_sha"))
-        found = _in_words(config.get("data")) if isinstance(config, Mapping) else ""
-        if found:
-            words.setdefault(str(run.get("variant")), found)
+        data = _in_words(config.get("data")) if isinstance(config, Mapping) else ""
+        if data:
+            words.setdefault(str(run.get("variant")), data)
     if len(set(words.values())) == 1:
         return next(iter(words.values()))
-    return "; ".join(f"{found} in {text(variant)}" for variant, found in words.items())
+    return "; ".join(f"{data} in {text(variant)}" for variant, data in words.items())
 
 
 def _in_words(data: Any) -> str:
@@ -178,24 +179,25 @@ def _dates(record: Record) -> list[list[str]]:
 
 def _failed(record: Record) -> list[list[str]]:
     """Launches that failed under earlier commands on the series' journal."""
-    found = record.get("measured", "failed_before", default={})
-    rows = [f"{number(n)} {text(how)}" for how, n in found.items() if isinstance(n, int)] if isinstance(found, Mapping) else []
+    failures = record.get("measured", "failed_before", default={})
+    rows = [f"{number(n)} {text(how)}" for how, n in failures.items() if isinstance(n, int)] if isinstance(failures, Mapping) else []
     return [["Failed and launched again", ", ".join(rows)]] if rows else []
 
 
 def _comparison(record: Record) -> list[list[str]]:
-    found = record.get("derived", "comparison")
-    if not isinstance(found, Mapping):
+    """Rows of a comparison: metric, both values, effect, design and the statistics behind it."""
+    comparison = record.get("derived", "comparison")
+    if not isinstance(comparison, Mapping):
         return []
-    unit = str(found.get("unit"))
+    unit = str(comparison.get("unit"))
     rows = [
-        ["Metric", f"{code(found.get('metric'))}, {text(found.get('better'))} is better"],
-        ["Baseline", quantity(found.get("baseline"), unit)],
-        ["Candidate", quantity(found.get("candidate"), unit)],
+        ["Metric", f"{code(comparison.get('metric'))}, {text(comparison.get('better'))} is better"],
+        ["Baseline", quantity(comparison.get("baseline"), unit)],
+        ["Candidate", quantity(comparison.get("candidate"), unit)],
         ["Effect, positive where the candidate is better", f"**{effect(record)}**"],
-        *_itself(found),
-        ["Design", text(str(found.get("design")).replace("_", " "))],
-        ["Pairs", number(found.get("pairs")) + _between(found)],
+        *_itself(comparison),
+        ["Design", text(str(comparison.get("design")).replace("_", " "))],
+        ["Pairs", number(comparison.get("pairs")) + _between(comparison)],
     ]
     labels = {
         "deviation": "Deviation of the paired differences",
@@ -205,9 +207,9 @@ def _comparison(record: Record) -> list[list[str]]:
         "sign_flip_p": "Sign-flip p",
         "pairs_needed": "Pairs needed",
     }
-    relative = found.get("scale") == "log_ratio"
+    relative = comparison.get("scale") == "log_ratio"
     for key, label in labels.items():
-        value = found.get(key)
+        value = comparison.get(key)
         if isinstance(value, int | float):
             if key == "pairs_needed":
                 value = max(value, _first_look(record))
@@ -223,10 +225,17 @@ def _on_logarithms(key: str, value: float) -> str:
     return percent(value if key in ("deviation", "floor") else math.expm1(value)).lstrip("+")
 
 
-def _itself(found: Mapping[str, Any]) -> list[list[str]]:
-    """A row with the candidate's change of the metric itself, for metrics where lower is better: an effect of +100 % is a change of -50 %."""
-    value = found.get("effect")
-    if found.get("scale") != "log_ratio" or found.get("better") != "lower" or not isinstance(value, int | float) or not value > -1:
+def _itself(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """A row with the candidate's change of the metric itself, for metrics where lower is better: an effect of +100 % is a change of -50
+    %.
+    """
+    value = comparison.get("effect")
+    if (
+        comparison.get("scale") != "log_ratio"
+        or comparison.get("better") != "lower"
+        or not isinstance(value, int | float)
+        or not value > -1
+    ):
         return []
     return [["Change of the metric itself", percent(1 / (1 + value) - 1)]]
 
@@ -237,9 +246,9 @@ def _first_look(record: Record) -> int:
     return min((n for n in looks if isinstance(n, int)), default=0) if isinstance(looks, list) else 0
 
 
-def _between(found: Mapping[str, Any]) -> str:
+def _between(comparison: Mapping[str, Any]) -> str:
     """The note `between looks` for a series that its budget stopped; its interval gives no verdict."""
-    return ", between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
+    return ", between looks" if comparison.get("design") != "deterministic" and comparison.get("look") is None else ""
 
 
 def _receipts(record: Record) -> list[list[str]]:
@@ -267,9 +276,9 @@ def _gates(record: Record) -> list[list[str]]:
 
 def _host(record: Record) -> str:
     """A sentence where the host's own noise is the limit."""
-    found = record.get("derived", "comparison") or record.get("derived", "curve") or {}
-    said = host_limit(found)
-    return f"{said[0].upper()}{said[1:]}." if said else ""
+    comparison = record.get("derived", "comparison") or record.get("derived", "curve") or {}
+    sentence = host_limit(comparison)
+    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
 def _computing(record: Record) -> str:
@@ -286,8 +295,8 @@ def _computing(record: Record) -> str:
 def _limited(record: Record) -> str:
     """A sentence on limits of power or heat that held GPU clocks down during timed steps; empty if none did."""
     measured = (r for r in record.get("measured", "runs", default=[]) if r.get("role") == "measure")
-    found = limited((str(r.get("variant")), r.get("telemetry")) for r in measured)
-    return f"In the timed steps, the GPUs' clocks were held down by {text('; by '.join(found))}." if found else ""
+    limits = limited((str(r.get("variant")), r.get("telemetry")) for r in measured)
+    return f"In the timed steps, the GPUs' clocks were held down by {text('; by '.join(limits))}." if limits else ""
 
 
 def _on_data(launches: pd.DataFrame) -> str:
@@ -385,8 +394,8 @@ def trace_page(record: Record) -> str:
 
 def _outside(traced: Mapping[str, Any]) -> list[list[str]]:
     """Rows of the operations that lie in no named range."""
-    found = mapping_of(traced.get("table")).get("unattributed") or []
-    return [[code(u.get("name")), text(u.get("phase")), number(u.get("count")), milliseconds(u["busy_ms"])] for u in found]
+    unattributed = mapping_of(traced.get("table")).get("unattributed") or []
+    return [[code(u.get("name")), text(u.get("phase")), number(u.get("count")), milliseconds(u["busy_ms"])] for u in unattributed]
 
 
 def list_page(shelf: Shelf) -> str:
@@ -400,14 +409,14 @@ def list_page(shelf: Shelf) -> str:
         for r in shelf.records
         if r.schema == TRACE
     ]
-    found = [r for r in shelf.records if r.schema == EVIDENCE]
+    evidence = [r for r in shelf.records if r.schema == EVIDENCE]
     claims = [claim for card in shelf.cards.values() for claim in card.claims]
     statements = {c.id: c.statement for c in claims} | {
         c.mechanism_check.id: c.mechanism_check.statement for c in claims if c.mechanism_check
     }
     return render(
         "evidence_list.md",
-        verdicts=found,
+        verdicts=evidence,
         traces=found_traces,
         effect=lambda r: markdown(effect(r)),
         says=lambda r: markdown(text(shorten(statements.get(str(r.about), ""), 110, placeholder=" …"))),

@@ -24,8 +24,8 @@ def each(card: Card) -> list[Claim | MechanismCheck]:
 
 def standings(shelf: Shelf, claim: Claim | MechanismCheck) -> set[str]:
     """Machine and status of each newest verdict, as `machine:status`; `:untested` without any."""
-    found = verdicts(shelf.records, claim.id)
-    return {f"{r.machine}:{'stale' if r.stale(shelf.today, claim) else r.status}" for r in found} or {f":{UNTESTED}"}
+    records = verdicts(shelf.records, claim.id)
+    return {f"{r.machine}:{'stale' if r.stale(shelf.today, claim) else r.status}" for r in records} or {f":{UNTESTED}"}
 
 
 def _standing_choices(shelf: Shelf, claims: Sequence[Claim | MechanismCheck]) -> dict[str, tuple[str, Mapping[str, str]]]:
@@ -45,18 +45,18 @@ def index_page(shelf: Shelf) -> str:
 
 def _entry(shelf: Shelf, card: Card) -> dict[str, Any]:
     words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
-    found = sorted(set().union(*(standings(shelf, c) for c in each(card))))
+    statuses = sorted(set().union(*(standings(shelf, c) for c in each(card))))
     rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in each(card)]
-    return {"card": card, "words": words, "standings": " ".join(found), "rows": rows, "tally": _tally(shelf, card)}
+    return {"card": card, "words": words, "standings": " ".join(statuses), "rows": rows, "tally": _tally(shelf, card)}
 
 
 def _tally(shelf: Shelf, card: Card) -> str:
     """Counts of a card's claims by status; a claim counts with the status of its best-settled machine."""
     order = (*DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
-    found = [
+    statuses = [
         min((s.split(":")[1] for s in standings(shelf, c)), key=lambda s: order.index(s) if s in order else len(order)) for c in each(card)
     ]
-    return ", ".join(f"{found.count(s)} {s.replace('_', ' ')}" for s in order if s in found)
+    return ", ".join(f"{statuses.count(s)} {s.replace('_', ' ')}" for s in order if s in statuses)
 
 
 def matrix_page(shelf: Shelf) -> str:
@@ -87,12 +87,12 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
     settled: list[list[str]] = []
     waiting: list[list[str]] = []
     for card, claim in [(shelf_card, claim) for shelf_card in cards for claim in each(shelf_card)]:
-        found = [r for r in verdicts(shelf.records, claim.id) if r.get("measured", "machine", "name") == machine]
+        records = [r for r in verdicts(shelf.records, claim.id) if r.get("measured", "machine", "name") == machine]
         name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
-        if now := [r for r in found if r.status in DECIDED and not r.stale(shelf.today, claim)]:
+        if now := [r for r in records if r.status in DECIDED and not r.stale(shelf.today, claim)]:
             settled += [[name, text(claim.statement), *_priced(r)] for r in now]
-        elif found:
-            waiting += [[name, text(claim.statement), *_open(shelf, r, claim)] for r in found]
+        elif records:
+            waiting += [[name, text(claim.statement), *_open(shelf, r, claim)] for r in records]
         elif why := _unrun(card, claim, machine):
             waiting.append([name, text(claim.statement), why, "", ""])
     drawn = verdict_forest(shelf, cards, "../", machine)
@@ -189,9 +189,9 @@ def _open(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[s
 
 def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
     """Under which heading a claim stands."""
-    found = verdicts(shelf.records, claim.id)
-    now = [r for r in found if r.status in (*DECIDED, "inconclusive") and not r.stale(shelf.today, claim)]
-    return _ON_GPUS if any(r.gpus for r in now) else _ELSEWHERE if now else _OLD if found else _NONE
+    records = verdicts(shelf.records, claim.id)
+    now = [r for r in records if r.status in (*DECIDED, "inconclusive") and not r.stale(shelf.today, claim)]
+    return _ON_GPUS if any(r.gpus for r in now) else _ELSEWHERE if now else _OLD if records else _NONE
 
 
 def _machines(shelf: Shelf) -> list[str]:
@@ -204,11 +204,11 @@ def _machines(shelf: Shelf) -> list[str]:
 
 
 def _line(shelf: Shelf, card: Card, claim: Claim | MechanismCheck, machines: Sequence[str]) -> list[str]:
-    found = {r.machine: r for r in verdicts(shelf.records, claim.id)}
+    newest = {r.machine: r for r in verdicts(shelf.records, claim.id)}
     words = " ".join([claim.id, claim.statement, card.title]).lower()
     marks = f'data-text="{attribute(words)}" data-standings="{attribute(" ".join(sorted(standings(shelf, claim))))}" data-card="{card.id}"'
     name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
-    cells = [f'{_cell(shelf, found[m], claim)} {{ data-label="{attribute(m)}" }}' if m in found else "" for m in machines]
+    cells = [f'{_cell(shelf, newest[m], claim)} {{ data-label="{attribute(m)}" }}' if m in newest else "" for m in machines]
     return [
         f"{name} {{ {marks} }}",
         f'{text(claim.statement)}<br><span class="pb-of">{text(card.title)}</span>',
@@ -239,11 +239,11 @@ def by_phase(shelf: Shelf) -> str:
 
 def phases(shelf: Shelf) -> list[tuple[str, list[Card]]]:
     """The phases of the work that have cards, in words, each with its cards by title."""
-    found = [
+    titled = [
         (words.capitalize(), sorted((c for c in shelf.cards.values() if c.phase == phase), key=lambda c: c.title))
         for phase, words in PHASES.items()
     ]
-    return [(words, cards) for words, cards in found if cards]
+    return [(words, cards) for words, cards in titled if cards]
 
 
 def coverage(shelf: Shelf) -> str:
@@ -284,11 +284,13 @@ def record_and_trace(shelf: Shelf, claim: str = "W9") -> str:
     """Links to the newest record of a claim and to the trace of its case, with what each says; for the page that follows one verdict."""
     records = verdicts(shelf.records, claim)[:1]
     lines = [
-        f"- {link('The record', f'../evidence/{r.id}.md')} has every step of every launch. The trainer has become faster since, so the verdict is shown as `confirmed, stale`."
+        f"- {link('The record', f'../evidence/{r.id}.md')} has every step of every launch. The trainer has become faster since, so the"
+        " verdict is shown as `confirmed, stale`."
         for r in records
     ]
     lines += [
-        f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token over all ranks' rows."
+        f"- {link('The trace', f'../evidence/{trace.id}.md')} says where the time went: not into the network, but into summing by token"
+        " over all ranks' rows."
         for r in records
         for trace in traces(shelf.records, r.get("case"))[:1]
     ]
@@ -304,6 +306,7 @@ def facts(shelf: Shelf) -> str:
         if record:
             mark = link(badge(record.status, record.status), f"evidence/{record.id}.md")
             lines.append(
-                f"- {text(words)} **{effect(record)}**. {mark} {text(in_words(record).partition(', ')[2])}, {link(text(name), f'cards/{shelf.home[name]}.md#{anchor(name)}')}"
+                f"- {text(words)} **{effect(record)}**. {mark} {text(in_words(record).partition(', ')[2])},"
+                f" {link(text(name), f'cards/{shelf.home[name]}.md#{anchor(name)}')}"
             )
     return "\n".join(lines)

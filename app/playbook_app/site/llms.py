@@ -24,10 +24,10 @@ SUMMARY = (
     "a machine can check; each claim carries its verdicts, by machine, with the evidence behind them."
 )
 _READING = (
-    "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out. "
-    "Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over candidate, less one, "
-    "so +100 % stands for half. Ids such as W9 are claims; W9.m is a check of W9's mechanism "
-    "and says nothing about W9 itself."
+    "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out."
+    " Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over"
+    " candidate, less one, so +100 % stands for half. Ids such as W9 are claims; W9.m is a check of W9's mechanism and says nothing"
+    " about W9 itself."
 )
 
 
@@ -43,10 +43,13 @@ def llms_measured(shelf: Shelf) -> str:
     """The claims that a verdict confirms or refutes and nothing has made stale since, with that verdict alone."""
     lines = []
     for card in _by_title(shelf):
-        for claim in (c for own in card.claims for c in (own, own.mechanism_check) if c):
-            found = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
-            lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in found]
-    head = f"# Playbook: what is measured\n\n> Only claims with a current verdict of `confirmed` or `refuted`; {len(lines)} verdicts.\n\n{_READING}"
+        for claim in (c for claim_of_card in card.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c):
+            records = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
+            lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in records]
+    head = (
+        f"# Playbook: what is measured\n\n> Only claims with a current verdict of `confirmed` or `refuted`; {len(lines)}"
+        f" verdicts.\n\n{_READING}"
+    )
     return "\n".join([head, "", *(lines or ["No verdict is current."])]) + "\n"
 
 

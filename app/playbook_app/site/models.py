@@ -54,14 +54,14 @@ def models_page(configs: Path) -> str:
 
 def _recipes(configs: Path) -> dict[str, list[str]]:
     """Configurations of the trainer by the model that they name; under the empty name, the models that it knows."""
-    found: dict[str, list[str]] = {"": sorted(p.stem for p in (configs / "models").glob("*.yaml"))}
+    recipes: dict[str, list[str]] = {"": sorted(p.stem for p in (configs / "models").glob("*.yaml"))}
     for path in sorted([*configs.glob("*.yaml"), *configs.glob("recipes/*_*.yaml")]):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         model = content.get("model") if isinstance(content, dict) else None
         name = model.get("preset") if isinstance(model, dict) else model
         if isinstance(name, str):
-            found.setdefault(name, []).append(path.stem)
-    return found
+            recipes.setdefault(name, []).append(path.stem)
+    return recipes
 
 
 def _billions(count: int) -> str:
@@ -95,11 +95,14 @@ def _entries(cards: Iterable[Card]) -> list[tuple[Card, ConfigFamily]]:
 
 
 def _row(card: Card, family: ConfigFamily) -> list[str]:
+    """One family as a row of cells, with what the filters look at."""
     words = " ".join([family.name, family.model, family.hardware, str(family.settings), family.note or "", card.title]).lower()
     marks = f'data-text="{attribute(words)}" data-model="{attribute(family.model)}" data-platform="{attribute(family.hardware)}"'
     published = "<br>".join(_figure(k, q) for k, q in family.measured.items())
-    said = "; ".join(filter(None, [family.note, *(f"{s.title}, {s.origin}, {s.section or 'whole'}, {s.date}" for s in family.sources)]))
-    note = f'<br><span class="pb-of">{text(said)}</span>' if said else ""
+    note_text = "; ".join(
+        filter(None, [family.note, *(f"{s.title}, {s.origin}, {s.section or 'whole'}, {s.date}" for s in family.sources)])
+    )
+    note = f'<br><span class="pb-of">{text(note_text)}</span>' if note_text else ""
     return [
         f"{link(text(family.name), f'../cards/{card.id}.md#configurations-in-use')}{note} {{ {marks} }}",
         f"{text(family.model)}<br>{text(family.hardware)}" + (f"<br>{number(family.gpus)} GPUs" if family.gpus else ""),
@@ -127,29 +130,29 @@ def _labelled(cell: str, label: str) -> str:
 def settings(family: ConfigFamily) -> dict[str, Any]:
     """The settings of a family that the calculator knows, by the calculator's names."""
     degrees = {k: v for k, v in family.layout.items() if k in DEGREES}
-    found: dict[str, Any] = {"model": family.model, "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"})}
-    found |= degrees
-    found |= {_WORDS[k]: v for k, v in family.settings.items() if k in _WORDS and isinstance(v, int)}
+    words: dict[str, Any] = {"model": family.model, "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"})}
+    words |= degrees
+    words |= {_WORDS[k]: v for k, v in family.settings.items() if k in _WORDS and isinstance(v, int)}
     modules = _known(family.settings, "recompute")
     graphs = _known(family.settings, "cuda_graph") or _known(family.settings, "graphs")
     dispatcher = str(family.settings.get("dispatcher", ""))
-    found |= {"recompute": ",".join(modules)} if modules else {}
-    found |= {"graphs": ",".join(graphs)} if graphs else {}
-    found |= {"dispatcher": dispatcher} if dispatcher in LABELS["dispatcher"] else {}
-    return found | ({"uneven": True} if family.settings.get("pipeline") == "uneven" else {})
+    words |= {"recompute": ",".join(modules)} if modules else {}
+    words |= {"graphs": ",".join(graphs)} if graphs else {}
+    words |= {"dispatcher": dispatcher} if dispatcher in LABELS["dispatcher"] else {}
+    return words | ({"uneven": True} if family.settings.get("pipeline") == "uneven" else {})
 
 
 def _known(values: Mapping[str, Any], key: str) -> list[str]:
-    given = values.get(key, [])
-    names = given if isinstance(given, list) else [given]
+    value = values.get(key, [])
+    names = value if isinstance(value, list) else [value]
     allowed = LABELS["recompute" if key == "recompute" else "graphs"]
     return [str(n) for n in names] if names and all(n in allowed for n in names) else []
 
 
 def plan_of(family: ConfigFamily) -> Plan | None:
     """The family as a plan for the layout rules; None if its model or a value is unknown to them."""
-    found = settings(family)
-    words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in found.items() if k != "model"]
+    chosen = settings(family)
+    words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in chosen.items() if k != "model"]
     try:
         return parse(family.model, words)
     except ConfigError:
@@ -193,6 +196,6 @@ def anchor(path: str) -> str:
 
 def _commands(row: Mapping[str, Any]) -> str:
     """Commands for a recipe, one to a line: dry run, full size, small version, export."""
-    own = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
+    full_size = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
     export = f"playbook config export {row['path']} --to {next(iter(TARGETS))} --platform {row['platform']}"
-    return "\n".join([row["dry_run"], *own, row["run_small"], export])
+    return "\n".join([row["dry_run"], *full_size, row["run_small"], export])

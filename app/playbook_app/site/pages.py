@@ -1,7 +1,7 @@
 """Pages from the templates beside this module. Text from files is data: none of it becomes markup.
 
-Whatever a template prints is escaped for Markdown and HTML, by `text`. What is Markdown already has to say so: the functions of `playbook_app.site.text` do in
-templates, and `markdown` marks what Python code put together.
+Whatever a template prints is escaped for Markdown and HTML, by `text`. What is Markdown already has to say so: the functions of
+`playbook_app.site.text` do in templates, and `markdown` marks what Python code put together.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def render_plain(template: str, **values: Any) -> str:
 
 @cache
 def _environment(shown: Callable[[Any], Markup]) -> Environment:
-    made = Environment(
+    """The templates' environment, whose values go through `shown`."""
+    environment = Environment(
         loader=PackageLoader("playbook_app.site"),
         autoescape=True,
         finalize=shown,
@@ -58,13 +59,13 @@ def _environment(shown: Callable[[Any], Markup]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {f.__name__: _marked(f) for f in _HELPERS} | {
+    environment.globals |= {f.__name__: _marked(f) for f in _HELPERS} | {
         "link": _link,
         "plain": text.plain,
         "md": markdown,
         "NBSP": markdown(text.NBSP),
     }
-    return made
+    return environment
 
 
 def _marked(make: Callable[..., str]) -> Callable[..., Markup]:

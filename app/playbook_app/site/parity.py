@@ -33,7 +33,7 @@ when they last wrote them down (`make parity`, and on GPUs).
 """
 
 
-def read_rows(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
+def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a file, one JSON object per line.
 
     Raises:
@@ -45,10 +45,8 @@ def read_rows(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError as e:
             raise FileError([Finding(str(path), number, 1, f"is no JSON ({e}); write it anew with `make parity`")]) from e
-        if not isinstance(row, dict) or any(key not in row for key in wanted):
-            raise FileError(
-                [Finding(str(path), number, 1, f"expected an object with {', '.join(wanted)}; write it anew with `make parity`")]
-            )
+        if not isinstance(row, dict) or any(key not in row for key in keys):
+            raise FileError([Finding(str(path), number, 1, f"expected an object with {', '.join(keys)}; write it anew with `make parity`")])
         rows.append(row)
     return rows
 
@@ -60,9 +58,9 @@ def parity_page(folder: Path) -> str:
         FileError: rows of another shape.
     """
     models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
-    wanted = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
-    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, wanted)]
-    wanted = [
+    keys = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
+    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, keys)]
+    keys = [
         "model",
         "against",
         "ranks",
@@ -76,19 +74,22 @@ def parity_page(folder: Path) -> str:
         "megatron_core",
         "torch",
     ]
-    megatron = [row for name in MEGATRON for row in read_rows(folder / name, wanted)]
-    found = curves.section(read_rows(folder / CURVES, curves.WANTED))
-    return "\n".join([_INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *found])
+    megatron = [row for name in MEGATRON for row in read_rows(folder / name, keys)]
+    loss_curves = curves.section(read_rows(folder / CURVES, curves.WANTED))
+    return "\n".join([_INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *loss_curves])
 
 
 def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on models of the torch backend against transformers; empty without rows."""
     if not rows:
         return []
     out = [
         "## Models, against transformers",
         "",
-        "Tiny random weights that excite every parameter, float32 on the CPU. They travel through our writer and the reader of transformers. Logits: largest",
-        "absolute difference. Loss: difference of the means per label. Gradients: the largest relative difference of any parameter (norm of the difference",
+        "Tiny random weights that excite every parameter, float32 on the CPU. They travel through our writer and the reader of"
+        " transformers. Logits: largest",
+        "absolute difference. Loss: difference of the means per label. Gradients: the largest relative difference of any parameter"
+        " (norm of the difference",
         f"over the norm), and whose it is. torch {text(rows[0]['torch'])}, transformers {text(rows[0]['transformers'])}.",
         "",
         "| model | documents | logits | loss | gradients | of |",
@@ -102,6 +103,7 @@ def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _layouts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on layouts against one rank; empty without rows."""
     if not rows:
         return []
     out = [
@@ -114,19 +116,23 @@ def _layouts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for row in sorted(rows, key=lambda r: (r["backend"] != "gloo", r["layout"])):
         out.append(
-            f"| {text(row['layout'])} | {row['ranks']} | {text(row['backend'])} | {row['steps']} | {row['loss']:.1e} | {row['grad_norm']:.1e} |"
+            f"| {text(row['layout'])} | {row['ranks']} | {text(row['backend'])} | {row['steps']} | {row['loss']:.1e} |"
+            f" {row['grad_norm']:.1e} |"
         )
     return [*out, "", "Asked for: loss within 1e-5, gradient norm within 1e-4.", ""]
 
 
 def _megatron(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on models of megatron-core against transformers and one rank; empty without rows."""
     if not rows:
         return []
     out = [
         "## Models on megatron-core",
         "",
-        "The same weights in megatron-core's layers, of Transformer Engine or of this trainer (`local`), against transformers, and in several layouts",
-        "against one rank. Relative differences: of the logits and of the worst parameter's gradient the norm of the difference over the norm. In BF16",
+        "The same weights in megatron-core's layers, of Transformer Engine or of this trainer (`local`), against transformers, and in"
+        " several layouts",
+        "against one rank. Relative differences: of the logits and of the worst parameter's gradient the norm of the difference over"
+        " the norm. In BF16",
         "the reference is FP32, and what is asked for follows from how far transformers in BF16 is from it.",
         "",
         "| model | against | ranks | kernels | on | precision | logits | loss | gradients | asked for | megatron-core | torch |",

@@ -1,4 +1,4 @@
-"""Pages of speeds: published runs by hardware and precision, plans that were asked beforehand, and worked examples of one setting varied."""
+"""Pages of speeds: published runs by hardware and precision, plans that were asked beforehand, worked examples of one setting varied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from playbook.planner.runs.published import link as source_link
 from playbook.planner.time.cluster import Cluster, cluster, clusters
 from playbook.planner.time.step import step_time
 from playbook_app.site.calculator import address
-from playbook_app.site.diagnosed import LONG, Answered, read
+from playbook_app.site.diagnosed import LONG, PlannedAnswer, read
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.svg import bars, curve, dots
 from playbook_app.site.text import NBSP, attribute, code, link, number, percent, table, text
@@ -80,13 +80,18 @@ def _step(name: tuple[str, str, str], values: Sequence[float], most: float) -> s
 
 
 def _run(row: Row) -> list[str]:
+    """One published run as a row of cells, with what the filters look at."""
     words = " ".join([row["id"], row["model"], row["hardware"], row["precision"], row["dispatcher"]]).lower()
     page = source_link(row["source_group"], row.get("source", ""))
     source = f"[{text(row['source_group'])}]({page})" if page else text(row["source_group"])
-    marks = f'#{attribute(row["id"])} data-text="{attribute(words)}" data-model="{attribute(row["model"])}" data-platform="{attribute(row["hardware"])}"'
+    marks = (
+        f'#{attribute(row["id"])} data-text="{attribute(words)}" data-model="{attribute(row["model"])}"'
+        f' data-platform="{attribute(row["hardware"])}"'
+    )
     layout = " ".join(f"{k} {row[k]}" for k in _DEGREES if row[k] not in ("", "1"))
     return [
-        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {text(row["task"])}, {source} {text(row["release_or_date"])}</span> {{ {marks} }}',
+        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {text(row["task"])}, {source}'
+        f" {text(row['release_or_date'])}</span> {{ {marks} }}",
         text(f"{row['gpus']} {row['hardware']}".strip()),
         text(row["precision"]),
         _cell(row["seq_len"], "tokens a row"),
@@ -105,14 +110,15 @@ _SHOWN = ("tp", "cp", "pp", "vpp", "ep", "mbs")
 
 def tables_page(path: Path) -> str:
     """The answers of a file as tables and figures."""
-    found = read(path)
-    short = [a for a in found if a.asked.seq_len == 4096]
+    answers = read(path)
+    short = [a for a in answers if a.asked.seq_len == 4096]
     models, hardware = (list(dict.fromkeys(getattr(a.asked, k) for a in short)) for k in ("model", "hardware"))
     choices = {"model": ("Model", {m: m for m in models}), "platform": ("Hardware", {h: h for h in hardware})}
-    return render("plan_tables.md", choices=choices, rows=[_row(a) for a in short], lengths=[_length(found, where) for where in LONG])
+    return render("plan_tables.md", choices=choices, rows=[_row(a) for a in short], lengths=[_length(answers, where) for where in LONG])
 
 
-def _row(a: Answered) -> list[str]:
+def _row(a: PlannedAnswer) -> list[str]:
+    """One answer of the planner as a row of cells; stages in GiB."""
     words = f"{a.asked.model} {a.asked.hardware} {a.asked.gpus}"
     marks = f'data-text="{words}" data-model="{a.asked.model}" data-platform="{a.asked.hardware}"'
     head = [f"{code(a.asked.model)} {{ {marks} }}", f"{a.asked.gpus} {a.asked.hardware}"]
@@ -126,16 +132,17 @@ def _row(a: Answered) -> list[str]:
     return [
         *head,
         link(layout + recompute, address({"model": a.asked.model, **chosen})),
-        f'**{number(round(a.speed))}**<br><span class="pb-of">{number(round(a.low))} to {number(round(a.high))}</span> {{ data-label="tokens/s per GPU" }}',
+        f'**{number(round(a.speed))}**<br><span class="pb-of">{number(round(a.low))} to {number(round(a.high))}</span>'
+        ' { data-label="tokens/s per GPU" }',
         f'{a.mfu:.0%} {{ data-label="MFU" }}',
         f'{bars(a.stages_gib, a.capacity_gib)} {{ .pb-drawn title="stage by stage: {", ".join(map(str, peaks))} GiB" }}',
         f'{memory} {{ data-label="GiB" }}',
     ]
 
 
-def _length(found: Sequence[Answered], where: tuple[str, str, int]) -> tuple[str, Markup]:
+def _length(answers: Sequence[PlannedAnswer], where: tuple[str, str, int]) -> tuple[str, Markup]:
     """Tokens per second over the length of a row, and the memory of the fullest stage."""
-    at = [a for a in found if (a.asked.model, a.asked.hardware, a.asked.gpus) == where]
+    at = [a for a in answers if (a.asked.model, a.asked.hardware, a.asked.gpus) == where]
     names = {a: f"{a.asked.seq_len // 1024}K" for a in at}
     speed = [(names[a], a.speed or None, number(round(a.speed)) if a.settings else "nothing fits") for a in at]
     memory = [(names[a], max(a.stages_gib, default=None), f"{max(a.stages_gib):.0f} GiB" if a.settings else "nothing fits") for a in at]
@@ -189,12 +196,12 @@ def worked() -> dict[str, str]:
 
 def _table(example: _Example) -> str:
     where = cluster(example.hardware)
-    said = (
+    setting = (
         f"`{example.model}` on {example.hardware.upper()}s, {', '.join(f'`{w}`' for w in example.base)}; {where.memory_gib:.0f} GiB a GPU:"
     )
     rows = [_example_row(example, words, where) for words in example.rows]
     body = table(["Set", "Memory", "GiB>", "Tokens/s per GPU>", "Against the first>", "Where the step goes"], _compared(rows))
-    return f'{said}\n\n<div class="pb-matrix pb-families" markdown="1">\n\n{body}\n\n</div>'
+    return f'{setting}\n\n<div class="pb-matrix pb-families" markdown="1">\n\n{body}\n\n</div>'
 
 
 def _example_row(example: _Example, words: Sequence[str], where: Cluster) -> tuple[float, list[str]]:

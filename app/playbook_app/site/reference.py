@@ -12,7 +12,7 @@ from playbook_app.site.text import code, plain
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandHelp:
     """One command of the command line."""
 
     name: str
@@ -27,7 +27,7 @@ def metrics_page(rows: Sequence[Mapping[str, Any]]) -> str:
     return render("metrics.md", metrics=rows)
 
 
-def commands_page(commands: Sequence[Command]) -> str:
+def commands_page(commands: Sequence[CommandHelp]) -> str:
     """Every command with its options."""
     return render("commands.md", commands=commands)
 
@@ -72,6 +72,7 @@ def _row(key: str, value: Mapping[str, Any], definitions: Mapping[str, Any], doc
 
 
 def _type(value: Mapping[str, Any]) -> str:
+    """The type of a value in words, from its JSON Schema."""
     if "enum" in value:
         return " or ".join(map(str, value["enum"]))
     if "anyOf" in value:

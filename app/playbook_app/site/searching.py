@@ -37,26 +37,28 @@ def questions(cards: Mapping[str, Card]) -> dict[str, list[str]]:
     return {f"cards/{i}.html": [*card.symptoms, *card.aliases] for i, card in cards.items()}
 
 
-def shortened(index: Mapping[str, Any], asked: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def shortened(index: Mapping[str, Any], questions_of_pages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A search index whose entries have their first sentences alone, and the page of a card its questions behind them."""
-    docs = [{**d, **_boosted(d, asked), "text": html.escape(_text(d, asked), quote=False)} for d in index["docs"]]
+    docs = [{**d, **_boosted(d, questions_of_pages), "text": html.escape(_text(d, questions_of_pages), quote=False)} for d in index["docs"]]
     return {**index, "docs": docs}
 
 
-def _boosted(entry: Mapping[str, Any], asked: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """A page that says what it is asked, or has its title alone, goes before a card that has as many of the words, since cards have many more."""
+def _boosted(entry: Mapping[str, Any], questions_of_pages: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """A page that says what it is asked, or has its title alone, goes before a card that has as many of the words, since cards have many
+    more.
+    """
     page, _, section = entry["location"].partition("#")
     if section or page.startswith(("cards/", "evidence/")):
         return {}
-    return {"boost": max(_ASKED if page in asked or page.startswith("_generated/") else _PAGE, entry.get("boost", 0))}
+    return {"boost": max(_ASKED if page in questions_of_pages or page.startswith("_generated/") else _PAGE, entry.get("boost", 0))}
 
 
-def _text(entry: Mapping[str, str], asked: Mapping[str, Sequence[str]]) -> str:
+def _text(entry: Mapping[str, str], questions_of_pages: Mapping[str, Sequence[str]]) -> str:
     page, _, section = entry["location"].partition("#")
     if (page.startswith(_BY_TITLE) and not _ANSWERED.search(page)) or html.unescape(entry["title"]).startswith(_NEGATIVE):
         return ""
     first = _first(html.unescape(" ".join(_TAG.sub(" ", _FIGURE.sub(" ", entry["text"])).split())))
-    return " ".join([first, *asked.get(page, ())]) if not section else first
+    return " ".join([first, *questions_of_pages.get(page, ())]) if not section else first
 
 
 def _first(text: str) -> str:
@@ -74,18 +76,20 @@ _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 """Which fields of a card a passage's kind belongs to: its title, its signs, or both; the body has everything."""
 
 
-def asked(cards: Mapping[str, Card]) -> str:
-    """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
-    found = search.index(cards)
+def question_box(cards: Mapping[str, Card]) -> str:
+    """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms
+    of a question.
+    """
+    index = search.index(cards)
     numbers: dict[str, int] = {}
-    order = {card_id: i for i, card_id in enumerate(found.cards)}
+    order = {card_id: i for i, card_id in enumerate(index.cards)}
     pieces = [
-        [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
+        [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in index.passages
     ]
-    weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
-    known = [
+    weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(index.odds.items()) if t]
+    known_questions = [
         [[order[c] for c in sorted(q.cards & order.keys())], sorted(numbers[t] for t in q.said)]
-        for q in found.asked
+        for q in index.known_questions
         if q.cards & order.keys()
     ]
     skills = [
@@ -98,19 +102,19 @@ def asked(cards: Mapping[str, Card]) -> str:
     ]
     return json.dumps(
         {
-            "cards": [_shown(card) for card in found.cards.values()],
+            "cards": [_shown(card) for card in index.cards.values()],
             "terms": list(numbers),
             "passages": pieces,
             "odds": weighed,
-            "unseen": found.odds[""],
-            "asked": known,
+            "unseen": index.odds[""],
+            "asked": known_questions,
             "prior": PRIOR,
             "alike": search.ALIKE,
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
             "least": LEAST,
             "signs": load_weights(),
-            "kinds": {kind: sorted(known) for kind, known in load_words().items()},
+            "kinds": {kind: sorted(known_questions) for kind, known_questions in load_words().items()},
             "most_words": MOST,
             "beside": search.BESIDE,
             "nearest": search.NEAREST,
@@ -122,7 +126,7 @@ def asked(cards: Mapping[str, Card]) -> str:
             "skills": skills,
             "families": FAMILIES,
             "gpus": sorted(GPUS),
-            **tables([*(p.text for p in found.passages), *(q.text for q in found.asked)]),
+            **tables([*(p.text for p in index.passages), *(q.text for q in index.known_questions)]),
         },
         separators=(",", ":"),
         ensure_ascii=False,

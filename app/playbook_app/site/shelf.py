@@ -50,20 +50,23 @@ def margin(expect: Expect) -> float | None:
 
 
 def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: str | None = None) -> str:
-    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval; `up` leads to the site's root."""
+    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval; `up` leads to the
+    site's root.
+    """
     return forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, up, machine)])
 
 
 def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[Bar]:
+    """The bars of a claim's current verdicts that have an interval on the logarithmic scale."""
     for r in current(shelf, claim):
         if machine not in (None, r.get("measured", "machine", "name")):
             continue
-        found = r.get("derived", "comparison", default={})
+        comparison = r.get("derived", "comparison", default={})
         curve = r.get("derived", "curve", default={})
         if len(contrasts := curve.get("contrasts", ())) == 1:
-            found = {**curve, **contrasts[0]}
-        low, value, high = (found.get(k) for k in ("low", "effect", "high"))
-        if found.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
+            comparison = {**curve, **contrasts[0]}
+        low, value, high = (comparison.get(k) for k in ("low", "effect", "high"))
+        if comparison.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
             continue
         yield Bar(
             claim=claim.id,
@@ -81,7 +84,7 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
 
 
 def compared(claim: Claim) -> str:
-    """What the two sides of a claim set differently, in a few words: `recompute: full → selective`; empty where it compares no settings."""
+    """What the sides of a claim set differently, in a few words: `recompute: full → selective`; empty where it compares no settings."""
     before, after = claim.comparison.baseline, claim.comparison.candidate
     keys = [k for k in dict.fromkeys([*after, *before]) if before.get(k) != after.get(k)]
     changed = [f"{_SAID.sub('', k)}: {_set(before.get(k))} → {_set(after.get(k))}" for k in keys]

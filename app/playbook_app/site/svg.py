@@ -25,10 +25,10 @@ def effect_axis(effect: float, low: float, high: float, margin: float | None, op
     if not all(math.isfinite(e) for e in [effect, *edges]):
         return ""
     span = max(edges) - min(edges) or 0.01
-    left, right = min(edges) - 0.12 * span, max(edges) + 0.12 * span
+    least, most = min(edges) - 0.12 * span, max(edges) + 0.12 * span
 
     def x(value: float) -> str:
-        return f"{40 + (value - left) / (right - left) * (_WIDTH - 80):.1f}"
+        return f"{40 + (value - least) / (most - least) * (_WIDTH - 80):.1f}"
 
     words = f"effect {percent(effect)}, interval {percent(low)} to {percent(high)}"
     out = [f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 98" role="img" aria-label="{attribute(words)}">']
@@ -64,25 +64,26 @@ def samples(launches: pd.DataFrame, steps: pd.DataFrame) -> str:
     values = [v for _, s in series for v in s]
     if not values:
         return ""
-    height, left, bottom = 220, 64, 180
+    height, axis_px, bottom = 220, 64, 180
     low, high = min(values), max(values)
     pad = (high - low) * 0.08 or high * 0.05 or 1.0
     low, high = max(0.0, low - pad), high + pad
-    column = (_WIDTH - left - 8) / len(series)
+    column = (_WIDTH - axis_px - 8) / len(series)
 
     def y(value: float) -> str:
         return f"{bottom - (value - low) / (high - low) * (bottom - 12):.1f}"
 
     out = [f'<svg class="pb-samples" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="milliseconds per step, by launch">']
     for value in (low + (high - low) * f for f in (0.0, 0.5, 1.0)):
-        out.append(f'<line class="pb-rule" x1="{left}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>')
-        out.append(f'<text x="{left - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>')
+        out.append(f'<line class="pb-rule" x1="{axis_px}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>')
+        out.append(f'<text x="{axis_px - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>')
     for i, (run, seconds) in enumerate(series):
-        out.append(_launch(run, seconds, left + i * column, column, y, bottom))
+        out.append(_launch(run, seconds, axis_px + i * column, column, y, bottom))
     return "".join([*out, "</svg>"])
 
 
 def _launch(run: Mapping[Hashable, Any], seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
+    """One launch: a dot for each of its steps, a line at their mean, and its letter and role below."""
     variant = "candidate" if run.get("variant") == "candidate" else "baseline"
     aside = "" if run.get("role") == "measure" else " pb-aside"
     shown = seconds[:: max(1, math.ceil(len(seconds) / _MAX_POINTS))]
@@ -139,11 +140,11 @@ def contrasts(rows: Sequence[tuple[str, float, float, float]]) -> str:
     edges = [0.0, *(v for _, *values in rows for v in values)]
     if not rows or not all(math.isfinite(e) for e in edges):
         return ""
-    span, line, left = max(edges) - min(edges) or 0.01, 26, 170
+    span, line, axis_px = max(edges) - min(edges) or 0.01, 26, 170
     height = line * len(rows) + 34
 
     def x(value: float) -> str:
-        return f"{left + (value - min(edges)) / span * (_WIDTH - left - 90):.1f}"
+        return f"{axis_px + (value - min(edges)) / span * (_WIDTH - axis_px - 90):.1f}"
 
     words = "; ".join(f"{n}: {percent(e)}, interval {percent(a)} to {percent(b)}" for n, e, a, b in rows)
     out = [f'<svg class="pb-contrasts" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">']
@@ -151,9 +152,10 @@ def contrasts(rows: Sequence[tuple[str, float, float, float]]) -> str:
     out.append(f'<text x="{x(0.0)}" y="{height - 8}" text-anchor="middle">no difference</text>')
     for i, (name, effect, low, high) in enumerate(rows):
         y = line * i + 20
-        out.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>')
+        out.append(f'<text x="{axis_px - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>')
         out.append(
-            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/><circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
+            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/>'
+            f'<circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
         )
         out.append(f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>')
     return "".join([*out, "</svg>"])
@@ -180,7 +182,7 @@ def bars(values: Sequence[float], capacity: float) -> str:
 def part(start: float, end: float, low: float, high: float) -> str:
     """One bar of a waterfall: from where the parts before it end to where it ends, on an axis from `low` to `high`."""
     span = high - low or 1.0
-    left, right, zero = ((value - low) / span for value in (min(start, end), max(start, end), 0.0))
+    least, most, zero = ((value - low) / span for value in (min(start, end), max(start, end), 0.0))
     line = f'<line class="pb-zero" x1="{zero:.2%}" x2="{zero:.2%}" y1="0" y2="100%"/>'
-    rect = f'<rect class="pb-column" x="{left:.2%}" width="{right - left:.2%}" y="20%" height="60%"/>'
+    rect = f'<rect class="pb-column" x="{least:.2%}" width="{most - least:.2%}" y="20%" height="60%"/>'
     return f'<svg class="pb-strip" aria-hidden="true">{line}{rect}</svg>'

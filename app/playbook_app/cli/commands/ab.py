@@ -74,7 +74,7 @@ def ab(
 
     Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
     """
-    asked = two_commands.question(
+    question = two_commands.question(
         words,
         setting or [],
         variable or [],
@@ -91,27 +91,27 @@ def ab(
     progress = report.LaunchLines(out)
     options = Options(machine.name, results or default_results(), pairs, to_seconds(budget), seed)
     try:
-        outcome, found = two_commands.compare(asked, options, progress, shlex.join(["playbook", *sys.argv[1:]]))
+        outcome, answer = two_commands.compare(question, options, progress, shlex.join(["playbook", *sys.argv[1:]]))
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
-            print_json(two_commands.as_json(asked, two_commands.AbAnswer("error"), "", str(e)))
+            print_json(two_commands.as_json(question, two_commands.AbAnswer("error"), "", str(e)))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
     finally:
         progress.close()
-    report.print_outcome(outcome, out, found.verdict)
+    report.print_outcome(outcome, out, answer.verdict)
     report.print_summary([outcome], out)
-    if hint := two_commands.hint(outcome, found):
+    if hint := two_commands.hint(outcome, answer):
         out.print(f"      {hint}", markup=False)
-    walls = _walls(asked, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
+    walls = _walls(question, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:
         sentence = "; ".join(filter(None, [outcome.evidence.derived.verdict.sentence, hint]))
-        answered = two_commands.as_json(asked, found, str(outcome.path), sentence)
+        answered = two_commands.as_json(question, answer, str(outcome.path), sentence)
         print_json(answered | ({"walls": walls} if walls else {}))
     for variant, each in [] if as_json else walls.items():
         say(f"\n{variant}")
         print_walls(each)
-    raise typer.Exit(two_commands.EXIT_CODES[found.verdict])
+    raise typer.Exit(two_commands.EXIT_CODES[answer.verdict])
 
 
 def _both(text: str) -> tuple[int, int]:
@@ -128,11 +128,11 @@ def _any_work(text: str) -> bool:
     return text == "any"
 
 
-def _walls(asked: two_commands.CommandPair, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:
+def _walls(question: two_commands.CommandPair, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:
     """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
     try:
         return {
-            variant: asdict(each) for variant, each in two_commands.walls_of(two_commands.case_of(asked, profile), profile, how).items()
+            variant: asdict(each) for variant, each in two_commands.walls_of(two_commands.case_of(question, profile), profile, how).items()
         }
     except PlaybookError as e:
         complain(f"no trace: {e}")

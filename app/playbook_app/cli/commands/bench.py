@@ -58,8 +58,8 @@ def bench_run(
     from playbook_app.cli import outcomes
     from playbook_bench.run import confirm, options
 
-    runs_by, kept = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
-    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, kept)
+    runs_by, finished_runs = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
+    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, finished_runs)
     outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
 
 
@@ -86,7 +86,10 @@ def bench_check(
     full_length: Annotated[bool, typer.Option("--full-length", help="Keep the case's own number of steps.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    """Check activation proofs by one short launch of each variant, before a series is spent on them.
+
+    Exit code 5 where one does not hold.
+    """
     from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
@@ -110,13 +113,13 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
     for file in files:
         if record.is_record(file):
             differences, changed = record.replay(file), ""
-            same = not differences
+            reproduced = not differences
         else:
-            same, differences = replay.replay(file)
+            reproduced, differences = replay.replay(file)
             changed = replay.of_another_claim(store.load(file), claims)
-        rows.append({"file": str(file), "same": same, "differences": differences, "another_claim": changed})
+        rows.append({"file": str(file), "same": reproduced, "differences": differences, "another_claim": changed})
         if not as_json:
-            say(f"{file}: {'same verdict' if same else 'differs'}{f', on another claim: {changed}' if changed else ''}")
+            say(f"{file}: {'same verdict' if reproduced else 'differs'}{f', on another claim: {changed}' if changed else ''}")
         for line in differences:
             complain(f"  {line}")
     if as_json:
@@ -129,8 +132,8 @@ def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An 
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
     from playbook_bench.run import replay
 
-    made = replay.rejudge(file, results or default_results())
-    say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
+    record_path = replay.rejudge(file, results or default_results())
+    say(f"new record {record_path}" if record_path else f"{file}: today's rules give the same verdict; nothing was written")
 
 
 @_bench_app.command("aa")
@@ -141,7 +144,10 @@ def bench_aa(
     pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
+    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine.
+
+    Exit code 3 where it is contaminated, and not stored.
+    """
     from playbook_bench.run import aa, options, report
 
     out = report.console(sys.stderr if as_json else None)
@@ -165,7 +171,8 @@ def bench_trace(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or packed; a folder or archive of several ranks, or of their flight recorder's dumps; or a memory snapshot."
+            help="Read a trace of any trainer instead: .sqlite of nsys, its .nsys-rep where nsys is installed, or a Chrome trace, plain or"
+            " packed; a folder or archive of several ranks, or of their flight recorder's dumps; or a memory snapshot."
         ),
     ] = None,
     against: Annotated[
@@ -175,7 +182,9 @@ def bench_trace(
     results: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
+    """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step
+    runs into.
+    """
     from playbook_bench.run import tracing
 
     if (case is None) == (file is None):
@@ -214,12 +223,12 @@ _SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
 """What prints the answer for a file that is not the trace of one rank."""
 
 
-def _show_file(found: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
+def _show_file(walls: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
     """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
     if as_json:
-        print_json({**found, "ranges": ranges})
+        print_json({**walls, "ranges": ranges})
         return
-    print_walls(found)
+    print_walls(walls)
     if ranges is not None:
         say("\nby range")
         print_trace(ranges)

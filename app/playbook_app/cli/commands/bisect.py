@@ -52,13 +52,15 @@ def bisect(
     limit: Slowdown = "3%",
     as_json: AsJson = False,
 ) -> None:
-    """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge; or the version of a package, with ab as the judge."""
-    asked = list(words or [])
-    if packages is not None and (not asked or case is not None):
+    """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge; or the version of a
+    package, with ab as the judge.
+    """
+    arguments = list(words or [])
+    if packages is not None and (not arguments or case is not None):
         raise PlaybookError(
             "with --packages a command is expected and no case: playbook bisect --packages torch==2.10..2.12 -- python train.py"
         )
-    if packages is None and (len(asked) != 2 or case is None or requirements is not None):
+    if packages is None and (len(arguments) != 2 or case is None or requirements is not None):
         raise PlaybookError("expected two commits and a case: playbook bisect GOOD BAD --case CASE; or --packages and a command")
     out = report.console(sys.stderr if as_json else None)
     if minutes is not None and not 0 < minutes < math.inf:
@@ -73,31 +75,31 @@ def bisect(
     def name(candidate: str) -> str:
         return f"{span.name} {candidate}" if span else bisection.subject(candidate, root)
 
-    def told(judged: Judged, left: int) -> None:
-        out.print(f"{name(judged.commit)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
+    def report_judged(judged: Judged, most_left: int) -> None:
+        out.print(f"{name(judged.commit)}: {judged.trouble}, at most {most_left} left  ({judged.sentence})", markup=False)
 
     try:
         if span is not None:
             good, bad = span.good, span.bad
             line = shlex.join(["playbook", *sys.argv[1:]])
-            found = bisection.run_packages(asked, span, requirements, options, progress, line, share, told)
+            result = bisection.run_packages(arguments, span, requirements, options, progress, line, share, report_judged)
         else:
             assert loaded is not None
-            good, bad = asked
-            found = bisection.run(loaded, good, bad, options, progress, told, limits=harness.Limits(share))
+            good, bad = arguments
+            result = bisection.run(loaded, good, bad, options, progress, report_judged, limits=harness.Limits(share))
     finally:
         progress.close()
     kind = "version" if span else "commit"
     if as_json:
-        print_json(bisection.as_json(found, kind))
+        print_json(bisection.as_json(result, kind))
     else:
-        none = f"cannot be judged against {good}" if found.trouble == UNKNOWN else f"shows no trouble that {good} has not"
+        none = f"cannot be judged against {good}" if result.trouble == UNKNOWN else f"shows no trouble that {good} has not"
         sentence = {
-            "found": f"first {kind} with it ({found.trouble}):",
-            "suspects": f"one of these ({found.trouble}):",
-            "no_trouble": f"{bad} {none}: {found.judged[0].sentence}",
+            "found": f"first {kind} with it ({result.trouble}):",
+            "suspects": f"one of these ({result.trouble}):",
+            "no_trouble": f"{bad} {none}: {result.judged[0].sentence}",
         }
-        say(sentence[found.status])
-        for suspect in found.suspects:
+        say(sentence[result.status])
+        for suspect in result.suspects:
             say(f"  {name(suspect)}")
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(result.exit_code)

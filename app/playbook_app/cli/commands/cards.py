@@ -53,18 +53,18 @@ def cards_list(
     as_json: AsJson = False,
 ) -> None:
     """List the cards of guidance, or the claims of all cards."""
-    known = load.load_all()
+    cards = load.load_all()
     if claims:
-        records = records_here(known, here())
-        rows = [row for card in known.values() for row in _claim_rows(card, records)]
+        records = records_here(cards, here())
+        rows = [row for card in cards.values() for row in _claim_rows(card, records)]
         if as_json:
             print_json(rows)
         else:
             print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"), ("card",), wide)
-            say(f"\n{counted(known)}")
+            say(f"\n{counted(cards)}")
         return
     keys = ("id", "phase", "wall", "title", "summary", "symptoms")
-    rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(known).values()]
+    rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(cards).values()]
     print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"), ("claims", "wall", "phase"), wide)
 
 
@@ -126,11 +126,11 @@ def cards_init(
     """Begin a playbook of your own: write a card and a case of a command, to be changed."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise PlaybookError(f"'{name}' is no id; expected small letters, digits and -, such as loader-workers")
-    taken = {claim.id for card in load.load_all().values() for claim in card.claims}
-    for path in begin(folder, name, taken):
+    claim_ids = {claim.id for card in load.load_all().values() for claim in card.claims}
+    for path in begin(folder, name, claim_ids):
         say(f"wrote {path}")
-    found = any(own.resolve() == (folder / "cards").resolve() for own in folders("cards"))
-    playbook = "playbook" if found else f"playbook --cards {folder / 'cards'} --cases {folder / 'cases'}"
+    is_configured = any(card_folder.resolve() == (folder / "cards").resolve() for card_folder in folders("cards"))
+    playbook = "playbook" if is_configured else f"playbook --cards {folder / 'cards'} --cases {folder / 'cases'}"
     say(f"next: change them, then {playbook} cards check {folder / 'cards'} and {playbook} confirm {name}")
 
 

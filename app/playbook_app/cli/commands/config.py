@@ -61,15 +61,17 @@ def config_export(
         bool, typer.Option("--json", help="One JSON document on one line of stdout, with the keys behind each setting.")
     ] = False,
 ) -> None:
-    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan Python file; what the other trainer lacks becomes a comment."""
+    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan Python file; what the other trainer lacks
+    becomes a comment.
+    """
     _one_of("--to", to, TARGETS)
     _one_of("--platform", platform, PLATFORMS)
     _refuse_name(config, to)
-    found = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
+    export = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
     if as_json:
-        print_json(found.document())
+        print_json(export.document())
     else:
-        say(found.text().rstrip())
+        say(export.text().rstrip())
 
 
 def _refuse_name(config: str, to: str) -> None:

@@ -52,7 +52,8 @@ def confirm(
         bool,
         typer.Option(
             "--untested",
-            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest on first, or as named; --budget ends it, the next call goes on, and first traces what was left without.",
+            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest"
+            " on first, or as named; --budget ends it, the next call goes on, and first traces what was left without.",
         ),
     ] = False,
     profile: Profile = None,
@@ -84,7 +85,7 @@ def confirm(
     if untested:
         chosen, untraced = _waiting(profile or "", results, targets or [])
     seconds = to_seconds(budget)
-    request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
+    request = jobs.JobRequest(nodes, cluster, show, not no_wait, job, as_json)
     jobs.check_request(launcher, request)
     allocation = jobs.inside(launcher, cluster)
     if fork and launcher != "local":
@@ -95,24 +96,35 @@ def confirm(
         words = jobs.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(jobs.confirm(words, results, request, journal))
     runs_by = allocation or local_launcher(fork)
-    kept = journal_of(journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork)
-    left = untraced if trace else {}
+    finished_runs = journal_of(journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork)
+    without_trace = untraced if trace else {}
     options = Options(
-        profile, results or default_results(), pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace, untraced=left
+        profile,
+        results or default_results(),
+        pairs,
+        seconds,
+        seed,
+        runs_by,
+        finished_runs,
+        campaign=untested,
+        trace=trace,
+        untraced=without_trace,
     )
     show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
 
 
 def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[list[str], Mapping[str, Evidence]]:
-    """The claims of a campaign, the most valuable first, or in the order in which they are `named`, and verdicts to trace; said before the first is tested."""
+    """The claims of a campaign, the most valuable first, or in the order in which they are `named`, and verdicts to trace; said before
+    the first is tested.
+    """
     cards = load_all()
-    known = cards, records_here(cards, here(), results), profile, today()
-    found, untraced = untested_claims(*known), untraced_verdicts(*known)
-    asked = dict.fromkeys(f"{task.claim.card}/{task.claim.id}" for target in named for task in tasks_of(target) if task.claim)
+    standing = cards, records_here(cards, here(), results), profile, today()
+    claims, untraced = untested_claims(*standing), untraced_verdicts(*standing)
+    named_claims = dict.fromkeys(f"{task.claim.card}/{task.claim.id}" for target in named for task in tasks_of(target) if task.claim)
     if named:
-        found = [target for target in asked if target in found]
-        untraced = {case: each for case, each in untraced.items() if each[0] in asked}
-    complain(f"{count(len(found), 'claim')} without a fresh verdict from {profile}: {', '.join(found) or 'nothing to do'}")
+        claims = [target for target in named_claims if target in claims]
+        untraced = {case: each for case, each in untraced.items() if each[0] in named_claims}
+    complain(f"{count(len(claims), 'claim')} without a fresh verdict from {profile}: {', '.join(claims) or 'nothing to do'}")
     if untraced:
         complain(f"{count(len(untraced), 'verdict')} without a trace: {', '.join(target for target, _ in untraced.values())}")
-    return found, {case: record for case, (_, record) in untraced.items()}
+    return claims, {case: record for case, (_, record) in untraced.items()}

@@ -54,7 +54,9 @@ def demo(
     ] = None,
     results: Results = None,
 ) -> None:
-    """Test four claims on this machine's CPU, within five minutes; exit code 0 once one has a verdict of any kind, 4 where none applies here."""
+    """Test four claims on this machine's CPU, within five minutes; exit code 0 once one has a verdict of any kind, 4 where none applies
+    here.
+    """
     lacking_packages = requirements.unmet_requirements([])
     if lacking_packages and not targets:
         complain(f"the demo trains a small model, and cannot: {lacking_packages[0].detail}")
@@ -62,7 +64,8 @@ def demo(
     chosen = targets or list(DEMO)
     out = report.console()
     say(
-        f"{count(len(chosen), 'claim')} of the cards, tested on this CPU in less than five minutes: a tiny model trains with and without one change."
+        f"{count(len(chosen), 'claim')} of the cards, tested on this CPU in less than five minutes: a tiny model trains with and"
+        " without one change."
     )
     say("Bytes are counted once, in seconds. Speed is noisy: a claim about it takes 18 launches or more, a minute or two in all.")
     say(f"To come: {', '.join(chosen)}")
@@ -72,11 +75,11 @@ def demo(
         outcomes = harness.run(chosen, options, progress)
     finally:
         progress.close()
-    lacking, known = count_inapplicable(detect.CPU)
+    lacking, total = count_inapplicable(detect.CPU)
     playbook = "playbook" if shutil.which("playbook") else os.path.relpath(sys.argv[0])
     last = outcomes[-1]
     claim = last.evidence.measured.claim
-    say(f"\n{lacking} of {known} claims need GPUs or another machine; there, `{playbook} confirm CARD` tests them in the same way.")
+    say(f"\n{lacking} of {total} claims need GPUs or another machine; there, `{playbook} confirm CARD` tests them in the same way.")
     say("Three things to do next:")
     say(f"  {playbook} search 'all-to-all takes a third of the step'   find the card for what you see")
     say(f"  {playbook} cards show {claim.card if claim else 'vlm-real-data'}   read what to set, why, and what was measured where")

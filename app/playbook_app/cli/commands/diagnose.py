@@ -147,29 +147,29 @@ def diagnose_run(
         step = answer(steps, model, number, kind, [word for text in layout or [] for word in _split(text)], seq)
         print_json(step) if as_json else show(step)
         return
-    known = tuple(word for text in layout or [] for word in _split(text))
-    asked = _Asked(model, number, kind, seq, gbs, (*known, *cuts(layers, experts)), framework, network, imbalance)
+    settings = tuple(word for text in layout or [] for word in _split(text))
+    request = _Request(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
-    where = replace(_where(_with_log(asked, logged), run), seen=parsed(saw or []))
+    where = replace(_where(_with_log(request, logged), run), seen=parsed(saw or []))
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
     if logged is not None and figures == Figures():
         figures = Figures(step_s=logged.seconds, tokens_per_s_per_gpu=_rate(logged, where), said=str(run))
     speed = measured(where, figures)
     if logged is not None and speed is not None and figures.said:
         _agree(where, speed, logged)
-    seen = Seen(
+    observed = Seen(
         _walls(trace) if trace else None,
         logged.notes if logged else (),
         logged.uneven if logged else None,
         logged.grown if logged else None,
     )
     stock = stock_here()
-    found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
-    print_json(found) if as_json else _show(found)
+    diagnosis = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, observed)
+    print_json(diagnosis) if as_json else _show(diagnosis)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """What the command line says of the setting."""
 
     model: str | None
@@ -177,42 +177,42 @@ class _Asked:
     hardware: str | None
     seq: int | None
     gbs: int | None
-    known: tuple[str, ...]
+    settings: tuple[str, ...]
     framework: str | None
     network: str = ""
     imbalance: str = ""
 
 
-def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
+def _with_log(request: _Request, log: _Log | None) -> _Request:
     """What is asked, with the GPUs, sequences and batch that a log states: what the run itself wrote goes before what would be assumed.
 
     Raises:
         ConfigError: the command line names others, or the log's tokens make no sample.
     """
     if log is None:
-        return asked
+        return request
     for key, word, unit in _STATED:
-        stated, named = getattr(log.facts, key), _named(asked, key, word)
+        stated, named = getattr(log.facts, key), _named(request, key, word)
         if stated and named and named != stated:
             raise ConfigError(f"the log has {unit.format(stated)}, and --{key} is {named}; leave --{key} out")
-        if stated and named is None and asked.model:
-            asked = replace(asked, **{key: stated})
-    gpus = _named(asked, "gpus", "gpus")
+        if stated and named is None and request.model:
+            request = replace(request, **{key: stated})
+    gpus = _named(request, "gpus", "gpus")
     rate = log.rate or (log.rate_of_any if gpus == 1 else None)
     tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus and log.seconds else None)
-    if log.facts.gbs and tokens and asked.model and _named(asked, "seq", "seq_len") is None:
-        return replace(asked, seq=max(1, round(tokens / log.facts.gbs)))
-    if _named(asked, "gbs", "gbs") or not (tokens and asked.model):
-        return asked
-    each = _named(asked, "seq", "seq_len") or _SEQ
+    if log.facts.gbs and tokens and request.model and _named(request, "seq", "seq_len") is None:
+        return replace(request, seq=max(1, round(tokens / log.facts.gbs)))
+    if _named(request, "gbs", "gbs") or not (tokens and request.model):
+        return request
+    each = _named(request, "seq", "seq_len") or _SEQ
     if tokens < each / 2:
         raise ConfigError(f"the log's steps have {tokens:,.0f} tokens, which is no sequence of {each}; name its length with --seq")
-    return replace(asked, gbs=max(1, ceil(tokens / each - _TENTH)))
+    return replace(request, gbs=max(1, ceil(tokens / each - _TENTH)))
 
 
-def _named(asked: _Asked, key: str, word: str) -> int | None:
+def _named(request: _Request, key: str, word: str) -> int | None:
     """A count by a word of the layout, or by its option."""
-    return next((int(w.partition("=")[2]) for w in asked.known if re.fullmatch(rf"{word}=[0-9]{{1,10}}", w)), getattr(asked, key))
+    return next((int(w.partition("=")[2]) for w in request.settings if re.fullmatch(rf"{word}=[0-9]{{1,10}}", w)), getattr(request, key))
 
 
 def _rate(log: _Log, where: Setting) -> float | None:
@@ -260,51 +260,55 @@ def _agree(where: Setting, speed: Measured, log: _Log) -> None:
     flops = speed.tokens_per_s_per_gpu * where.flops_per_token
     if log.flops and not 1 / _OTHER_COUNT < flops / log.flops < _OTHER_COUNT:
         raise ConfigError(
-            f"the log says {log.flops / 1e12:,.0f} TFLOP/s on each GPU, and {q.global_batch} samples of {q.seq_len} tokens in {speed.step_s:.3g} s on"
-            f" {q.gpus} GPUs are {flops / 1e12:,.0f}; check --model, --gbs, --seq and --gpus"
+            f"the log says {log.flops / 1e12:,.0f} TFLOP/s on each GPU, and {q.global_batch} samples of {q.seq_len} tokens in"
+            f" {speed.step_s:.3g} s on {q.gpus} GPUs are {flops / 1e12:,.0f}; check --model, --gbs, --seq and --gpus"
         )
 
 
-def _where(asked: _Asked, run: Path | None) -> Setting:
+def _where(request: _Request, run: Path | None) -> Setting:
     """The setting of the command line, or of a run's folder with what the command line says instead."""
-    ours = _ours(run) if run and asked.model is None and (run / "config.yaml").is_file() else None
-    if asked.model is None and ours is None:
+    ours = _ours(run) if run and request.model is None and (run / "config.yaml").is_file() else None
+    if request.model is None and ours is None:
         raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
-    gpus = asked.gpus or (ours.gpus if ours else None)
-    hardware = asked.hardware or (ours.device if ours else None)
-    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in asked.known))):
+    gpus = request.gpus or (ours.gpus if ours else None)
+    hardware = request.hardware or (ours.device if ours else None)
+    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in request.settings))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
     if ours is not None and gpus is not None:
-        own = _of_config(ours.config, gpus, machine(hardware, asked.network), asked.framework or "playbook", _routing(asked, run))
-        return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
-    model = asked.model or ""
+        configured = _of_config(
+            ours.config, gpus, machine(hardware, request.network), request.framework or "playbook", _routing(request, run)
+        )
+        return _again(configured, request) if request.settings or request.seq or request.gbs else configured
+    model = request.model or ""
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
-    shape, framework = find(model), asked.framework or "megatron-lm"
-    shape, known, less = cut(shape, asked.known)
+    shape, framework = find(model), request.framework or "megatron-lm"
+    shape, settings, less = cut(shape, request.settings)
     name += less  # a model that was cut is another one: no published run is of it
     return setting(
-        shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=known, framework=framework, said=model, network=asked.network,
-        routing=_routing(asked, run),
+        shape, name, hardware, gpus, seq_len=request.seq, gbs=request.gbs, known=settings, framework=framework, said=model,
+        network=request.network, routing=_routing(request, run),
     )  # fmt: skip
 
 
-def _routing(asked: _Asked, run: Path | None) -> Routing | None:
+def _routing(request: _Request, run: Path | None) -> Routing | None:
     """The routing that is named, else what a run of ours wrote down."""
-    if asked.imbalance:
-        return measured_routing(asked.imbalance)
+    if request.imbalance:
+        return measured_routing(request.imbalance)
     return of_run(run) if run and (run / _METRICS).is_file() else None
 
 
 def _split(text: str) -> list[str]:
-    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the default."""
-    found: list[str] = []
+    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the
+    default.
+    """
+    settings: list[str] = []
     for part in (p for p in re.split(r"[,\s]+", text) if p and p != "bf16"):
-        if "=" in part or not found:
-            found.append(part)
+        if "=" in part or not settings:
+            settings.append(part)
         else:
-            found[-1] += f",{part}"
-    return found
+            settings[-1] += f",{part}"
+    return settings
 
 
 def _seconds(text: str) -> float:
@@ -317,20 +321,23 @@ def _seconds(text: str) -> float:
 def _log(path: Path, adapter: str | None) -> _Log:
     """The steady part of a log."""
     try:
-        found = read(path, adapter, running=True)
+        log = read(path, adapter, running=True)
     except NoAdapter as e:
         hint = f"this fits its lines: --log {shlex.quote(e.pattern)}" if e.pattern else "or JSON lines with step and seconds"
         raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.tried}, {hint}") from None
-    steps = found.steps[len(found.steps) // _WARM_UP :]
+    steps = log.steps[len(log.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
-    middle = None if found.clock == "none" else median(seconds)
-    uneven = quantiles(seconds, n=20)[-1] / middle if middle and len(seconds) >= _FEW and found.every == 1 else None
-    notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
-    held = [s.memory_bytes for s in steps if s.memory_bytes]
-    first, last = (max(part, default=0.0) for part in (held[: len(held) // 4], held[-(len(held) // 4) :] if len(held) >= _FEW else []))
+    middle = None if log.clock == "none" else median(seconds)
+    uneven = quantiles(seconds, n=20)[-1] / middle if middle and len(seconds) >= _FEW and log.every == 1 else None
+    notes = (f"{path}: {count(len(steps), 'step')} as {log.adapter} wrote them, the first fifth left out", *log.caveats)
+    memory_bytes = [s.memory_bytes for s in steps if s.memory_bytes]
+    first, last = (
+        max(part, default=0.0)
+        for part in (memory_bytes[: len(memory_bytes) // 4], memory_bytes[-(len(memory_bytes) // 4) :] if len(memory_bytes) >= _FEW else [])
+    )
     grown = (first, last) if first and last > (1 + _GROWTH) * first else None
     samples = _middle(s.samples for s in steps)
-    facts = replace(found.facts, gbs=round(samples)) if samples else found.facts
+    facts = replace(log.facts, gbs=round(samples)) if samples else log.facts
     notes += tuple(f"{path}: {unit.format(getattr(facts, key))}" for key, _, unit in _STATED if getattr(facts, key))
     return _Log(
         middle, _middle(s.tokens for s in steps), _middle(s.tokens_per_s_per_gpu for s in steps), _middle(s.tokens_per_s for s in steps),
@@ -340,8 +347,8 @@ def _log(path: Path, adapter: str | None) -> _Log:
 
 def _middle(values: Iterable[float | None]) -> float | None:
     """The median of those that are known."""
-    known = [v for v in values if v]
-    return median(known) if known else None
+    positive = [v for v in values if v]
+    return median(positive) if positive else None
 
 
 @dataclass(frozen=True)
@@ -374,27 +381,27 @@ def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routin
     options = plan.options
     if torch:
         options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
-    said = replace(plan, options=options)
+    stated_plan = replace(plan, options=options)
     other = ("gpus", "seq_len", "gbs", "backend", "loss")
-    given = [w for w in words(said) if (key := key_of(w)) not in other and not idle(said, [key])]
-    names = keys_of(given)
-    given += [
+    settings = [w for w in words(stated_plan) if (key := key_of(w)) not in other and not idle(stated_plan, [key])]
+    names = keys_of(settings)
+    settings += [
         w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in names
     ]  # a configuration leaves none open
     return setting(
-        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given, framework=framework,
+        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=settings, framework=framework,
         backend=config.backend, routing=routing,
     )  # fmt: skip
 
 
-def _again(own: Setting, asked: _Asked) -> Setting:
+def _again(configured: Setting, request: _Request) -> Setting:
     """The setting of a run's configuration, with what the command line says instead."""
-    q = own.question
-    names = keys_of(asked.known)
-    kept = [word for word in own.known if key_of(word) not in names]
+    q = configured.question
+    names = keys_of(request.settings)
+    unchanged = [word for word in configured.known if key_of(word) not in names]
     return setting(
-        q.shape, q.model, q.cluster, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
-        framework=own.framework, backend=q.backend, routing=q.routing,
+        q.shape, q.model, q.cluster, q.gpus, seq_len=request.seq or q.seq_len, gbs=request.gbs or q.gbs, known=[*unchanged, *request.settings],
+        framework=configured.framework, backend=q.backend, routing=q.routing,
     )  # fmt: skip
 
 
@@ -405,44 +412,47 @@ def _walls(file: Path) -> dict[str, Any]:
     return asdict(walls.walls(reports.timeline_from_file(file)))
 
 
-def _show(found: Mapping[str, Any]) -> None:
-    at, speed, best, mine = found["setting"], found["measured"], found["predicted"]["best"], found["predicted"]["yours"]
+def _show(diagnosis: Mapping[str, Any]) -> None:
+    """Print a diagnosis: speed beside the prediction and published runs, walls, actions, and how sure it is."""
+    at, speed, best, yours = diagnosis["setting"], diagnosis["measured"], diagnosis["predicted"]["best"], diagnosis["predicted"]["yours"]
     say(f"{at['model']} on {at['gpus']} {at['hardware']}, {at['precision']}, {at['seq_len']} tokens, global batch {at['gbs']}")
     if speed:
         say(
-            f"you        {speed['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {speed['mfu']:.0%} MFU, {speed['step_s']:.2f} s a step ({speed['said']})"
+            f"you        {speed['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {speed['mfu']:.0%} MFU, {speed['step_s']:.2f} s a step"
+            f" ({speed['said']})"
         )
-    for name, each in (("predicted", mine), ("fastest", best)):
+    for name, each in (("predicted", yours), ("fastest", best)):
         if each:
             tokens = each["tokens_per_s_per_gpu"]
             say(
                 f"{name:9}  {tokens['value']:,.0f} tokens/s/GPU [{tokens['low']:,.0f}, {tokens['high']:,.0f}], {each['mfu']:.0%} MFU,"
                 f" {each['memory_gib']:.0f} GiB: {' '.join(each['settings'])}"
             )
-    _show_obstacle(found["predicted"]["nothing_fits"])
-    runs = found["published"]
+    _show_obstacle(diagnosis["predicted"]["nothing_fits"])
+    runs = diagnosis["published"]
     for row in runs["rows"][:_SHOWN] if runs else ():
         say(
-            f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']} {row['hardware']},"
-            f" {row['precision']} {row['layout']} ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
+            f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']}"
+            f" {row['hardware']}, {row['precision']} {row['layout']}"
+            f" ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
         )
-    say(f"so         {found['position']['sentence']}")
-    walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
+    say(f"so         {diagnosis['position']['sentence']}")
+    walls = [w for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1]
     if walls:
-        say(f"\nwall, from {found['walls_from']}")
+        say(f"\nwall, from {diagnosis['walls_from']}")
         print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
     else:
         say("\nwall       not known: name what you run with --layout, or what you saw with --saw or --trace")
-    if found["how_to_tell"]:
-        say(f"to tell    {found['how_to_tell']}")
-    for place, action in enumerate(found["actions"], 1):
+    if diagnosis["how_to_tell"]:
+        say(f"to tell    {diagnosis['how_to_tell']}")
+    for place, action in enumerate(diagnosis["actions"], 1):
         _show_action(place, action)
     say("")
-    for words_ in found["confidence"]["warnings"]:
+    for words_ in diagnosis["confidence"]["warnings"]:
         say(f"beware     {words_}")
-    if found["confidence"]["unknown"]:
-        say(f"confidence {found['confidence']['level']}; not known: {', '.join(found['confidence']['unknown'])}")
-    for words_ in found["assumptions"]:
+    if diagnosis["confidence"]["unknown"]:
+        say(f"confidence {diagnosis['confidence']['level']}; not known: {', '.join(diagnosis['confidence']['unknown'])}")
+    for words_ in diagnosis["assumptions"]:
         say(f"assumes    {words_}")
 
 
@@ -457,6 +467,7 @@ def _show_obstacle(near: Mapping[str, Any] | None) -> None:
 
 
 def _show_action(place: int, action: Mapping[str, Any]) -> None:
+    """Print one action: its gain, its claims, what to set, and how to test it."""
     planner, record = action["planner"], action["record"]
     gains = [
         *([f"{planner['value']:+.0%} [{planner['low']:+.0%}, {planner['high']:+.0%}] by the planner"] if planner else []),
@@ -503,20 +514,21 @@ def answer(
         ConfigError: the model, the GPUs or the layout is not known, or only a part of them is named.
     """
     counted = steps[len(steps) // _UNCOUNTED_STEPS :]
-    found = rl_step.diagnose(rl_step.middle(counted)) | {"steps": len(counted)}
+    step = rl_step.diagnose(rl_step.middle(counted)) | {"steps": len(counted)}
     if model is None:
-        return found
+        return step
     if hardware is None:
         raise ConfigError("the memory of both engines depends on the GPUs; give --gpus N and --gpu KIND, such as --gpus 8 --gpu h200")
-    return found | {"memory": _memory(model, gpus, hardware, [*layout, *([f"seq_len={seq}"] if seq else [])])}
+    return step | {"memory": _memory(model, gpus, hardware, [*layout, *([f"seq_len={seq}"] if seq else [])])}
 
 
 def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) -> dict[str, Any]:
+    """The peak of the trainer and the room of an inference engine on the same GPUs, in GiB."""
     shape, room = find(model), machine(hardware).memory_gib * _ENGINE
     sizes = (2**i for i in range(_MOST_TP.bit_length()))
     tp = next((n for n in sizes if rl_step.engine(shape, n).weights / memory.GIB <= room * _WEIGHTS), _MOST_TP)
     engine = rl_step.engine(shape, tp)
-    left = room - engine.weights / memory.GIB
+    free_gib = room - engine.weights / memory.GIB
     return {
         "trainer_gib": memory.peak(parse(model, layout, gpus=gpus, shape=shape)) / memory.GIB,
         "gpu_gib": machine(hardware).memory_gib,
@@ -524,35 +536,35 @@ def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) 
             "tp": tp,
             "weights_gib": engine.weights / memory.GIB,
             "kv_bytes_per_token": engine.kv_per_token,
-            "kv_tokens": max(0, int(left * memory.GIB / engine.kv_per_token)) if engine.kv_per_token else None,
+            "kv_tokens": max(0, int(free_gib * memory.GIB / engine.kv_per_token)) if engine.kv_per_token else None,
         },
     }
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(step_answer: Mapping[str, Any]) -> None:
     """The answer as lines."""
-    step = "of unknown length" if found["step_s"] is None else f"{found['step_s']:.4g} s a step"
-    say(f"a step of reinforcement learning, {step}, median of {found['steps']}; what follows is arithmetic on the log")
-    say(f"wall       {found['wall'] or 'not known: the log names no phases, and its lengths alone do not tell'}")
-    rows = [{"phase": p["phase"], "seconds": f"{p['seconds']:.4g}", "share": f"{p['share']:.0%}"} for p in found["phases"]]
+    step = "of unknown length" if step_answer["step_s"] is None else f"{step_answer['step_s']:.4g} s a step"
+    say(f"a step of reinforcement learning, {step}, median of {step_answer['steps']}; what follows is arithmetic on the log")
+    say(f"wall       {step_answer['wall'] or 'not known: the log names no phases, and its lengths alone do not tell'}")
+    rows = [{"phase": p["phase"], "seconds": f"{p['seconds']:.4g}", "share": f"{p['share']:.0%}"} for p in step_answer["phases"]]
     if rows:
         print_table(rows, ("phase", "seconds", "share"))
-    if tail := found["long_tail"]:
+    if tail := step_answer["long_tail"]:
         say(
             f"long tail  the longest response is {tail['longest'] / tail['mean']:.1f} times the mean: where a batch decodes at once,"
             f" {tail['idle_share_of_rollout']:.0%} of the rollout waits for it"
         )
-    if idle := found["idle"]:
+    if idle := step_answer["idle"]:
         say(f"together   GPUs that do both in turn wait in {idle['together']:.0%} of the step, if all responses begin at once")
         say(f"apart      in turns, trainers wait in {idle['trainers_apart']:.0%} and engines in {idle['engines_apart']:.0%} of the step")
         say(f"overlapped a step of the same GPUs for each takes at least the longer part: at most {idle['overlapped']:.2f} times as fast")
-    if both := found.get("memory"):
+    if both := step_answer.get("memory"):
         engine = both["engine"]
         tokens = "" if engine["kv_tokens"] is None else f", and room for {engine['kv_tokens']:,} tokens of keys and values"
         say(
-            f"memory     of {both['gpu_gib']:.0f} GiB: the trainer's peak {both['trainer_gib']:.0f} GiB; an engine alone on {engine['tp']} GPU,"
-            f" {engine['weights_gib']:.0f} GiB of weights on each{tokens}"
+            f"memory     of {both['gpu_gib']:.0f} GiB: the trainer's peak {both['trainer_gib']:.0f} GiB; an engine alone on"
+            f" {engine['tp']} GPU, {engine['weights_gib']:.0f} GiB of weights on each{tokens}"
         )
-    for place, action in enumerate(found["actions"], 1):
+    for place, action in enumerate(step_answer["actions"], 1):
         say(f"{place}  {action}")
-    say(f"card       playbook cards show {found['card']}")
+    say(f"card       playbook cards show {step_answer['card']}")

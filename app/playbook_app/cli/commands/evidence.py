@@ -50,9 +50,11 @@ def evidence_list(
     claims = by_claim(cards)
     if claim is not None and claim not in claims:
         raise PlaybookError(f"no card has a claim '{claim[:40]}'{did_you_mean(claim, claims)}; `playbook cards list --claims` has all")
-    found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence) and claim in (None, r.claim)]
+    recorded = [
+        (r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence) and claim in (None, r.claim)
+    ]
     # The table says whether a verdict is stale, and one reason is enough for that.
-    rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in found]
+    rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in recorded]
     columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",), wide)
 
@@ -62,7 +64,10 @@ def evidence_show(
     file: Annotated[str, typer.Argument(metavar="FILE|CLAIM", help="An evidence file, a record's id, or a claim such as W9.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one record: what was claimed, what was found, what it rests on. Of a claim, the record that speaks for it; the others are named."""
+    """Show one record: what was claimed, what was found, what it rests on.
+
+    Of a claim, the record that speaks for it; the others are named.
+    """
     record, claim_today, others = _chosen(file)
     path = record.path if record else Path(file)
     sound = record.content if record and not record.altered else None
@@ -91,7 +96,8 @@ def evidence_show(
 
 
 def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, list[Record]]:
-    """The record that an id or a claim means, the claim that it speaks for, and the records of other machines on that; no record where a file is named.
+    """The record that an id or a claim means, the claim that it speaks for, and the records of other machines on that; no record where a
+    file is named.
 
     Raises:
         PlaybookError: it is no file, and there is no such record or claim, or none on the claim.
@@ -103,29 +109,37 @@ def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, l
     claims = by_claim(cards)
     records = records_here(cards, here())
     if _RECORD.fullmatch(named):
-        if found := [r for r in records if r.id == named]:
-            return found[0], claim_of(found[0], claims), []
+        if matches := [r for r in records if r.id == named]:
+            return matches[0], claim_of(matches[0], claims), []
         raise PlaybookError(f"there is no record {named}; `playbook evidence list --json` has their paths")
     if claim not in claims:
         raise PlaybookError(f"there is no claim {claim}; `playbook cards list --claims` shows them all")
-    found = sorted(verdicts(records, claim), key=lambda r: r.precedence, reverse=True)
-    if not found:
+    matches = sorted(verdicts(records, claim), key=lambda r: r.precedence, reverse=True)
+    if not matches:
         raise PlaybookError(f"nothing was measured on {claim} yet; test it with: playbook confirm {claims[claim][0]}/{claim}")
-    return found[0], claims[claim][1], found[1:]
+    return matches[0], claims[claim][1], matches[1:]
 
 
-def drawn(found: Comparison | None, margin: Quantity | None) -> list[str]:
-    """An effect's interval on a line, with the place of no effect and of the margin; nothing where the effect is no percentage with an interval."""
-    if found is None or found.scale != "log_ratio" or found.low is None or found.high is None or found.design == "deterministic":
+def drawn(comparison: Comparison | None, margin: Quantity | None) -> list[str]:
+    """An effect's interval on a line, with the place of no effect and of the margin; nothing where the effect is no percentage with an
+    interval.
+    """
+    if (
+        comparison is None
+        or comparison.scale != "log_ratio"
+        or comparison.low is None
+        or comparison.high is None
+        or comparison.design == "deterministic"
+    ):
         return []
-    asked = (
+    margin_effect = (
         None
         if margin is None or margin.unit not in ("percent", "ratio")
         else margin.value / 100
         if margin.unit == "percent"
         else margin.value - 1
     )
-    ends = [0.0, found.low, found.high, *([] if asked is None else [asked])]
+    ends = [0.0, comparison.low, comparison.high, *([] if margin_effect is None else [margin_effect])]
     least, most = min(ends), max(ends)
     if not 0 < most - least < _WIDEST:
         return []
@@ -134,12 +148,12 @@ def drawn(found: Comparison | None, margin: Quantity | None) -> list[str]:
         return round((value - least) / (most - least) * (_WIDTH - 1))
 
     line = [" "] * _WIDTH
-    for i in range(place(found.low), place(found.high) + 1):
+    for i in range(place(comparison.low), place(comparison.high) + 1):
         line[i] = "="
-    for value, mark in ((0.0, "|"), (asked, "M"), (found.effect, "o")):
+    for value, mark in ((0.0, "|"), (margin_effect, "M"), (comparison.effect, "o")):
         if value is not None:
             line[place(value)] = mark
-    key = "| no effect, = interval, o estimate" + (f", M margin {100 * asked:+.3g} %" if asked is not None else "")
+    key = "| no effect, = interval, o estimate" + (f", M margin {100 * margin_effect:+.3g} %" if margin_effect is not None else "")
     return [f"      {100 * least:+.3g} % [{''.join(line)}] {100 * most:+.3g} %", f"      {key}"]
 
 
@@ -160,7 +174,10 @@ def evidence_import(
 
 
 def _take_in(file: Path, origin: str | None = None, results: Path | None = None) -> Path:
-    """Where a record that replays goes: into the repository, or one from elsewhere among the results. Replaying takes numpy, which readers do without."""
+    """Where a record that replays goes: into the repository, or one from elsewhere among the results.
+
+    Replaying takes numpy, which readers do without.
+    """
     from playbook_bench.run import replay
 
     return replay.accept(file) if origin is None else replay.take_in(file, origin, results or default_results())
@@ -180,8 +197,8 @@ def evidence_table(
         with tables_wanted():
             import_module("pyarrow" if form == "parquet" else "tabulate")
     records = read([results or default_results(), data_root("results")])
-    found = (r.content for r in reversed(records) if isinstance(r.content, Evidence) and not r.altered)
-    frame = to_frame(found, per="step" if steps else "launch")
+    evidence = (r.content for r in reversed(records) if isinstance(r.content, Evidence) and not r.altered)
+    frame = to_frame(evidence, per="step" if steps else "launch")
     try:
         if form == "parquet":
             frame.to_parquet(output, index=False)

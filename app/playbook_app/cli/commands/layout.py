@@ -89,14 +89,14 @@ def layout_memory(
     plan = _plan(model, [*(settings or []), *cuts(layers, experts)], gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)
-    found = None if memory is None else verdict(most.peak, memory)
+    fit = None if memory is None else verdict(most.peak, memory)
     beside = _beside(snapshot, stages) if snapshot else None
     if as_json:
         totals: dict[str, Any] = {
             "peak": most.peak,
             "stage": most.stage,
             "memory_gib": memory,
-            "verdict": found,
+            "verdict": fit,
             **({"snapshot": beside} if beside else {}),
         }
         print_json({"layout": degrees(plan), "unit": "bytes", **totals, "stages": [s.row() for s in stages]})
@@ -105,12 +105,12 @@ def layout_memory(
             plan,
             stages,
             most,
-            _unnamed(most.peak) if found is None else f"{found}: a GPU has {memory:g} GiB",
+            _unnamed(most.peak) if fit is None else f"{fit}: a GPU has {memory:g} GiB",
         )
         if beside:
             say("")
             print_snapshot(beside)
-    if found == "does not fit":
+    if fit == "does not fit":
         raise typer.Exit(ExitCode.USAGE)
 
 
@@ -122,18 +122,20 @@ _AS_PLANNED = {
 
 
 def _beside(file: Path, stages: list[StageBytes]) -> dict[str, Any]:
-    """A snapshot with the parts of the stage whose peak is nearest; all ranks of a stage hold the same, and a snapshot does not say its rank."""
-    seen = memory_from_file(file)
-    stage = min(stages, key=lambda s: abs(s.peak - seen.peak))
+    """A snapshot with the parts of the stage whose peak is nearest; all ranks of a stage hold the same, and a snapshot does not say its
+    rank.
+    """
+    snapshot = memory_from_file(file)
+    stage = min(stages, key=lambda s: abs(s.peak - snapshot.peak))
     planned = {part: sum(getattr(stage, name) for name in names) for part, names in _AS_PLANNED.items()}
-    return {**asdict(seen), "planned": planned, "planned_peak": stage.peak, "stage": stage.stage}
+    return {**asdict(snapshot), "planned": planned, "planned_peak": stage.peak, "stage": stage.stage}
 
 
 def _unnamed(peak: float) -> str:
     """What can be said of a peak where no GPU is named."""
     holders = [name for name in clusters() if peak <= cluster(name).memory_gib * GIB]
-    held = f"it is under what {', '.join(holders)} have" if holders else "no GPU that is known here has that much"
-    return f"no GPU is named: {held}; --hardware or --memory says whether it fits"
+    sentence = f"it is under what {', '.join(holders)} have" if holders else "no GPU that is known here has that much"
+    return f"no GPU is named: {sentence}; --hardware or --memory says whether it fits"
 
 
 def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict: str) -> None:
@@ -154,14 +156,14 @@ def layout_traffic(
 ) -> None:
     """Count FLOPs per token, the pipeline's bubble, and the bytes that each rank sends."""
     plan = _plan(model, [*(settings or []), *cuts(layers, experts)], gpus)
-    found = traffic(plan)
+    counts = traffic(plan)
     if as_json:
-        print_json({"layout": degrees(plan), **found})
+        print_json({"layout": degrees(plan), **counts})
         return
     say(_line(plan))
-    say(f"{found['flops_per_token'] / 1e9:.2f} GFLOP per token, forward and backward; bubble {found['bubble']:.1%}")
+    say(f"{counts['flops_per_token'] / 1e9:.2f} GFLOP per token, forward and backward; bubble {counts['bubble']:.1%}")
     rows = [
-        {**row, "forward MiB": f"{row['forward'] / _MIB:.1f}", "backward MiB": f"{row['backward'] / _MIB:.1f}"} for row in found["sent"]
+        {**row, "forward MiB": f"{row['forward'] / _MIB:.1f}", "backward MiB": f"{row['backward'] / _MIB:.1f}"} for row in counts["sent"]
     ]
     print_table(rows, ("what", "per", "forward MiB", "backward MiB"))
 
@@ -192,9 +194,9 @@ def _explain(broken: list[str], near: list[Near]) -> None:
     for sentence in broken:
         say(f"  - {sentence}")
     say("nearest legal layouts" if near else "no choice of degrees makes this legal: first change the options that the rules above name")
-    for found in near:
-        changes = " ".join(f"{k}={str(v).lower()}" for k, v in found.changes.items())
-        say(f"  {changes}    ({_line(found.plan)})")
+    for layout in near:
+        changes = " ".join(f"{k}={str(v).lower()}" for k, v in layout.changes.items())
+        say(f"  {changes}    ({_line(layout.plan)})")
 
 
 def _row(stage: StageBytes) -> dict[str, str]:

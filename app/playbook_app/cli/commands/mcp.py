@@ -21,6 +21,7 @@ def mcp() -> None:
             raise
         raise PlaybookError("the package 'mcp' is not installed; run pip install '.[mcp]' in a clone of Playbook") from e
     serving = server(library_here())
-    # A thread of the library waits for the next line and would hold an interrupted server until one comes. It writes nothing, so it may just end.
+    # A thread of the library waits for the next line and would hold an interrupted server until one comes. It writes nothing, so it may
+    # just end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     serving.run("stdio")

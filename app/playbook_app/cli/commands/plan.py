@@ -69,8 +69,8 @@ class _Plans(TyperGroup):  # type: ignore[misc]
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments, with the command that is left out where they begin with none."""
         named = args and (args[0] in self.commands or args[0] == "--help")
-        found: list[str] = super().parse_args(ctx, args if named or not args else [self.default, *args])
-        return found
+        parsed: list[str] = super().parse_args(ctx, args if named or not args else [self.default, *args])
+        return parsed
 
 
 app = commands()
@@ -194,20 +194,20 @@ def plan_for(
     )
     if scale:
         return show_curve(question, several(scale), anchor, total, price, published=published, as_json=as_json)
-    found = plan_layouts(question, top)
+    answer = plan_layouts(question, top)
     if emit_case is None and (anchor is not None or published):
-        found = anchored(found, anchor, with_published=published)
-    if emit_case is not None and found.choices:
-        _emit(found, emit_case, case_gpus, _words(against or []))
-    elif export is not None and found.choices:
-        say(plans.launchable(found.choices[0].plan, export, question.cluster.name).text(slurm=slurm).rstrip())
-        complain(_exported(found.choices[0], export, plans.SETTINGS.get(export, ())))
-    elif as_json or found.choices:
-        whole = training(found.choices[0], question.cluster, total, price) if total and found.choices else None
-        _answer(found, of_plan(found) if published else None, whole, published=published, as_json=as_json)
+        answer = anchored(answer, anchor, with_published=published)
+    if emit_case is not None and answer.choices:
+        _emit(answer, emit_case, case_gpus, _words(against or []))
+    elif export is not None and answer.choices:
+        say(plans.launchable(answer.choices[0].plan, export, question.cluster.name).text(slurm=slurm).rstrip())
+        complain(_exported(answer.choices[0], export, plans.SETTINGS.get(export, ())))
+    elif as_json or answer.choices:
+        whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
+        _answer(answer, of_plan(answer) if published else None, whole, published=published, as_json=as_json)
     else:
-        _explain(found)
-    if not found.choices:
+        _explain(answer)
+    if not answer.choices:
         raise typer.Exit(ExitCode.USAGE)
 
 
@@ -217,12 +217,12 @@ def _refuse(contradictions: Mapping[str, bool]) -> None:
         raise ConfigError(message)
 
 
-def _answer(found: Answer, runs: Published | None, whole: Training | None, *, published: bool, as_json: bool) -> None:
+def _answer(answer: Answer, runs: Published | None, whole: Training | None, *, published: bool, as_json: bool) -> None:
     if as_json:
-        document = plain_data.document(found, runs.document(found.question) if runs else None)
+        document = plain_data.document(answer, runs.document(answer.question) if runs else None)
         print_json(document | ({"training": asdict(whole)} if whole else {}))
     else:
-        _show(found, runs, whole, published=published)
+        _show(answer, runs, whole, published=published)
 
 
 def _with(words: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
@@ -231,10 +231,10 @@ def _with(words: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
     return words + tuple(word for word in more if key_of(word) not in named)
 
 
-def _words(given: list[str]) -> list[str]:
+def _words(options: list[str]) -> list[str]:
     """`tp=1,ep=8` as two words; a comma inside a value, such as `recompute=moe_act,layernorm`, stays."""
     words: list[str] = []
-    for part in (p for text in given for p in text.split(",") if p):
+    for part in (p for text in options for p in text.split(",") if p):
         if "=" in part or not words:
             words.append(part)
         else:
@@ -253,18 +253,19 @@ def _exported(best: Choice, target: str, implied: Sequence[str]) -> str:
     )
 
 
-def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
-    q = found.question
+def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
+    """Write the case that tests the best plan against another, and print what was predicted for each."""
+    q = answer.question
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*\.yaml", path.name):
         raise ConfigError(
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
-    case = case_of(found, path.stem, gpus, against)
-    said = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
-    said |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
-    said |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
-    said |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
-    words = " ".join(f"{k} {v}" for k, v in said.items() if v)
+    case = case_of(answer, path.stem, gpus, against)
+    options = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
+    options |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
+    options |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
+    options |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
+    words = " ".join(f"{k} {v}" for k, v in options.items() if v)
     text = text_of(case, f"playbook plan {q.model} {words} --emit-case {path.name} --case-gpus {gpus}")
     try:
         files.replace(path, text)
@@ -276,13 +277,15 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(found: Answer, runs: Published | None, whole: Training | None, *, published: bool) -> None:
-    q, best = found.question, found.choices[0]
+def _show(answer: Answer, runs: Published | None, whole: Training | None, *, published: bool) -> None:
+    """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
+    q, best = answer.question, answer.choices[0]
     say(
-        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {found.counts.enumerated:,} combinations,"
-        f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB, {found.counts.timed:,} plans timed"
+        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {answer.counts.enumerated:,}"
+        f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
+        f" {answer.counts.timed:,} plans timed"
     )
-    rows = [_line(i, c, tied=len(found.ties) > 1 and i in found.ties) for i, c in enumerate(found.choices)]
+    rows = [_line(i, c, tied=len(answer.ties) > 1 and i in answer.ties) for i, c in enumerate(answer.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
     rows = [*([_measured(ahead)] if ahead else []), *rows]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
@@ -308,23 +311,23 @@ def _show(found: Answer, runs: Published | None, whole: Training | None, *, publ
     peaks = [s.peak / GIB for s in best.stages]
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
-    if len(found.choices) > 1 and q.goal == "tokens/s":
-        say(f"second   {lost(best, found.choices[1])}")
-    measure = next_run(found)
+    if len(answer.choices) > 1 and q.goal == "tokens/s":
+        say(f"second   {lost(best, answer.choices[1])}")
+    measure = next_run(answer)
     if measure:
         say(
-            f"ties     {count(len(found.ties), 'plan')} marked * cannot be told apart; next, run 1 and"
-            f" {found.choices.index(measure[1]) + 1} for 20 steps each: they differ most in {PARTS[measure[2]]}"
+            f"ties     {count(len(answer.ties), 'plan')} marked * cannot be told apart; next, run 1 and"
+            f" {answer.choices.index(measure[1]) + 1} for 20 steps each: they differ most in {PARTS[measure[2]]}"
         )
-    if found.anchored:
-        say(f"anchored {found.anchored}")
+    if answer.anchored:
+        say(f"anchored {answer.anchored}")
     if published and not runs:
         say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
     for row in runs.rows if runs else ():
         other = row.other(q)
         say(
-            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'} {row.hardware}{f' ({other})' if other else ''}:"
-            f" {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
+            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'}"
+            f" {row.hardware}{f' ({other})' if other else ''}: {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
         )
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
@@ -336,6 +339,7 @@ def _settings(plan: Plan) -> str:
 
 
 def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
+    """One plan as a row of the table; `tied` marks plans that cannot be told apart."""
     plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
     o = plan.options
     extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
@@ -357,7 +361,8 @@ def _measured(row: Row) -> dict[str, str]:
     degrees = {k: row.run.word(k) or "-" for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "mbs")}
     silent = {k: "1" if k in _SILENT and v == "-" else v for k, v in degrees.items()}
     return {
-        "": "published", **silent, "tokens/s/GPU": f"{row.tokens_per_s_per_gpu:,.0f}", "80 %": "measured", "MFU": f"{row.mfu:.0%}", "GiB": "-",
+        "": "published", **silent, "tokens/s/GPU": f"{row.tokens_per_s_per_gpu:,.0f}", "80 %": "measured",
+        "MFU": f"{row.mfu:.0%}", "GiB": "-",
         "with": ", ".join(word.partition("=")[2] if word.startswith("dispatcher") else word.replace("=", " ") for word in row.options),
     }  # fmt: skip
 
@@ -370,24 +375,25 @@ def _foretold(row: Row) -> str:
     return f"of {row.id} the planner says {row.predicted:,.0f}, {abs(far):.0%} too {'slow' if far < 0 else 'fast'}, that run left out"
 
 
-def _explain(found: Answer) -> None:
+def _explain(answer: Answer) -> None:
     """Nothing fits: the nearest, and what is in the way."""
-    q, near = found.question, found.obstacle
+    q, near = answer.question, answer.obstacle
     if near is None:
-        rules = "".join(f"\n  - {sentence}" for sentence in found.broken)
+        rules = "".join(f"\n  - {sentence}" for sentence in answer.broken)
         raise ConfigError(
             f"no layout of {q.model} is legal on {q.gpus} GPUs with a global batch of {q.global_batch}; change --gpus, --gbs or --fix."
             f" What most layouts break:{rules}"
         )
     say(
-        f"nothing fits: {found.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / GIB:.1f} GiB"
+        f"nothing fits: {answer.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under"
+        f" {q.capacity / GIB:.1f} GiB"
     )
     say(f"nearest  {_settings(near.plan)}")
     stage, gib = near.stage, {k: v / GIB for k, v in near.stage.row().items() if isinstance(v, float)}
     say(
         f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
-        f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations {gib['activations']:.1f},"
-        f" loss or replay {gib['transient']:.1f}"
+        f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations"
+        f" {gib['activations']:.1f}, loss or replay {gib['transient']:.1f}"
     )
     say(
         f"fits     with {', or '.join(near.ways)}" if near.ways else "fits     with nothing that is known here: a smaller model or sequence"
@@ -424,33 +430,36 @@ def plan_run(
     as_json: AsJson = False,
 ) -> None:
     """Show one published run: what was set and measured, its page, and what is predicted for it."""
-    found = one(name)
+    run = one(name)
     if as_json:
-        print_json(found)
+        print_json(run)
         return
-    wide = max(map(len, found))
-    for key, value in found.items():
+    wide = max(map(len, run))
+    for key, value in run.items():
         for part in value if isinstance(value, list) else [value]:
             if part and key != "schema":
                 say(f"{key:{wide}}  {f'{part:,.0f} tokens/s/GPU' if isinstance(part, float) else part}")
 
 
 def _show_runs(rows: list[accuracy.Row]) -> None:
-    told = [r for r in rows if r.prediction]
+    """Print predictions beside measured runs: a row for each where they are few, errors by group, and the order of layouts."""
+    predicted = [r for r in rows if r.prediction]
     say(
-        f"{count(len(rows), 'run')}: {len(told)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
+        f"{count(len(rows), 'run')}: {len(predicted)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their"
+        " configuration"
     )
     written = [r.run.sealed for r in rows if r.run.sealed]
     if written:
         days = sorted({s.day for s in written})
-        open_ = sum(not r.counts for r in told)
+        open_ = sum(not r.counts for r in predicted)
         say(
-            f"written down {' to '.join(dict.fromkeys((days[0], days[-1])))}, seal {written[-1].seal[:16]} holds; {count(open_, 'row')} without a figure yet"
+            f"written down {' to '.join(dict.fromkeys((days[0], days[-1])))}, seal {written[-1].seal[:16]} holds; {count(open_, 'row')}"
+            " without a figure yet"
         )
-    if told and (written or len(rows) <= _LISTED):
-        print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
+    if predicted and (written or len(rows) <= _LISTED):
+        print_table([_run_line(r) for r in predicted], tuple(_run_line(predicted[0])))
         say("")
-    for note in dict.fromkeys(w for r in told if r.prediction for w in r.prediction.cluster.notes):
+    for note in dict.fromkeys(w for r in predicted if r.prediction for w in r.prediction.cluster.notes):
         say(note)
     whole = accuracy.total(rows)
     if whole:
@@ -460,8 +469,8 @@ def _show_runs(rows: list[accuracy.Row]) -> None:
     if order:
         say(
             f"order of layouts in {count(order['groups'], 'group')} of 3 or more: the choice is within 5 % of the best in"
-            f" {order['winner_within_5_percent']:.0%}, {order['mean_regret']:.1%} slower on average; correlation of ranks {order['order']:.2f} within"
-            f" groups, {order['spearman']:.2f} over all rows"
+            f" {order['winner_within_5_percent']:.0%}, {order['mean_regret']:.1%} slower on average; correlation of ranks"
+            f" {order['order']:.2f} within groups, {order['spearman']:.2f} over all rows"
         )
     over = accuracy.impossible(rows)
     if over:
@@ -472,16 +481,21 @@ def _show_runs(rows: list[accuracy.Row]) -> None:
 
 def _run_line(row: accuracy.Row) -> dict[str, str]:
     interval, measured = row.interval, speed(row.prediction, row.measured) if row.prediction else None
-    found = {"run": row.run.id, "predicted tokens/s/GPU": f"{interval.value:,.0f}", "80 %": f"{interval.low:,.0f} to {interval.high:,.0f}"}
+    predicted = {
+        "run": row.run.id,
+        "predicted tokens/s/GPU": f"{interval.value:,.0f}",
+        "80 %": f"{interval.low:,.0f} to {interval.high:,.0f}",
+    }
     if measured is None:
-        return {**found, "measured": "-", "difference": "-", "inside": "-"}
-    return {**found, "measured": f"{measured:,.0f}", "difference": f"{row.difference:+.1%}", "inside": "yes" if row.covered else "no"}
+        return {**predicted, "measured": "-", "difference": "-", "inside": "-"}
+    return {**predicted, "measured": f"{measured:,.0f}", "difference": f"{row.difference:+.1%}", "inside": "yes" if row.covered else "no"}
 
 
 def _group_line(group: dict[str, Any]) -> dict[str, str]:
     constant = group["constant_mfu"]
     return {
-        "group": group["group"], "runs": str(group["runs"]), "median error": f"{group['median_error']:.1%}", "p90": f"{group['p90_error']:.1%}",
+        "group": group["group"], "runs": str(group["runs"]), "median error": f"{group['median_error']:.1%}",
+        "p90": f"{group['p90_error']:.1%}",
         "bias": f"{group['bias']:+.1%}", "in 80 % interval": f"{group['covered']:.0%}", "high / low": f"{group['width']:.2f}",
         "constant MFU": f"{constant['median_error']:.1%}", "its p90": f"{constant['p90_error']:.1%}",
     }  # fmt: skip

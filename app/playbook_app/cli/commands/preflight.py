@@ -30,7 +30,9 @@ def preflight(
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
 ) -> None:
-    """Check every GPU of this machine, or of all nodes of a job of Slurm (`srun --ntasks-per-node=8 playbook preflight`): products, memory, host, copies and links beside what this kind of GPU reaches, and beside one another. Exit code 1 if one is slow."""
+    """Check every GPU of this machine, or of all nodes of a job of Slurm (`srun --ntasks-per-node=8 playbook preflight`): products,
+    memory, host, copies and links beside what this kind of GPU reaches, and beside one another. Exit code 1 if one is slow.
+    """
     if find_spec("torch") is None:
         raise PlaybookError(NO_TORCH)
     machine = detect.detect()

@@ -48,20 +48,20 @@ def search(
     run = stated(hardware, model, gpus)
     cards = load.load_all()
     only = None if status is None else _with_status(cards, status)
-    found = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
-    standing = _standing(found.hits, cards)
+    answer = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
+    standing = _standing(answer.hits, cards)
     if as_json:
-        row = found.as_row()
+        row = answer.as_row()
         print_json({**row, "hits": [{**hit, "standing": {i: standing[i] for i in hit["claims"]}} for hit in row["hits"]]})
         return
     speed = diagnosis_of(query, run)
     if speed:
         say(f"how fast it should be, and what to try: {speed}")
-    if found.none:
-        complain(f"{found.none}; playbook cards list shows all cards")
-    if found.nearest:
-        say(f"nearest, and perhaps of no use: {', '.join(found.nearest)}")
-    for hit in found.hits:
+    if answer.none:
+        complain(f"{answer.none}; playbook cards list shows all cards")
+    if answer.nearest:
+        say(f"nearest, and perhaps of no use: {', '.join(answer.nearest)}")
+    for hit in answer.hits:
         say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
         say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
         shown = [f"{i} {', '.join(standing[i]) or UNTESTED}" for i in hit.claims[:_NEAREST]]
@@ -71,17 +71,17 @@ def search(
         say(f"  claims {'; '.join(shown + more)}")
         for limit_ in hit.limits:
             say(f"  does not apply: {limit_}")
-    for page in found.pages:
+    for page in answer.pages:
         say(f"see also {page.source}, {page.title}")
-    if found.hits:
-        say(f"settings and all claims: playbook cards show {found.hits[0].id}")
+    if answer.hits:
+        say(f"settings and all claims: playbook cards show {answer.hits[0].id}")
 
 
 def _standing(hits: Sequence[Hit], cards: Mapping[str, Card]) -> dict[str, list[str]]:
     """Where each claim of what was found stands, in words; empty where nobody has tested it."""
-    claims, found = by_claim(cards), [i for hit in hits for i in hit.claims]
-    records = records_here(cards, here()) if found else []
-    return {i: stands(records, claims[i][1], today()) for i in found}
+    claims, claim_ids = by_claim(cards), [i for hit in hits for i in hit.claims]
+    records = records_here(cards, here()) if claim_ids else []
+    return {i: stands(records, claims[i][1], today()) for i in claim_ids}
 
 
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:

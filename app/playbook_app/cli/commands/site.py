@@ -22,7 +22,7 @@ from playbook_app.services.check import RECIPES
 from playbook_app.services.standing import present
 from playbook_app.site import build
 from playbook_app.site.build import Reference
-from playbook_app.site.reference import Command, field_docs
+from playbook_app.site.reference import CommandHelp, field_docs
 from playbook_bench import metrics
 from playbook_trainer.config import model, recipes, sections
 from playbook_trainer.config import tree as trainer
@@ -48,8 +48,8 @@ def site_build(
     target.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is said before seconds of work
     folders = [data_root("results"), *([results] if results else [])]
     built = build.generate(target, folders, reference=reference())
-    found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
-    say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {found}")
+    evidence = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
+    say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {evidence}")
 
 
 def reference() -> Reference:
@@ -69,7 +69,7 @@ def reference() -> Reference:
     )
 
 
-def walk(node: Any, name: str) -> Iterator[Command]:
+def walk(node: Any, name: str) -> Iterator[CommandHelp]:
     """Every command below a node of the command tree, depth first; hidden ones are left out."""
     if node.hidden:
         return
@@ -79,7 +79,7 @@ def walk(node: Any, name: str) -> Iterator[Command]:
             yield from walk(node.get_command(context, child), f"{name} {child}")
     else:
         usage = " ".join([name, *node.collect_usage_pieces(context)])
-        yield Command(name=name, summary=inspect.cleandoc(node.help or ""), usage=usage, options=list(_options(node)))
+        yield CommandHelp(name=name, summary=inspect.cleandoc(node.help or ""), usage=usage, options=list(_options(node)))
 
 
 def _options(node: Any) -> Iterator[tuple[str, str]]:
@@ -92,17 +92,19 @@ def _options(node: Any) -> Iterator[tuple[str, str]]:
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Every recipe with its layout, its estimate and the commands that run it, as plain data."""
-    found = recipes.index()
-    return [_row(recipe, found) for recipe in found.recipes]
+    index = recipes.index()
+    return [_row(recipe, index) for recipe in index.recipes]
 
 
 def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
+    """One recipe as plain data: layout, estimated peaks in GiB, and the commands that run it."""
     path, hardware = RECIPES + recipe.file, index.hardware[recipe.hardware]
     config = trainer.load(recipes.folder() / recipe.file)
     reports = {gpus: dry_run(config, gpus) for gpus in recipe.gpus}
     small = dry_run(trainer.load(recipes.folder() / recipe.file, recipe.small), recipes.SMALL_GPUS)
     gpus = recipe.gpus[0]
     words = " ".join(f"{key}={_word(value)}" for key, value in recipe.small.items())
+    per_node = hardware.gpus_per_node
     return {
         **recipe.model_dump(mode="json"),
         "path": path,
@@ -114,8 +116,8 @@ def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
         "peaks_gib": {n: peak_gib(report) for n, report in reports.items()},
         "small_peak_gib": peak_gib(small),
         "small_memory_gib": index.hardware[recipes.SMALL_HARDWARE].memory_gib,
-        "run": f"torchrun --nproc-per-node {gpus} -m playbook_trainer {path}" if gpus <= hardware.gpus_per_node else None,
-        "slurm": f"playbook train {path} --launcher slurm --nodes {-(-gpus // hardware.gpus_per_node)} --ranks-per-node {hardware.gpus_per_node}",
+        "run": f"torchrun --nproc-per-node {gpus} -m playbook_trainer {path}" if gpus <= per_node else None,
+        "slurm": f"playbook train {path} --launcher slurm --nodes {-(-gpus // per_node)} --ranks-per-node {per_node}",
         "dry_run": f"playbook train --dry-run --gpus {gpus} {path}",
         "run_small": f"torchrun --nproc-per-node {recipes.SMALL_GPUS} -m playbook_trainer {path} {words}",
         "platform": hardware.platform,

@@ -43,8 +43,8 @@ def skills_check(
     home = data_root("skills")
     place = folder or home
     skills, findings = read_skills(place)
-    known = known_here([s.name for s in skills])
-    findings += [f for s in skills for f in check(s, known)]
+    references = known_here([s.name for s in skills])
+    findings += [f for s in skills for f in check(s, references)]
     if not findings:
         findings = index_findings(place, skills, required=place.resolve() == home.resolve())
     if as_json:
@@ -86,22 +86,22 @@ def parse(words: Sequence[str]) -> Accepted | str:
     """Parse a command line without running it; the result, or the error message of the parser."""
     node: Any = typer.main.get_command(root.app)
     path: list[str] = []
-    rest = list(words)
-    while rest and not rest[0].startswith("-") and hasattr(node, "get_command"):
-        found = node.get_command(None, rest[0])
-        if found is None and hasattr(node, "default"):  # a group whose first word need not be a command
-            found, rest = node.get_command(None, node.default), [node.default, *rest]
-        if found is None:
-            return f"the command line has no command '{' '.join([*path, rest[0]])}'"
-        node = found
-        path.append(rest.pop(0))
+    arguments = list(words)
+    while arguments and not arguments[0].startswith("-") and hasattr(node, "get_command"):
+        command = node.get_command(None, arguments[0])
+        if command is None and hasattr(node, "default"):  # a group whose first word need not be a command
+            command, arguments = node.get_command(None, node.default), [node.default, *arguments]
+        if command is None:
+            return f"the command line has no command '{' '.join([*path, arguments[0]])}'"
+        node = command
+        path.append(arguments.pop(0))
     # The bare name of a command, in a sentence, names it and does not call it.
-    if not rest or rest == ["--help"]:
+    if not arguments or arguments == ["--help"]:
         return Accepted("", {})
     # Newer releases of typer carry their own copy of click; this class is UsageError in either.
     usage_error: Any = typer.BadParameter.__mro__[1]
     try:
-        context = node.make_context(" ".join(path), rest)
+        context = node.make_context(" ".join(path), arguments)
     except usage_error as e:
         return str(e.format_message())
     return Accepted(" ".join(path), context.params)

@@ -73,7 +73,7 @@ def train(
         raise PlaybookError("--gpus is part of a dry run; say --dry-run too, or start that many ranks with torchrun or --launcher slurm")
     from playbook_app.cli import jobs
 
-    request = jobs.Request(nodes, cluster, show, not no_wait, job, as_json)
+    request = jobs.JobRequest(nodes, cluster, show, not no_wait, job, as_json)
     jobs.check_request(launcher, request, ranks_per_node)
     if launcher != "local":
         raise typer.Exit(jobs.train(Path(config), overrides or [], launcher, ranks_per_node, request))
@@ -96,7 +96,8 @@ def _show_dry_run(
     build: bool,
     as_json: bool,
 ) -> None:
-    """Print the layout and the estimated memory of each rank, and where hardware is named its predicted speed; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
+    """Print the layout and the estimated memory of each rank, and where hardware is named its predicted speed; with `build`, also the
+    memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
@@ -126,14 +127,15 @@ def _show_dry_run(
 
     def cells(stage: StageBytes) -> dict[str, str]:
         figures = ("states", "gathered", "activations", "vision", "loss", "replayed", "workspace", "peak", "host")
-        own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
-        return own | {name: f"{getattr(stage, name) / GIB:.2f}" for name in figures}
+        head = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
+        return head | {name: f"{getattr(stage, name) / GIB:.2f}" for name in figures}
 
     say(f"can run: {'  '.join(f'{k} {v}' for k, v in report.layout.items())}")
     print_table([cells(s) for s in report.stages], tuple(cells(most)))
     say(f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.stage} holds {most.peak / GIB:.1f} GiB, columns in GiB")
     say(
-        "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers are not in it"
+        "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers"
+        " are not in it"
     )
     if most.grown:
         say("gradients, among the states, come as activations go: of the two the larger counts in the peak")
@@ -146,8 +148,9 @@ def _show_dry_run(
             say(routing.about(routing.on(plan_of(resolved, gpus)), on))
     if built is not None:
         say(
-            f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and {built.allocated_bytes / GIB:.2f} GiB "
-            f"of weights, gradients and optimizer state; by arithmetic {built.expected_parameters / 1e9:.3f} B and {built.expected_bytes / GIB:.2f} GiB"
+            f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and"
+            f" {built.allocated_bytes / GIB:.2f} GiB of weights, gradients and optimizer state; by arithmetic"
+            f" {built.expected_parameters / 1e9:.3f} B and {built.expected_bytes / GIB:.2f} GiB"
         )
         for note in built.notes:
             say(note)
@@ -159,8 +162,8 @@ def _speed(time: StepTime | None) -> str:
         return "no speed is predicted: the planner's laws are of BF16, and train.dtype is fp32"
     speed = time.tokens_per_s_per_gpu
     return (
-        f"predicted: {speed.value:,.0f} tokens/s/GPU, 80 % between {speed.low:,.0f} and {speed.high:,.0f}; a step takes {time.seconds.value:.3g} s; "
-        + "; ".join(time.assumptions)
+        f"predicted: {speed.value:,.0f} tokens/s/GPU, 80 % between {speed.low:,.0f} and {speed.high:,.0f}; a step takes"
+        f" {time.seconds.value:.3g} s; " + "; ".join(time.assumptions)
     )
 
 
