@@ -1,7 +1,7 @@
 """megatron-core by itself: one rank of a loop of its own classes around its own model, for the trainer to be compared with.
 
-It reads the trainer's configuration for sizes, layout and the few switches below, and nothing else of the trainer: no mapping, no engine, no
-recorder. Tokens are random. What it cannot say it refuses. `beside_bare.py` starts it.
+It reads the trainer's configuration for sizes, layout and the few switches below, and nothing else of the trainer: no mapping, no engine,
+no recorder. Tokens are random. What it cannot say it refuses. `beside_bare.py` starts it.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def refuse(config: TrainerConfig) -> None:
 
 def flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested settings by their keys with dots."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in data.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return found
+        by_key |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return by_key
 
 
 def transformer(config: TrainerConfig, with_engine: bool) -> Any:
@@ -256,5 +256,5 @@ def build(config: TrainerConfig, device: torch.device) -> Any:
 
 def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss that gradients are of, and what is reported."""
-    found = losses.float().mean()
-    return found, {"loss": found.detach().clone()}
+    average = losses.float().mean()
+    return average, {"loss": average.detach().clone()}

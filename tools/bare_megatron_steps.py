@@ -1,7 +1,7 @@
 """One rank of `bare_megatron.py`'s model in a loop that prints a JSON line for each step.
 
-`bare_megatron_steps.py CONFIG [key.path=value ...] [--trace FILE]`, which leaves a trace of the last step of rank 0. Started by itself it is the only
-rank; torchrun starts several. With TORCHDYNAMO_DISABLE=1 the compiler is not even imported.
+`bare_megatron_steps.py CONFIG [key.path=value ...] [--trace FILE]`, which leaves a trace of the last step of rank 0. Started by itself it
+is the only rank; torchrun starts several. With TORCHDYNAMO_DISABLE=1 the compiler is not even imported.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def as_written(model: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def main(words: list[str]) -> None:
+    """Train, and print the seconds of each step."""
     words, trace = (words[:-2], words[-1]) if words[-2:-1] == ["--trace"] else (words, None)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         torch.compile = as_written  # torch would import its compiler all the same, for seconds

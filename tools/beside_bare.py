@@ -1,10 +1,12 @@
-"""The megatron backend beside megatron-core by itself: the same configuration in turns on the same GPUs, into docs/parity/megatron-bare.jsonl.
+"""The megatron backend beside megatron-core by itself: the same configuration in turns on the same GPUs, into
+docs/parity/megatron-bare.jsonl.
 
     python tools/beside_bare.py --pairs 4 --budget 500                          # all settings
     python tools/beside_bare.py --only all-to-all --pairs 4 parallel.ep=2 model.num_layers=16   # on two GPUs
 
-Words of the form key.path=value go to both sides. Which side is first changes from pair to pair; all ranks are forks of one process. Both count all
-seconds between the first timed step and the last, on all ranks. Pairs that the file holds are not run again, unless `--again` says so.
+Words of the form key.path=value go to both sides. Which side is first changes from pair to pair; all ranks are forks of one process. Both
+count all seconds between the first timed step and the last, on all ranks. Pairs that the file holds are not run again, unless `--again`
+says so.
 """
 
 from __future__ import annotations
@@ -91,16 +93,18 @@ def run(side: str, arguments: list[str], gpus: Sequence[str], proof: Sequence[Ru
 
 
 def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Tokens per second and GPU of bare megatron-core and of this trainer, for each pair of one setting of which both have come to their end."""
+    """Tokens per second and GPU of bare megatron-core and of this trainer, for each pair of one setting of which both have come to their
+    end."""
     speeds = {(r["side"], r["pair"]): float(r["tokens_per_s_per_gpu"]) for r in rows if r["outcome"] == "ok"}
     return [
         (speed, speeds[("ours", pair)]) for (side, pair), speed in sorted(speeds.items()) if side == "bare" and ("ours", pair) in speeds
     ]
 
 
-def ratio(found: Sequence[tuple[float, float]]) -> tuple[float, float | None, float | None]:
-    """How many times faster the second of each pair is: the geometric mean, and the paired t interval of 95 % where there are two pairs or more."""
-    logs = [math.log(ours / bare) for bare, ours in found]
+def ratio(speeds: Sequence[tuple[float, float]]) -> tuple[float, float | None, float | None]:
+    """How many times faster the second of each pair is: the geometric mean, and the paired t interval of 95 % where there are two pairs or
+    more."""
+    logs = [math.log(ours / bare) for bare, ours in speeds]
     mean, n = statistics.fmean(logs), len(logs)
     if n < 2:
         return math.exp(mean), None, None
@@ -108,15 +112,15 @@ def ratio(found: Sequence[tuple[float, float]]) -> tuple[float, float | None, fl
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def summary(found: Sequence[tuple[float, float]]) -> str:
+def summary(speeds: Sequence[tuple[float, float]]) -> str:
     """The ratio of both sides, with its interval."""
-    mean, low, high = ratio(found)
-    return f"{mean:.3f} (one pair)" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}], {len(found)} pairs"
+    mean, low, high = ratio(speeds)
+    return f"{mean:.3f} (one pair)" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}], {len(speeds)} pairs"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("words", nargs="*", help="key.path=value for both sides")
     parser.add_argument(
         "--only", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="SETTING", help=f"of: {'; '.join(SETTINGS)}"

@@ -4,10 +4,11 @@
     python tools/beside_plain.py --out DIR --only text-moe --steps 200 --rounds 4
     python tools/beside_plain.py --out DIR --rehearse                         # tiny models on the CPU
 
-Prints for each launch tokens/s, peak memory, seconds until the first step has ended and, for all three sides of a round, the largest difference of their
-losses. A JSON line for each launch goes to DIR/beside-plain.jsonl. Launches that the file holds with an end of their own (training, refusal, out of
-memory) are not run again, so the same command goes on where its budget has cut it; then it ends with code 3. Words of the form key.path=value go to all
-sides. Which side is first changes from round to round. Ranks are forks of one process that has imported torch; `--fresh` starts each as a user does.
+Prints for each launch tokens/s, peak memory, seconds until the first step has ended and, for all three sides of a round, the largest
+difference of their losses. A JSON line for each launch goes to DIR/beside-plain.jsonl. Launches that the file holds with an end of their
+own (training, refusal, out of memory) are not run again, so the same command goes on where its budget has cut it; then it ends with code 3.
+Words of the form key.path=value go to all sides. Which side is first changes from round to round. Ranks are forks of one process that has
+imported torch; `--fresh` starts each as a user does.
 """
 
 from __future__ import annotations
@@ -88,22 +89,28 @@ PLAIN: Mapping[str, Any] = {
 
 
 def by_hand(config: TrainerConfig, *, gpu: bool, packed_cudnn: bool) -> dict[str, Any]:
-    """The switches that somebody would set who knows them all, at the precision that the configuration asks for; none of them serves a CPU."""
+    """The switches that somebody would set who knows them all, at the precision that the configuration asks for; none of them serves a
+    CPU."""
     if not gpu:
         return {}
     narrow = config.train.dtype == "bf16"
-    found: dict[str, Any] = {"train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": narrow, "optimizer.fused": True}
+    switches: dict[str, Any] = {
+        "train.fused_activation": True,
+        "train.fused_norms": True,
+        "train.fused_loss": narrow,
+        "optimizer.fused": True,
+    }
     if narrow:
-        found["train.compile.loss"] = False  # the kernel takes its place
+        switches["train.compile.loss"] = False  # the kernel takes its place
     if config.model.num_experts:
-        found |= {"moe.fused_permutation": True, "moe.fused_router": True, "moe.apply_probs_on": "activation"}
+        switches |= {"moe.fused_permutation": True, "moe.fused_router": True, "moe.apply_probs_on": "activation"}
     if config.model.vision is not None:
-        found |= {"train.compile.vision": True, "train.compile.dynamic": "marked"}
+        switches |= {"train.compile.vision": True, "train.compile.dynamic": "marked"}
     if narrow and packed_cudnn:
-        found["train.attention"] = "cudnn"
+        switches["train.attention"] = "cudnn"
     if narrow and config.parallel.reduce_dtype == "bf16":
-        found["optimizer.master_weights"] = "remainder"
-    return found
+        switches["optimizer.master_weights"] = "remainder"
+    return switches
 
 
 def words(side: str, setting: Setting, steps: int, more: Sequence[str], *, gpu: bool, packed_cudnn: bool) -> list[str]:
@@ -121,11 +128,11 @@ def run(arguments: list[str], gpus: Sequence[str], limit_s: float, *, fresh: boo
     """One launch: its figures, or why it has none; never longer than the limit."""
     folder, began = Path(tempfile.mkdtemp(prefix="beside-plain-")), time.monotonic()
     try:
-        code, said = (_fresh if fresh else _forked)(arguments, gpus, folder, limit_s)
+        code, message = (_fresh if fresh else _forked)(arguments, gpus, folder, limit_s)
         out: dict[str, Any] = {"outcome": "ok", "wall_s": round(time.monotonic() - began, 1)}
-        if said or code:
+        if message or code:
             outcome = {2: "refused", 4: "out of memory"}.get(code, "failed")
-            return out | {"outcome": "failed" if said == _LATE else outcome, "message": said or f"ended with code {code}"}
+            return out | {"outcome": "failed" if message == _LATE else outcome, "message": message or f"ended with code {code}"}
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         first = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
         return out | {
@@ -178,7 +185,8 @@ def line(row: Mapping[str, Any]) -> str:
     if row["outcome"] != "ok":
         return f"{place}  {row['outcome']}: {row['message']}  [{row['wall_s']} s]"
     return (
-        f"{place}  {row['tokens_per_s_per_gpu']:10,.0f} tokens/s  {row['step_s'] * 1000:7.1f} ms  {row['peak_memory_bytes'] / 2**30:6.1f} GiB"
+        f"{place}  {row['tokens_per_s_per_gpu']:10,.0f} tokens/s  {row['step_s'] * 1000:7.1f} ms  "
+        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB"
         f"  first step after {row['first_step_s']:.1f} s  {row['recompiles']} recompiles  [{row['wall_s']} s]"
     )
 
@@ -199,7 +207,7 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("words", nargs="*", help="key.path=value for all sides")
     parser.add_argument("--only", nargs="*", choices=list(SETTINGS), metavar="SETTING", help=f"of: {'; '.join(SETTINGS)}")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)

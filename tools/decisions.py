@@ -1,9 +1,10 @@
-"""Twenty decisions over MCP and on the command line: makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the answers are right.
+"""Twenty decisions over MCP and on the command line: makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the
+answers are right.
 
     python tools/decisions.py
 
-No language model takes part: the calls are those that the skills name, over `playbook mcp` first and then as commands. Exit code 1 where an answer
-is wrong, or a command answers otherwise than the tool.
+No language model takes part: the calls are those that the skills name, over `playbook mcp` first and then as commands. Exit code 1 where an
+answer is wrong, or a command answers otherwise than the tool.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ _COMMANDS = {
 }
 """The command of each tool. That of `plan_confirmation` is `playbook confirm`, which says what it will do and begins."""
 _OPS: Mapping[str, Callable[[Any, Any], bool]] = {
-    "equals": lambda found, wanted: bool(found == wanted),
-    "contains": lambda found, wanted: wanted in (found if isinstance(found, str) else json.dumps(found)),
-    "lacks": lambda found, wanted: wanted not in (found if isinstance(found, str) else json.dumps(found)),
-    "above": lambda found, wanted: found is not None and found > wanted,
-    "below": lambda found, wanted: found is not None and found < wanted,
+    "equals": lambda part, expected: bool(part == expected),
+    "contains": lambda part, expected: expected in (part if isinstance(part, str) else json.dumps(part)),
+    "lacks": lambda part, expected: expected not in (part if isinstance(part, str) else json.dumps(part)),
+    "above": lambda part, expected: part is not None and part > expected,
+    "below": lambda part, expected: part is not None and part < expected,
 }
 
 
@@ -80,17 +81,17 @@ def tasks() -> list[dict[str, Any]]:
 def planned(question: str, command: str) -> dict[str, Any]:
     """A decision of the guide as calls: plan, then judge and weigh what comes first."""
     _, _, model, *words = shlex.split(command)
-    asked: dict[str, Any] = {"model": model, "gpus": 1, "top": 5}
+    arguments: dict[str, Any] = {"model": model, "gpus": 1, "top": 5}
     for option, value in zip(words[::2], words[1::2], strict=True):
-        asked[_ARGUMENTS[option]] = int(value) if value.isdigit() else value.split(",") if option == "--allow" else value
+        arguments[_ARGUMENTS[option]] = int(value) if value.isdigit() else value.split(",") if option == "--allow" else value
     chosen = {"model": model, "gpus": "$plan.gpus", "settings": "$plan.plans.0.settings"}
     return {
         "question": question,
         "command": command,
         "calls": [
-            {"as": "plan", "tool": "plan_layout", "arguments": asked},
+            {"as": "plan", "tool": "plan_layout", "arguments": arguments},
             {"as": "legal", "tool": "check_layout", "arguments": chosen},
-            {"as": "held", "tool": "estimate_memory", "arguments": {**chosen, "hardware": asked["hardware"]}},
+            {"as": "held", "tool": "estimate_memory", "arguments": {**chosen, "hardware": arguments["hardware"]}},
         ],
         "right": [
             ["legal.legal", "equals", True],
@@ -114,14 +115,14 @@ async def decide(task: Mapping[str, Any], call: Call) -> tuple[dict[str, Any], l
             return answers, [f"{each['as']}: nothing to ask with: {e} is not in an earlier answer {json.dumps(answers)[:300]}"]
         answers[each["as"]] = await call(each["tool"], arguments)
     wrong = []
-    for path, op, wanted in task["right"]:
+    for path, op, expected in task["right"]:
         try:
-            found = _part(answers, path)
+            part = _part(answers, path)
         except (KeyError, IndexError, TypeError):
             wrong.append(f"{path} is not in the answer")
             continue
-        if not _OPS[op](found, wanted):
-            wrong.append(f"{path} is {json.dumps(found)[:160]}; expected {op} {wanted}")
+        if not _OPS[op](part, expected):
+            wrong.append(f"{path} is {json.dumps(part)[:160]}; expected {op} {expected}")
     return answers, wrong
 
 
@@ -140,24 +141,24 @@ def _words(value: Any) -> Iterator[Any]:
 
 def _part(data: Any, path: str) -> Any:
     """The part of an answer that a dotted path leads to; a key may hold a dot."""
-    head, _, rest = path.partition(".")
+    head, _, tail = path.partition(".")
     if isinstance(data, list):
-        return _part(data[int(head)], rest) if rest else data[int(head)]
-    while head not in data and rest:
-        more, _, rest = rest.partition(".")
+        return _part(data[int(head)], tail) if tail else data[int(head)]
+    while head not in data and tail:
+        more, _, tail = tail.partition(".")
         head = f"{head}.{more}"
-    return _part(data[head], rest) if rest else data[head]
+    return _part(data[head], tail) if tail else data[head]
 
 
 def command(tool: str, arguments: Mapping[str, Any]) -> list[str]:
     """The words of the command that asks the same as a call; KeyError where there is none."""
-    rest = dict(arguments)
-    words = [str(rest.pop(w[1:-1])) if w.startswith("{") else w for w in _COMMANDS[tool].split()]
-    settings = rest.pop("settings", None)
+    options = dict(arguments)
+    words = [str(options.pop(w[1:-1])) if w.startswith("{") else w for w in _COMMANDS[tool].split()]
+    settings = options.pop("settings", None)
     if settings is not None:
-        words += list(dict.fromkeys([f"gpus={rest.pop('gpus')}", *settings]))
-    for name in [k for k in rest if k in _OPTIONS and tool not in ("list_evidence", "get_claim", "get_card")]:
-        value = rest.pop(name)
+        words += list(dict.fromkeys([f"gpus={options.pop('gpus')}", *settings]))
+    for name in [k for k in options if k in _OPTIONS and tool not in ("list_evidence", "get_claim", "get_card")]:
+        value = options.pop(name)
         words += [_OPTIONS[name], ",".join(value) if isinstance(value, list) else str(value)] if value not in ([], None) else []
     return [*words, "--json"]
 
@@ -169,30 +170,40 @@ async def on_the_command_line(tool: str, arguments: Mapping[str, Any]) -> dict[s
         exit_codes.run(app, command(tool, arguments))
     if not out.getvalue():
         return {"error": err.getvalue()}
-    found: Any = json.loads(out.getvalue())
+    answer: Any = json.loads(out.getvalue())
     if tool == "plan_layout":
-        return {**found, "gpus": found["question"]["gpus"]}
+        return {**answer, "gpus": answer["question"]["gpus"]}
     if tool == "diagnose":
-        walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
-        return {**found, "position": found["position"]["sentence"], "walls": [{k: w[k] for k in ("name", "share", "sign")} for w in walls]}
+        walls = [w for w in answer["walls"] if w["beyond"]] or answer["walls"][:1]
+        return {
+            **answer,
+            "position": answer["position"]["sentence"],
+            "walls": [{k: w[k] for k in ("name", "share", "sign")} for w in walls],
+        }
     if tool in ("get_card", "get_claim"):
-        about = {arguments["claim_id"]} if tool == "get_claim" else set(found["status"])
-        return {**found, "verdicts": {claim: [newest] for claim, newest in found["status"].items() if newest and claim in about}}
+        about = {arguments["claim_id"]} if tool == "get_claim" else set(answer["status"])
+        return {**answer, "verdicts": {claim: [newest] for claim, newest in answer["status"].items() if newest and claim in about}}
     if tool == "list_evidence":
-        return {"records": [r for r in found if r["claim"] == arguments["claim_id"]][: arguments["limit"]]}
-    return dict(found)
+        return {"records": [r for r in answer if r["claim"] == arguments["claim_id"]][: arguments["limit"]]}
+    return dict(answer)
 
 
-def otherwise(task: Mapping[str, Any], answers: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+def otherwise(task: Mapping[str, Any], answers: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     """Where the answers of two ways to ask differ: in what the task looks at, and in the plans' settings and speeds."""
     paths = [path for path, *_ in task["right"] if not path.endswith("error")]
-    paths += [f"{name}.plans.{i}.{part}" for name, a in answers.items() if "plans" in a for i in range(len(a["plans"])) for part in ("settings", "tokens_per_s_per_gpu", "memory_gib")]  # fmt: skip
-    told = []
+    paths += [
+        f"{name}.plans.{i}.{part}"
+        for name, a in answers.items()
+        if "plans" in a
+        for i in range(len(a["plans"]))
+        for part in ("settings", "tokens_per_s_per_gpu", "memory_gib")
+    ]
+    differences = []
     for path in paths:
-        here, other = (_plain(_part(a, path)) for a in (answers, there))
-        if here != other:
-            told.append(f"{path}: {json.dumps(here)[:160]} and {json.dumps(other)[:160]}")
-    return told
+        value, other = (_plain(_part(a, path)) for a in (answers, others))
+        if value != other:
+            differences.append(f"{path}: {json.dumps(value)[:160]} and {json.dumps(other)[:160]}")
+    return differences
 
 
 def _plain(value: Any) -> Any:
@@ -215,6 +226,7 @@ async def over_stdio(use: Callable[[Call], Awaitable[int]]) -> int:
 
 
 async def _all(call: Call) -> int:
+    """Ask every task by the tools and on the command line; how many went wrong."""
     failed = 0
     for task in tasks():
         began = time.monotonic()
@@ -222,8 +234,8 @@ async def _all(call: Call) -> int:
         failed += bool(wrong)
         print(f"{'wrong' if wrong else 'right'}  {len(answers)} calls  {time.monotonic() - began:4.1f} s  {task['question']}")
         with contextlib.suppress(KeyError):
-            there, more = await decide(task, on_the_command_line)
-            differs = [f"on the command line: {line}" for line in [*more, *otherwise(task, answers, there)]] if not wrong else []
+            others, more = await decide(task, on_the_command_line)
+            differs = [f"on the command line: {line}" for line in [*more, *otherwise(task, answers, others)]] if not wrong else []
             failed += bool(differs)
             wrong += differs
         for line in wrong:

@@ -2,8 +2,9 @@
 
     python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml train.steps=4 train.warmup_steps=2
 
-Ranks are forks, as in series of matched runs, one for each visible GPU (`--ranks` says another number). A call of C that keeps the interpreter's lock is
-counted for the line that made it, once it has returned. Prints the lines with the most seconds: of this project, and innermost.
+Ranks are forks, as in series of matched runs, one for each visible GPU (`--ranks` says another number). A call of C that keeps the
+interpreter's lock is counted for the line that made it, once it has returned. Prints the lines with the most seconds: of this project, and
+innermost.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def sampled(words: list[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("words", nargs="*", help="key.path=value")
     parser.add_argument("--ranks", type=int, default=None, help="one for each visible GPU, if not given")

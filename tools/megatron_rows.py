@@ -1,7 +1,7 @@
 """The rows of the tables about the megatron backend: which switch, on how many GPUs, and what has to be seen for it to have run.
 
-A table is a set of short runs of one model; the row `against` is the run that the others are compared with. Each row runs once: a screening,
-and no verdict.
+A table is a set of short runs of one model; the row `against` is the run that the others are compared with. Each row runs once: a
+screening, and no verdict.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ _LONG: dict[str, Any] = {
     "optimizer.moments_dtype": "bf16",
 }
 
-# As many experts on each rank as 128 over four, in one kernel, and long micro-batches: a product for each expert and little work in it would time the host.
+# As many experts on each rank as 128 over four, in one kernel, and long micro-batches: a product for each expert and little work in it
+# would time the host.
 _CUBLAS = {"megatron.grouped_gemm": "cublas"}
 _EXPERTS = {"megatron.grouped_gemm": "cutlass"}
 TABLES: dict[str, dict[str, Any]] = {
     "one": {
-        **_COMMON, **_EXPERTS, **_SHORT, "model.num_experts": 32, "parallel.ep": 1, "train.micro_batch_size": 8, "train.global_batch_size": 8
+        **_COMMON, **_EXPERTS, **_SHORT, "model.num_experts": 32, "parallel.ep": 1,
+        "train.micro_batch_size": 8, "train.global_batch_size": 8
     },
     "two": {
-        **_COMMON, **_EXPERTS, **_SHORT, "model.num_experts": 64, "parallel.ep": 2, "train.micro_batch_size": 4, "train.global_batch_size": 16
+        **_COMMON, **_EXPERTS, **_SHORT, "model.num_experts": 64, "parallel.ep": 2,
+        "train.micro_batch_size": 4, "train.global_batch_size": 16
     },
     "four": {**_COMMON, **_EXPERTS, **_SHORT, "parallel.ep": 4, "train.micro_batch_size": 4, "train.global_batch_size": 16},
     "cp": {**_COMMON, **_EXPERTS, **_LONG, "parallel.ep": 4},
@@ -94,6 +97,8 @@ def _fp8(recipe: str, **fields: Any) -> dict[str, Any]:
 
 
 def _one() -> Iterator[Row]:
+    """Rows of one GPU: kernels, CUDA graphs, recompute and FP8."""
+
     def row(name: str, group: str, *proof: Rule, **settings: Any) -> Row:
         return Row("one", name, group, {k.replace("__", "."): v for k, v in settings.items()}, proof)
 
@@ -111,12 +116,12 @@ def _one() -> Iterator[Row]:
     whole = {**_CUBLAS, **_megatron(cuda_graph_impl="full_iteration"), "moe.capacity_factor": 1.25}
     launched = (Rule(counter="graph_launches", count=1, op=">="),)
     yield Row("one", "full iteration, capacity factor 1.25", "CUDA graphs (full iteration)", whole, launched)
-    again = {
+    recomputed = {
         "layernorm": [Rule(kernel="rmsnorm.*fwd", count="4.9 * layers * microbatches", op=">=")],
         "core_attn": [Rule(kernel="sdpa.*fprop|flash_fwd|fmha.*fwd", count="2 * layers * microbatches", op=">=")],
     }
     for module in ("layernorm", "moe_act", "core_attn", "moe"):
-        yield Row("one", module, "recompute", _recompute(module), tuple(again.get(module, [])))
+        yield Row("one", module, "recompute", _recompute(module), tuple(recomputed.get(module, [])))
     yield Row("one", "layernorm moe_act", "recompute", _recompute("layernorm", "moe_act"))
     yield row("full, each layer", "recompute", train__recompute="full")
     yield row(
@@ -158,6 +163,7 @@ def _one() -> Iterator[Row]:
 
 
 def _two() -> Iterator[Row]:
+    """Rows of two GPUs: dispatchers, overlap, data parallelism and layouts."""
     a2a = Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">=")
     no_a2a = Rule(collective="all_to_all", group="ep", count=0)
     yield Row("two", "plain", "plain", {}, (a2a,))
@@ -191,8 +197,8 @@ def _two() -> Iterator[Row]:
     yield Row("two", "PP 2, VPP 2", "layout", {**pp, "parallel.vpp": 2}, (sends,))
     yield Row("two", "PP 2, uneven (3, 1)", "layout", {**pp, "parallel.pipeline_layout": [3, 1]}, (sends,))
     for kind, collective in (("p2p", "send"), ("all_gather", "all_gather"), ("a2a", "all_to_all")):
-        seen = Rule.model_validate({"collective": collective, "group": "cp", "count": "layers * microbatches", "op": ">="})
-        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind}, (seen,))
+        exchange = Rule.model_validate({"collective": collective, "group": "cp", "count": "layers * microbatches", "op": ">="})
+        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind}, (exchange,))
 
 
 def _four() -> Iterator[Row]:

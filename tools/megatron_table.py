@@ -1,13 +1,16 @@
-"""Runs the rows of `megatron_rows.py`, one short run of the trainer each, and writes a JSON line per row: the tables of the megatron backend.
+"""Runs the rows of `megatron_rows.py`, one short run of the trainer each, and writes a JSON line per row: the tables of the megatron
+backend.
 
     python tools/megatron_table.py one two four --budget 150        # the switches, into docs/parity/megatron-switches.jsonl
-    python tools/megatron_table.py cp --budget 420                  # context parallelism by length (cp2: on two), into docs/parity/megatron-cp.jsonl
+    python tools/megatron_table.py cp --budget 420                  # context parallelism by length (cp2: on two), into
+    docs/parity/megatron-cp.jsonl
 
-On as many GPUs as are visible, several rows at a time where they need fewer. A row that fails is a row, with the reason. Rows that the budget leaves
-out are run by the next call, which keeps what the file holds (`--again` runs everything anew, `--only WORDS` the rows whose names hold all of the words).
+On as many GPUs as are visible, several rows at a time where they need fewer. A row that fails is a row, with the reason. Rows that the
+budget leaves out are run by the next call, which keeps what the file holds (`--again` runs everything anew, `--only WORDS` the rows whose
+names hold all of the words).
 
-Ranks are forks of one process that has imported torch, megatron-core and Transformer Engine, as long as none of these has touched a GPU by then;
-else each is a process of its own, which costs its imports.
+Ranks are forks of one process that has imported torch, megatron-core and Transformer Engine, as long as none of these has touched a GPU by
+then; else each is a process of its own, which costs its imports.
 """
 
 from __future__ import annotations
@@ -111,7 +114,8 @@ def _spawn(arguments: list[str], env: dict[str, str], log: Path) -> int:
 def run_forked(
     arguments: list[str], gpus: Sequence[str], folder: Path, limit_s: float, run: Callable[[list[str]], int] | None = None
 ) -> Job:
-    """Ranks by fork, one for each GPU, of the trainer or of `run`, with what the configuration asks of the environment; until all have ended."""
+    """Ranks by fork, one for each GPU, of the trainer or of `run`, with what the configuration asks of the environment; until all have
+    ended."""
     job, port = Job(None, tuple(gpus), folder), local.free_port()
     config = trainer.load(Path(arguments[0]), trainer.parse_overrides(arguments[1:]))
     for rank in range(len(gpus)):
@@ -132,8 +136,8 @@ def is_done(job: Job, limit_s: float) -> bool:
     """Whether all ranks have ended; where one failed or the time is up, the rest are ended first."""
     for rank, pid in enumerate(job.pids):
         if rank not in job.codes:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 job.codes[rank] = os.waitstatus_to_exitcode(status)
     if len(job.codes) < len(job.pids) and (any(job.codes.values()) or time.monotonic() - job.began > limit_s):
         if not any(job.codes.values()):
@@ -171,21 +175,21 @@ def record(job: Job) -> dict[str, Any]:
 
 def measured(folder: Path, gpus: int, proof: Sequence[Rule]) -> dict[str, Any]:
     """What a run that came to its end has left in its folder, and whether its receipt shows what it must."""
-    seen = outcome.read_run(folder)
-    timed = [s for s in seen.fields["samples"] if s.timed]
-    observed = seen.fields["observed"]
+    files = outcome.read_run(folder)
+    timed = [s for s in files.fields["samples"] if s.timed]
+    observed = files.fields["observed"]
     checks = [receipt.judge_rule(rule, False, "row", observed or Observed()) for rule in proof]
     return {
         "step_s": round(statistics.median(s.seconds for s in timed), 5),
         "tokens_per_s_per_gpu": round(sum(s.useful_tokens for s in timed) / sum(s.seconds for s in timed) / gpus, 1),
         "peak_memory_bytes": max(s.peak_memory_bytes for s in timed),
-        "losses": [s.loss for s in seen.fields["samples"]],
-        "grad_norm": seen.fields["samples"][0].grad_norm,
+        "losses": [s.loss for s in files.fields["samples"]],
+        "grad_norm": files.fields["samples"][0].grad_norm,
         "proof": [{"rule": c.rule, "observed": c.observed, "expected": c.expected, "ok": c.ok} for c in checks],
         "gpu_computing_percent": round(observed.counters.get("gpu_computing_percent", 0.0), 1) if observed else None,
         "versions": versions(),
-        "device": seen.fingerprint.strict.get("device_name"),
-        "revision": seen.fields["performance_revision"],
+        "device": files.fingerprint.strict.get("device_name"),
+        "revision": files.fields["performance_revision"],
     }
 
 
@@ -196,19 +200,19 @@ def versions() -> dict[str, str]:
 
 def reason(ranks: Sequence[outcome.Ended]) -> str:
     """Why a run failed, in one line without paths."""
-    failed = next((r for r in ranks if r.own), ranks[0])
+    failed = next((r for r in ranks if r.exit_code), ranks[0])
     lines = (
         [line.strip() for line in failed.log.read_text(errors="replace")[-_TAIL:].splitlines() if line.strip()]
         if failed.log.is_file()
         else []
     )
     start = next((i for i, line in enumerate(lines) if line.startswith("error:")), None)
-    said = (
+    message = (
         " ".join(lines[start : start + 6])
         if start is not None
         else next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|rank \d+:)", line)), "")
     )
-    return re.sub(r"(/[\w.+-]+){2,}", "...", said or f"ended with code {failed.own}")[:400]
+    return re.sub(r"(/[\w.+-]+){2,}", "...", message or f"ended with code {failed.exit_code}")[:400]
 
 
 def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: float, fork: bool, done: Any) -> int:
@@ -218,16 +222,16 @@ def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: fl
         for job in [j for j in running if is_done(j, limit_s)]:
             running.remove(job)
             free = sorted([*free, *job.gpus], key=devices.index)
-            found = record(job)
+            figures = record(job)
             logs = "".join(p.read_text(errors="replace")[-_TAIL:] for p in job.folder.glob("rank*.log"))
             shutil.rmtree(job.folder, ignore_errors=True)
-            if found["outcome"] == "crash" and job.forked and any(text in logs for text in _NO_FORK):
+            if figures["outcome"] == "crash" and job.forked and any(text in logs for text in _NO_FORK):
                 fork = False
                 waiting.insert(0, job.row)
                 continue
-            if found["outcome"] == "crash":
+            if figures["outcome"] == "crash":
                 print(logs[-3000:], file=sys.stderr)
-            done(found)
+            done(figures)
         if time.monotonic() > deadline and waiting:
             print(f"the budget leaves out {len(waiting)} rows: {', '.join(f'{r.table}/{r.name}' for r in waiting)}", flush=True)
             left_out += len(waiting)
@@ -242,7 +246,7 @@ def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: fl
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("tables", nargs="+", choices=sorted(GPUS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity", help="folder of the files")
     parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that are visible, if not given")
@@ -255,14 +259,14 @@ def main() -> int:
     began = time.monotonic()
     devices = detect.device_ids(detect.detect())[: arguments.gpus]
     num_gpus = len(devices)
-    held = {FILES.get(t, FILE): read(arguments.out / FILES.get(t, FILE)) for t in arguments.tables}
+    measured_rows = {FILES.get(t, FILE): read(arguments.out / FILES.get(t, FILE)) for t in arguments.tables}
     todo = [
         r
         for r in sorted(rows(), key=lambda r: arguments.tables.index(r.table) if r.table in arguments.tables else -1)
         if r.table in arguments.tables
         and r.gpus <= num_gpus
         and all(w in f"{r.group} {r.name}" for w in arguments.only)
-        and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
+        and (arguments.again or measured_rows[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
     ]
     fork = not arguments.no_fork and fork_server.import_all("megatron")
     print(
@@ -270,21 +274,20 @@ def main() -> int:
         flush=True,
     )
 
-    def done(found: dict[str, Any]) -> None:
-        file = FILES.get(found["table"], FILE)
-        held[file][(found["table"], found["group"], found["name"])] = found
+    def done(row: dict[str, Any]) -> None:
+        """Write the row into its file, in the order of the table, and print it."""
+        file = FILES.get(row["table"], FILE)
+        measured_rows[file][(row["table"], row["group"], row["name"])] = row
         order = [key_of(r) for r in rows()]
-        text = "".join(json.dumps(held[file][k]) + "\n" for k in order if k in held[file])
+        text = "".join(json.dumps(measured_rows[file][k]) + "\n" for k in order if k in measured_rows[file])
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / file).write_text(text, encoding="utf-8")
-        figures = (
-            f"{1000 * found['step_s']:.0f} ms  {found['peak_memory_bytes'] / 2**30:.1f} GiB" if "step_s" in found else found["message"]
-        )
-        if found.get("gpu_computing_percent"):
-            figures += f"  the GPU computes {found['gpu_computing_percent']:.0f} %"
-        unproven = "".join(f"  NOT SHOWN: {p['rule']} (found {p['observed']})" for p in found.get("proof", []) if not p["ok"])
+        figures = f"{1000 * row['step_s']:.0f} ms  {row['peak_memory_bytes'] / 2**30:.1f} GiB" if "step_s" in row else row["message"]
+        if row.get("gpu_computing_percent"):
+            figures += f"  the GPU computes {row['gpu_computing_percent']:.0f} %"
+        unproven = "".join(f"  NOT SHOWN: {p['rule']} (found {p['observed']})" for p in row.get("proof", []) if not p["ok"])
         print(
-            f"{found['table']}  {found['group']}: {found['name']}  {found['outcome']}  {figures}{unproven}  [{found['wall_s']} s]",
+            f"{row['table']}  {row['group']}: {row['name']}  {row['outcome']}  {figures}{unproven}  [{row['wall_s']} s]",
             flush=True,
         )
 
@@ -299,8 +302,8 @@ def key_of(row: Row) -> tuple[str, str, str]:
 
 def read(path: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """The rows that a file holds."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    return {(r["table"], r["group"], r["name"]): r for r in found}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return {(r["table"], r["group"], r["name"]): r for r in lines}
 
 
 if __name__ == "__main__":

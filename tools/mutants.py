@@ -4,10 +4,10 @@
     python tools/mutants.py --only judge.slowdown          # those of a module, or of one of its lines: judge.slowdown:97
     python tools/mutants.py --most 100                     # a draw
 
-Nothing is written to the tree. The tests are collected once and run once to learn which of them reach which lines, and how long each takes. Each mutant
-then has a forked process, in which the functions and constants that it changes are replaced; the tests that reach its line run, the shortest first,
-until one fails. A process that takes too long has failed. Prints each survivor, then a table. The exit code is 2 where the tests fail
-without a mutant, 0 otherwise: somebody has to read the survivors.
+Nothing is written to the tree. The tests are collected once and run once to learn which of them reach which lines, and how long each takes.
+Each mutant then has a forked process, in which the functions and constants that it changes are replaced; the tests that reach its line run,
+the shortest first, until one fails. A process that takes too long has failed. Prints each survivor, then a table. The exit code is 2 where
+the tests fail without a mutant, 0 otherwise: somebody has to read the survivors.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def file_of(module: str) -> Path:
 def mutants(module: str) -> Iterator[Mutant]:
     """Every mutant of a module, in the order of its lines."""
     tree = ast.parse(file_of(module).read_text())
-    wanted = MODULES[module]
+    names = MODULES[module]
     for top in tree.body:
-        if wanted and getattr(top, "name", None) not in wanted:
+        if names and getattr(top, "name", None) not in names:
             continue
         for node, lines in _code(top, None):
             for before, after, undo in _changes(node):
@@ -116,24 +116,24 @@ def _code(node: ast.AST, lines: frozenset[int] | None, inside: bool = False) -> 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str, Any]]:
     """Each change of a node, made; the caller reads the tree and then undoes it."""
-    found: list[tuple[Any, str | int, Any]] = []
+    changes: list[tuple[Any, str | int, Any]] = []
     if isinstance(node, ast.Compare):
-        found += [(node.ops, i, _SWAPPED[type(op)]()) for i, op in enumerate(node.ops)]
+        changes += [(node.ops, i, _SWAPPED[type(op)]()) for i, op in enumerate(node.ops)]
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _SWAPPED:
-        found.append((node, "op", _SWAPPED[type(node.op)]()))
+        changes.append((node, "op", _SWAPPED[type(node.op)]()))
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        found.append((node, "value", not node.value))
+        changes.append((node, "value", not node.value))
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        found += [(node, "value", node.value + d) for d in (1, -1)]
+        changes += [(node, "value", node.value + d) for d in (1, -1)]
     if isinstance(node, ast.If | ast.IfExp | ast.While):
-        found.append((node, "test", ast.UnaryOp(ast.Not(), node.test)))
+        changes.append((node, "test", ast.UnaryOp(ast.Not(), node.test)))
     if isinstance(node, ast.comprehension):
-        found += [(node.ifs, i, ast.UnaryOp(ast.Not(), test)) for i, test in enumerate(node.ifs)]
+        changes += [(node.ifs, i, ast.UnaryOp(ast.Not(), test)) for i, test in enumerate(node.ifs)]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-        found.append((node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else None))
+        changes.append((node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else None))
     if isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
-        found.append((node, "value", ast.Constant(None)))
-    for holder, key, new in found:
+        changes.append((node, "value", ast.Constant(None)))
+    for holder, key, new in changes:
         before = _shown(node)
         old = holder[key] if isinstance(holder, list) else getattr(holder, str(key))
         if new is None and isinstance(node, ast.UnaryOp):  # `not x` becomes `not not x`, which is as true as x
@@ -169,6 +169,8 @@ def put_in_place(mutant: Mutant) -> None:
 
 
 def _replace(holder: ModuleType | type, name: str, old: Any, new: Any) -> None:
+    """Put a value of the mutated module in place of the old one, wherever the package uses that: functions by their code, classes by their
+    members."""
     old, new = _plain(old), _plain(new)
     if old is new:  # imported from elsewhere
         return
@@ -206,17 +208,17 @@ class Reached(NamedTuple):
 class _Mutating:
     """A plugin that runs the collected tests for each mutant, in place of once."""
 
-    def __init__(self, asked: argparse.Namespace) -> None:
-        self.asked, self.code = asked, 0
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.code = arguments, 0
 
     @cached_property
     def made(self) -> list[Mutant]:
         """The mutants that are asked for."""
-        only = self.asked.only
-        found = [m for module in MODULES for m in mutants(module) if not only or m.module in only or f"{m.module}:{m.line}" in only]
-        if self.asked.most and self.asked.most < len(found):
-            found = random.Random(0).sample(found, self.asked.most)
-        return found
+        only = self.arguments.only
+        chosen = [m for module in MODULES for m in mutants(module) if not only or m.module in only or f"{m.module}:{m.line}" in only]
+        if self.arguments.most and self.arguments.most < len(chosen):
+            chosen = random.Random(0).sample(chosen, self.arguments.most)
+        return chosen
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Instead of one run of the tests."""
@@ -226,15 +228,15 @@ class _Mutating:
             print(reached)
             self.code = 2
             return True
-        short = [i for i in sorted(reached, key=lambda i: reached[i].seconds) if reached[i].seconds <= self.asked.slowest]
+        short = [i for i in sorted(reached, key=lambda i: reached[i].seconds) if reached[i].seconds <= self.arguments.slowest]
         print(f"{len(reached)} tests reach the code, {len(short)} are asked; {time.monotonic() - began:.0f} s", flush=True)
         gc.freeze()  # what a child does not collect, it does not copy
-        began, tried, found = time.monotonic(), Counter[str](), Counter[str]()
+        began, tried, noticed_by_module = time.monotonic(), Counter[str](), Counter[str]()
 
         def noticed(mutant: Mutant) -> tuple[bool, int]:
             file = str(file_of(mutant.module))
-            asked = [i for i in short if any(f == file and (mutant.lines is None or n in mutant.lines) for f, n in reached[i].lines)]
-            return _noticed(mutant, [session.items[i] for i in asked], _GRACE_S + 3 * sum(reached[i].seconds for i in asked)), len(asked)
+            tests = [i for i in short if any(f == file and (mutant.lines is None or n in mutant.lines) for f, n in reached[i].lines)]
+            return _noticed(mutant, [session.items[i] for i in tests], _GRACE_S + 3 * sum(reached[i].seconds for i in tests)), len(tests)
 
         for module in sorted({m.module for m in self.made}):
             if noticed(Mutant(module, 0, None, "", "", file_of(module).read_text()))[0]:
@@ -242,15 +244,18 @@ class _Mutating:
                 self.code = 2
                 return True
         for mutant in self.made:
-            failed, asked = noticed(mutant)
+            failed, tests = noticed(mutant)
             tried[mutant.module] += 1
-            found[mutant.module] += failed
+            noticed_by_module[mutant.module] += failed
             if not failed:
-                print(f"survives {asked:3} tests  {mutant}", flush=True)
+                print(f"survives {tests:3} tests  {mutant}", flush=True)
         print("\n| module | mutants | noticed |\n|---|---:|---:|")
         for module in tried:
-            print(f"| {module} | {tried[module]} | {found[module]} |")
-        print(f"| all | {tried.total()} | {found.total()} |\n\n{(time.monotonic() - began) / max(1, tried.total()):.2f} s a mutant")
+            print(f"| {module} | {tried[module]} | {noticed_by_module[module]} |")
+        print(
+            f"| all | {tried.total()} | {noticed_by_module.total()} |\n\n{(time.monotonic() - began) / max(1, tried.total()):.2f} s a "
+            "mutant"
+        )
         return True
 
 
@@ -262,26 +267,31 @@ def _reached(items: Sequence[pytest.Item]) -> dict[int, Reached] | str:
         if (pid := os.fork()) == 0:
             with _a_child():
                 try:
-                    found: Any = {i: r for i, r in enumerate(_traced(items, files)) if r.lines}
+                    result: Any = {i: r for i, r in enumerate(_traced(items, files)) if r.lines}
                 except RuntimeError as e:
-                    found = str(e)
-                into.write_bytes(pickle.dumps(found))
+                    result = str(e)
+                into.write_bytes(pickle.dumps(result))
         os.waitpid(pid, 0)
         reached: dict[int, Reached] | str = pickle.loads(into.read_bytes())
         return reached
 
 
 def _traced(items: Sequence[pytest.Item], files: Iterable[str]) -> Iterator[Reached]:
-    seen: set[tuple[str, int]] = set()
+    """Run each test once, and yield the deciding lines that it executes.
+
+    Raises:
+        RuntimeError: a test fails without a mutant.
+    """
+    executed: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename not in files:
             return None
-        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        executed.add((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
     for number, item in enumerate(items):
-        seen.clear()
+        executed.clear()
         began = time.monotonic()
         threading.settrace(trace)
         sys.settrace(trace)
@@ -289,7 +299,7 @@ def _traced(items: Sequence[pytest.Item], files: Iterable[str]) -> Iterator[Reac
         sys.settrace(None)
         if failed:
             raise RuntimeError(f"{item.nodeid} fails without a mutant")
-        yield Reached(time.monotonic() - began, frozenset(seen))
+        yield Reached(time.monotonic() - began, frozenset(executed))
 
 
 def _noticed(mutant: Mutant, items: Sequence[pytest.Item], seconds: float) -> bool:
@@ -339,9 +349,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=0, help="draw so many")
     parser.add_argument("--slowest", type=float, default=3.0, metavar="SECONDS", help="leave tests out that take longer")
     parser.add_argument("--tests", action="append", default=[], help="ask these tests, and not those of the code that decides")
-    asked = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     os.chdir(ROOT)
-    plugin = _Mutating(asked)
+    plugin = _Mutating(arguments)
     with tempfile.TemporaryDirectory() as folder:
         quiet = [
             "-q",
@@ -353,7 +363,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "-m",
             "not gpu and not multigpu and not slow",
         ]
-        pytest.main([*(asked.tests or [t for t in TESTS if (ROOT / t).exists()]), *quiet, "-s"], plugins=[plugin])
+        pytest.main([*(arguments.tests or [t for t in TESTS if (ROOT / t).exists()]), *quiet, "-s"], plugins=[plugin])
     return plugin.code
 
 

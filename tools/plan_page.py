@@ -1,7 +1,8 @@
 """Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`,
 and the first block of the README.
 
-It also writes `docs/plans.jsonl` and `docs/decisions.jsonl`, the answers of the plan tables and of the pages of decisions, which takes half an hour; `--page` leaves that out.
+It also writes `docs/plans.jsonl` and `docs/decisions.jsonl`, the answers of the plan tables and of the pages of decisions, which takes half
+an hour; `--page` leaves that out.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def sections() -> str:
 
 
 def readme() -> str:
-    """The README with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run stands, of the plan its table."""
+    """The README with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run stands, of the plan
+    its table."""
 
     def answered(shown: re.Match[str]) -> str:
         lines = answer(shown["command"]).splitlines()
@@ -85,7 +87,7 @@ def diagnosis() -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--page", action="store_true", help="leave out docs/plans.jsonl and docs/decisions.jsonl")
     page_alone = parser.parse_args().page
     README.write_text(readme(), encoding="utf-8")

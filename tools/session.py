@@ -3,10 +3,10 @@
     python tools/session.py --list
     python tools/session.py --seconds 580 --out DIR bare graphs megatron table       # in this order of preference
 
-Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has come to its
-end is not done again by the next call with the same folder; one of claims is, since it knows itself which have a verdict, and its series go on where
-time has cut them, as long as the machine stands. Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one.
-What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
+Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has
+come to its end is not done again by the next call with the same folder; one of claims is, since it knows itself which have a verdict, and
+its series go on where time has cut them, as long as the machine stands. Tests of layouts need no GPU for each rank: tasks named
+`shared-...` run four ranks in turns on one. What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Task:
     margin_s: int = 12
     """Of the seconds left, it is told so many fewer: what it begins last has to end, too."""
     settled: frozenset[int] = frozenset({0})
-    """Exit codes after which it is not to be done again. Commands that their time has cut end with another, and go on when they are called again."""
+    """Exit codes after which it is not to be done again. Commands that their time has cut end with another, and go on when they are called
+    again."""
     nodes: int = 0
     """So many ranks of tests take one GPU in turns, as if each were a node (`tests/support/ranks/nodes.py`)."""
     tells: bool = True
@@ -47,8 +48,8 @@ class Task:
 
 def claims(names: str, gpus: int, least_s: int) -> Task:
     """Verdicts, one after the other; claims with a fresh one are left out, so that the task can be called until nothing is left."""
-    told = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
-    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}", least_s, settled=frozenset())
+    options = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
+    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {options}", least_s, settled=frozenset())
 
 
 PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
@@ -107,7 +108,8 @@ TASKS: dict[str, Task] = {
     # More than an 80 GB card holds.
     "large": claims("long-context-memory/L13", 1, 120),
     "megatron": claims(
-        "cuda-graphs/V15.b cuda-graphs/V11.b recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 dense-models/D2 "
+        "cuda-graphs/V15.b cuda-graphs/V11.b recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 "
+        "dense-models/D2 "
         "dense-models/D3 fp8-recipes/W20.b recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b fp8-recipes/W14.b "
         "cuda-graphs/V6.u",
         1,
@@ -137,7 +139,8 @@ TASKS: dict[str, Task] = {
     "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),
     "first-step": Task(
         4,
-        "python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml megatron.grouped_gemm=cutlass train.steps=4 train.warmup_steps=2",
+        "python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml megatron.grouped_gemm=cutlass train.steps=4 "
+        "train.warmup_steps=2",
         60,
     ),
     "trace": Task(4, "python -m playbook bench trace torch-text-4k-vs-megatron --profile h200x4 --results {out}/results", 130),
@@ -170,17 +173,17 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
                 became[job.name] = _end(job, tasks[job.name], out)
                 _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
             for name in list(waiting):
-                task, left = tasks[name], seconds - (time.monotonic() - began)
+                task, remaining_s = tasks[name], seconds - (time.monotonic() - began)
                 used = {gpu for job in running for gpu in job.gpus}
                 free = [gpu for gpu in gpus if gpu not in used]
-                if left < task.least_s or task.gpus > len(gpus):
+                if remaining_s < task.least_s or task.gpus > len(gpus):
                     became[name] = "left out"
                     _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
                     waiting.remove(name)
                 elif task.gpus <= len(free):
-                    running.append(_begin(name, task, free[: task.gpus], left, out))
+                    running.append(_begin(name, task, free[: task.gpus], remaining_s, out))
                     waiting.remove(name)
-                    _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {left:.0f} s left")
+                    _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {remaining_s:.0f} s left")
             time.sleep(0.1)
     finally:
         for job in running:
@@ -188,13 +191,14 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
     return became
 
 
-def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
-    told = max(0, int(left) - task.margin_s)
-    words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
+def _begin(name: str, task: Task, gpus: list[str], remaining_s: float, out: Path) -> Running:
+    """Start a task on its GPUs, with `remaining_s` seconds for all; it is told its own budget, less its margin."""
+    budget_s = max(0, int(remaining_s) - task.margin_s)
+    words = [w.format(left=budget_s, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join(
         [*map(str, (ROOT, ROOT / "app", ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(told)}
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(budget_s)}
     # Tables say what ranks with GPUs of their own found.
     env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {}
     env |= {"PLAYBOOK_PARITY": str(out / "parity")} if task.tells else {}
@@ -202,7 +206,7 @@ def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Ru
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     now = time.monotonic()
-    return Running(name, gpus, process, now, now + left)
+    return Running(name, gpus, process, now, now + remaining_s)
 
 
 def _end(job: Running, task: Task, out: Path) -> str:
@@ -223,7 +227,7 @@ def _say(began: float, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("tasks", nargs="*", metavar="TASK", help="; ".join(TASKS))
     parser.add_argument("--seconds", type=float, default=580, help="for all of it")
     parser.add_argument("--out", type=Path, default=Path("session"), help="folder of logs and results")
@@ -238,9 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = arguments.out.resolve()
     (out / "parity").mkdir(parents=True, exist_ok=True)
-    for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
-        if not (out / "parity" / kept.name).exists():
-            shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
+    for table in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
+        if not (out / "parity" / table.name).exists():
+            shutil.copy(table, out / "parity" / table.name)  # rows that are there need not be run again
     became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)
     for name in became:
         if (log := out / f"{name}.log").is_file():

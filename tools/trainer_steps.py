@@ -24,8 +24,8 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         words = [*words, f"output={folder}"]
         if trace:
-            told = load(Path(words[0]), parse_overrides(words[1:])).train
-            words += ["profile.kineto=true", f"profile.steps={told.steps - told.warmup_steps}"]
+            train_config = load(Path(words[0]), parse_overrides(words[1:])).train
+            words += ["profile.kineto=true", f"profile.steps={train_config.steps - train_config.warmup_steps}"]
         code = train(words)
         if not code:
             print((Path(folder) / "metrics.jsonl").read_text(encoding="utf-8"), flush=True)

@@ -217,7 +217,7 @@ def on(name: str, *, gpus: bool) -> Metric:
     return replace(row, kind="count", within=_MEMORY_REPEATS) if gpus and name == "peak_memory_bytes" else row
 
 
-def as_told(row: Metric, case: Case, runs: Sequence[Run]) -> Metric:
+def as_measured(row: Metric, case: Case, runs: Sequence[Run]) -> Metric:
     """The row as these launches bear it: what a command counts is a noisy count where launches of one of its variants differ in it.
 
     Our own trainer repeats what the table calls a count; whether a command's random numbers have a seed, only its launches tell.

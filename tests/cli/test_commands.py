@@ -84,7 +84,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
         ),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench check", "bench trace"),
         *("layout check", "layout memory", "layout traffic", "plan check", "plan layouts", "plan run", "config export", "config list"),
-        *("skills check", "skills export", "skills index", "skills list", "skills report", "mcp"),
+        *("skills check", "skills export", "skills index", "skills list", "mcp"),
     }
     for command in found:
         assert command.summary.endswith("."), command.name

@@ -11,7 +11,7 @@ from playbook.cards.load import load_all
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
-from playbook_bench.judge.effects import named
+from playbook_bench.judge.effects import variant_names
 from playbook_bench.variants.resolve import resolve_all
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config import megatron_checks as megatron
@@ -25,7 +25,7 @@ CLAIMS = [claim for card in load_all().values() for claim in card.claims]
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_no_variant_is_refused_before_it_starts(case, monkeypatch):
     monkeypatch.setattr(megatron, "installed", lambda module: True)  # what is missing here is for preflight to say
-    may_fail = {name for claim in CLAIMS if claim.case == case.id for name in named(claim.expect.infeasible)}
+    may_fail = {name for claim in CLAIMS if claim.case == case.id for name in variant_names(claim.expect.infeasible)}
     for profile in case.profiles:
         for name, variant in resolve_all(case, profile).items():
             with contextlib.suppress(*([ConfigError] if name in may_fail else [])):

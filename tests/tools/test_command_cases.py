@@ -73,7 +73,7 @@ def test_megatron_core_by_itself_logs_what_its_case_reads_and_leaves_a_trace(tmp
     found = logs.read(printed, case.steps.log, steps=case.steps.count)
     assert [step.tokens for step in found.steps] == [4 * 64] * 14
     assert "loss" not in found.unknown
-    assert program.seen(trace)["ranges"] == {"step": 1}
+    assert program.trace_counts(trace)["ranges"] == {"step": 1}
 
 
 EXAMPLES = Path(__file__).parents[1] / "support" / "examples"

@@ -23,7 +23,7 @@ EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""
 
 
-def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> bisection.Found:  # noqa: F811
+def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> bisection.BisectResult:  # noqa: F811
     return bisect.run(case(metric), good, bad, options(tmp_path), root=repo.root)
 
 
@@ -119,9 +119,9 @@ def test_the_invariant_holds_and_notices_a_search_that_errs(monkeypatch: pytest.
     assert bisect_finds_the_commit()[0]
     real = bisection.search
 
-    def late(history: Any, judge: Any, told: Any = None) -> bisection.Found:
+    def late(history: Any, judge: Any, told: Any = None) -> bisection.BisectResult:
         found = real(history, judge, told)
-        return bisection.Found(found.suspects[-1:], found.trouble, found.judged)
+        return bisection.BisectResult(found.suspects[-1:], found.trouble, found.judged)
 
     monkeypatch.setattr(bisection, "search", late)
     holds, sentence, _ = bisect_finds_the_commit()

@@ -1,14 +1,16 @@
 """Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, or the variants of prediction cases.
 
-    python tools/planner/planned_layouts.py register --hardware h100        # predictions, into docs/parity/planned-layouts.jsonl; refuses once there are runs of such GPUs
-    python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order, into docs/parity/planned-layouts-runs.jsonl
-    python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two fastest of each model, so many times more, in turns
-    python tools/planner/planned_layouts.py report                          # errors, winners and misses
-    python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch  # and report, likewise
+    python tools/planner/planned_layouts.py register --hardware h100        # predictions, into docs/parity/planned-layouts.jsonl; refuses
+    once there are runs of such GPUs python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order,
+    into docs/parity/planned-layouts-runs.jsonl python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two
+    fastest of each model, so many times more, in turns python tools/planner/planned_layouts.py report                          # errors,
+    winners and misses python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch  #
+    and report, likewise
 
 How far off a prediction is costs one launch; whether its interval holds takes the case's own series (`playbook bench run`).
-A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has imported torch,
-megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the runner works and nothing else.
+A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has
+imported torch, megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the
+runner works and nothing else.
 """
 
 from __future__ import annotations
@@ -57,9 +59,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Four models of about one width; the wider experts are half as many, of twice the width."""
 _SMALL: dict[str, Any] = {
-    "data.seq_len": 32, "train.dtype": "fp32", "train.steps": 2, "train.warmup_steps": 1, "train.log_every": 1, "train.global_batch_size": 4,
+    "data.seq_len": 32,
+    "train.dtype": "fp32",
+    "train.steps": 2,
+    "train.warmup_steps": 1,
+    "train.log_every": 1,
+    "train.global_batch_size": 4,
     "parallel.sequence_parallel": False,
-}  # fmt: skip
+}
 
 _TP = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 _LONG = {"parallel.cp": 2, "data.seq_len": 32768}
@@ -84,26 +91,34 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 _DENSE = {"ep4": "dp4", "ep2": "dp2", "tp2-ep2": "tp2", "pp2-ep2": "pp2"}
 """What is left of a layout where there are no experts to spread."""
 _FUSED = {
-    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True, "optimizer.fused": True,
-    "moe.apply_probs_on": "activation", "moe.fused_permutation": True, "moe.fused_router": True,
-}  # fmt: skip
+    "train.fused_activation": True,
+    "train.fused_norms": True,
+    "train.fused_loss": True,
+    "train.compile.decoder": True,
+    "optimizer.fused": True,
+    "moe.apply_probs_on": "activation",
+    "moe.fused_permutation": True,
+    "moe.fused_router": True,
+}
 """Kernels of the torch backend that a prediction takes for granted."""
 
 
 def settings(model: str, layout: str, gpus: int, layers: int) -> dict[str, Any]:
     """What the trainer is told."""
-    asked = LAYOUTS[gpus][layout]
-    rows = 2 if "data.seq_len" not in asked else 1
+    layout_settings = LAYOUTS[gpus][layout]
+    rows = 2 if "data.seq_len" not in layout_settings else 1
     batch = 8 * gpus if rows == 2 else 2 * gpus
-    found: dict[str, Any] = {
+    trainer_settings: dict[str, Any] = {
         "backend": "megatron", **MODELS[model], "model.num_layers": layers, "data.seq_len": 4096, "train.micro_batch_size": rows,
-        "train.global_batch_size": batch, **asked,
+        "train.global_batch_size": batch, **layout_settings,
     }  # fmt: skip
-    if found["backend"] == "torch":
-        found |= _FUSED
+    if trainer_settings["backend"] == "torch":
+        trainer_settings |= _FUSED
     if model == "dense":
-        found = {k: v for k, v in found.items() if k not in ("parallel.ep", "parallel.etp") and not k.startswith("moe.")}
-    return found
+        trainer_settings = {
+            k: v for k, v in trainer_settings.items() if k not in ("parallel.ep", "parallel.etp") and not k.startswith("moe.")
+        }
+    return trainer_settings
 
 
 def registered(hardware: str) -> Iterator[dict[str, Any]]:
@@ -115,37 +130,37 @@ def registered(hardware: str) -> Iterator[dict[str, Any]]:
             while any(_held(settings(model, layout, gpus, layers), gpus) > capacity for layout in layouts):
                 layers -= 2
             for layout in layouts:
-                asked = settings(model, layout, gpus, layers)
+                trainer_settings = settings(model, layout, gpus, layers)
                 name = _DENSE.get(layout, layout) if model == "dense" else layout
                 row = {"hardware": hardware, "gpus": gpus, "model": model, "layout": name}
-                yield {**row, "settings": asked, "predicted": _predicted(asked, gpus, hardware)}
+                yield {**row, "settings": trainer_settings, "predicted": _predicted(trainer_settings, gpus, hardware)}
 
 
 def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
     """The variants of prediction cases as such rows; the memory that they do not state is the dry run's."""
     for case in map(load_case, names):
-        told = {value.name: value.predicted for value in case.values}
+        predictions = {value.name: value.predicted for value in case.values}
         for variant in case.variants:
-            asked, ranks = resolve.overrides(case, variant, f"{USUAL}x{gpus}")
-            said, config = told.get(variant), resolve.trainer_path(case)
-            if said is None or case.metric != "useful_tokens_per_s_per_gpu" or case.delta.environment or ranks != gpus:
+            overrides, ranks = resolve.overrides(case, variant, f"{USUAL}x{gpus}")
+            predicted, config = predictions.get(variant), resolve.trainer_path(case)
+            if predicted is None or case.metric != "useful_tokens_per_s_per_gpu" or case.delta.environment or ranks != gpus:
                 raise SystemExit(f"{case.id} {variant}: expected a speed predicted for {gpus} GPUs, without variables of the environment")
-            row = {"gpus": gpus, "model": case.id, "layout": variant, "config": str(config), "settings": asked}
-            speed = {"value": said.value, "low": said.low, "high": said.high}
-            yield {**row, "predicted": {"tokens_per_s_per_gpu": speed, "memory_gib": round(_held(asked, gpus, config) / GIB, 1)}}
+            row = {"gpus": gpus, "model": case.id, "layout": variant, "config": str(config), "settings": overrides}
+            speed = {"value": predicted.value, "low": predicted.low, "high": predicted.high}
+            yield {**row, "predicted": {"tokens_per_s_per_gpu": speed, "memory_gib": round(_held(overrides, gpus, config) / GIB, 1)}}
 
 
-def _predicted(asked: Mapping[str, Any], gpus: int, hardware: str) -> dict[str, Any]:
-    speed = dry_run.predicted(tree.load(ROOT / CONFIG, asked), gpus, cluster(hardware))
+def _predicted(overrides: Mapping[str, Any], gpus: int, hardware: str) -> dict[str, Any]:
+    speed = dry_run.predicted(tree.load(ROOT / CONFIG, overrides), gpus, cluster(hardware))
     assert speed is not None
     figures = speed.tokens_per_s_per_gpu
     tokens = {k: float(f"{getattr(figures, k):.4g}") for k in ("value", "low", "high")}
-    return {"tokens_per_s_per_gpu": tokens, "memory_gib": round(_held(asked, gpus) / GIB, 1)}
+    return {"tokens_per_s_per_gpu": tokens, "memory_gib": round(_held(overrides, gpus) / GIB, 1)}
 
 
-def _held(asked: Mapping[str, Any], gpus: int, config: Path = ROOT / CONFIG) -> float:
+def _held(overrides: Mapping[str, Any], gpus: int, config: Path = ROOT / CONFIG) -> float:
     """Bytes of the fullest rank; rows are text, so the vision tower keeps no activations."""
-    report = dry_run.dry_run(tree.load(config, asked), gpus)
+    report = dry_run.dry_run(tree.load(config, overrides), gpus)
     return max(stage.peak - stage.vision for stage in report.stages)
 
 
@@ -166,20 +181,20 @@ def _machine(hardware: str, gpus: int) -> str:
 def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], pairs: int, *, again: bool) -> list[tuple[str, int]]:
     """The runs that are missing, as configuration and turn, in their order.
 
-    Turn 0 is each once, shuffled. The turns after it are those of the two fastest of each model at one length, in alternating order, and begin
-    when all of turn 0 have been run.
+    Turn 0 is each once, shuffled. The turns after it are those of the two fastest of each model at one length, in alternating order, and
+    begin when all of turn 0 have been run.
     """
-    held = {(r["name"], r["turn"]) for r in runs if r["outcome"] == "ok" or not again}
+    finished = {(r["name"], r["turn"]) for r in runs if r["outcome"] == "ok" or not again}
     names = [name_of(r) for r in rows]
     random.Random(0).shuffle(names)
-    first = [(name, 0) for name in names if (name, 0) not in held]
+    first = [(name, 0) for name in names if (name, 0) not in finished]
     if first or not pairs:
         return first
-    found = []
+    turns = []
     for _, fastest in sorted(_ranked(rows, runs).items()):
         two = [name for name, _ in fastest[:2]]
-        found += [(name, turn) for turn in range(1, pairs + 1) for name in (two if turn % 2 else two[::-1]) if (name, turn) not in held]
-    return found
+        turns += [(name, turn) for turn in range(1, pairs + 1) for name in (two if turn % 2 else two[::-1]) if (name, turn) not in finished]
+    return turns
 
 
 def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[tuple[str, float]]]:
@@ -200,27 +215,27 @@ def _hardware(device: str | None) -> str:
 
 def speeds_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Tokens per second and GPU of each configuration: the median of its runs."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for run in runs:
         if run["outcome"] == "ok":
-            found.setdefault(run["name"], []).append(run["tokens_per_s_per_gpu"])
-    return {name: statistics.median(values) for name, values in found.items()}
+            by_name.setdefault(run["name"], []).append(run["tokens_per_s_per_gpu"])
+    return {name: statistics.median(values) for name, values in by_name.items()}
 
 
 def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehearse: bool, timed: int | None) -> dict[str, Any]:
     """One run, of so many timed steps if that is said; its figures, or why it has none."""
-    asked, file = dict(row["settings"]), row.get("config", str(ROOT / CONFIG))
-    config = tree.load(Path(file), asked)
+    overrides, file = dict(row["settings"]), row.get("config", str(ROOT / CONFIG))
+    config = tree.load(Path(file), overrides)
     if timed is not None:
-        asked |= {"train.steps": config.train.warmup_steps + timed, "train.log_every": 1}
+        overrides |= {"train.steps": config.train.warmup_steps + timed, "train.log_every": 1}
     if rehearse:
-        asked, file = (
-            {**{k: v for k, v in asked.items() if k.startswith("parallel.")}, "model": _tiny(config), **_SMALL},
+        overrides, file = (
+            {**{k: v for k, v in overrides.items() if k.startswith("parallel.")}, "model": _tiny(config), **_SMALL},
             str(ROOT / CONFIG),
         )
     folder = Path(tempfile.mkdtemp(prefix="planned-"))
     try:
-        job = run_forked([file, *(f"{k}={json.dumps(v)}" for k, v in asked.items())], gpus, folder, limit_s)
+        job = run_forked([file, *(f"{k}={json.dumps(v)}" for k, v in overrides.items())], gpus, folder, limit_s)
         out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
         if job.ended or any(job.codes.values()):
             return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
@@ -273,9 +288,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
-    """Each configuration beside its run, the errors, and for each model whether the layout that the planner would choose is near the best."""
+    """Each configuration beside its run, the errors, and for each model whether the layout that the planner would choose is near the
+    best."""
     speeds = speeds_of(runs)
-    held = {r["name"]: r["peak_memory_bytes"] / GIB for r in runs if r["outcome"] == "ok"}
+    memory_gib = {r["name"]: r["peak_memory_bytes"] / GIB for r in runs if r["outcome"] == "ok"}
     failed = {r["name"]: r["message"] for r in runs if r["outcome"] != "ok"}
     lines = [
         "| configuration | predicted | 80 % | measured | error | predicted GiB | measured GiB | error |",
@@ -283,23 +299,26 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
     ]
     errors: list[tuple[float, float, bool]] = []
     for row in rows:
-        name, said = name_of(row), row["predicted"]
-        tokens, gib = said["tokens_per_s_per_gpu"], said["memory_gib"]
+        name, prediction = name_of(row), row["predicted"]
+        tokens, gib = prediction["tokens_per_s_per_gpu"], prediction["memory_gib"]
         start = f"| {name} | {tokens['value']:,.0f} | {tokens['low']:,.0f} to {tokens['high']:,.0f} |"
         if name not in speeds:
             lines.append(f"{start} {failed.get(name, 'not run')} | | {gib} | | |")
             continue
-        off, memory_off = tokens["value"] / speeds[name] - 1, gib / held[name] - 1
+        off, memory_off = tokens["value"] / speeds[name] - 1, gib / memory_gib[name] - 1
         errors.append((abs(off), abs(memory_off), tokens["low"] <= speeds[name] <= tokens["high"]))
-        lines.append(f"{start} {speeds[name]:,.0f} | {100 * off:+.1f} % | {gib} | {held[name]:.1f} | {100 * memory_off:+.1f} % |")
+        lines.append(f"{start} {speeds[name]:,.0f} | {100 * off:+.1f} % | {gib} | {memory_gib[name]:.1f} | {100 * memory_off:+.1f} % |")
     if errors:
         middle, memory, inside = (
             statistics.median(e[0] for e in errors),
             statistics.median(e[1] for e in errors),
             sum(e[2] for e in errors),
         )
-        lines += ["", f"{len(errors)} of {len(rows)} configurations: median error {100 * middle:.1f} % of speed, {100 * memory:.1f} % of memory; "
-                  f"{inside} in the interval"]  # fmt: skip
+        lines += [
+            "",
+            f"{len(errors)} of {len(rows)} configurations: median error {100 * middle:.1f} % of speed, {100 * memory:.1f} % of memory; "
+            f"{inside} in the interval",
+        ]
     predicted = {name_of(r): r["predicted"]["tokens_per_s_per_gpu"] for r in rows}
     for (hardware, gpus, model), ranked in sorted(_ranked(rows, runs).items()):
         chosen = max((name for name, _ in ranked), key=lambda n: predicted[n]["value"])
@@ -314,7 +333,7 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("command", choices=("register", "run", "report"))
     parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4)
     parser.add_argument("--hardware", choices=("h100", "h200"), default=USUAL, help="the GPUs to predict for, or to rehearse")

@@ -1,4 +1,5 @@
-"""Write down what is predicted for each row of `playbook/_tables/predictions.csv` that has no prediction yet, and seal it; rows that have one stay as they are."""
+"""Write down what is predicted for each row of `playbook/_tables/predictions.csv` that has no prediction yet, and seal it; rows that have
+one stay as they are."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ TABLE = data_root("tables") / "predictions.csv"
 
 
 def predicted(run: Run) -> dict[str, str]:
-    """Tokens per second and GPU with their 80 % interval, scaled to the published runs as `playbook plan` does it, and the memory of the fullest rank."""
-    found = predict(run)
-    if isinstance(found, str):
-        raise SystemExit(f"{run.id}: {found}")
-    scale = scaling().scale(Anchor(run, 0.0, found.spread, found.parts))
-    interval = found.interval(exp(scale.log), found.spread * scale.left)
-    memory = {} if found.memory_bytes is None else {"predicted_gib": f"{found.memory_bytes / GIB:.2f}"}
+    """Tokens per second and GPU with their 80 % interval, scaled to the published runs as `playbook plan` does it, and the memory of the
+    fullest rank."""
+    prediction = predict(run)
+    if isinstance(prediction, str):
+        raise SystemExit(f"{run.id}: {prediction}")
+    scale = scaling().scale(Anchor(run, 0.0, prediction.spread, prediction.parts))
+    interval = prediction.interval(exp(scale.log), prediction.spread * scale.left)
+    memory = {} if prediction.memory_bytes is None else {"predicted_gib": f"{prediction.memory_bytes / GIB:.2f}"}
     return {
         **memory,
         "predicted_low": f"{interval.low:.0f}",

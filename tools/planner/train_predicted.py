@@ -1,9 +1,10 @@
-"""Train rows of `playbook/_tables/predictions.csv` on one GPU with plain transformers, peft, bitsandbytes and DeepSpeed, random weights and random tokens.
+"""Train rows of `playbook/_tables/predictions.csv` on one GPU with plain transformers, peft, bitsandbytes and DeepSpeed, random weights and
+random tokens.
 
     python tools/planner/train_predicted.py one-llama31-8b-lora16 one-llama31-8b-16-layers-zero2
 
-Each row runs in a process of its own and ends in one JSON line: tokens/s (median of the timed steps), GiB allocated and reserved at the peak, and the seconds
-of every step. Nothing of the playbook takes part in a run. `--smoke` trains narrow models on a CPU.
+Each row runs in a process of its own and ends in one JSON line: tokens/s (median of the timed steps), GiB allocated and reserved at the
+peak, and the seconds of every step. Nothing of the playbook takes part in a run. `--smoke` trains narrow models on a CPU.
 """
 
 from __future__ import annotations
@@ -23,19 +24,39 @@ TABLE = Path(__file__).resolve().parents[2] / "playbook" / "_tables" / "predicti
 WARM_UP, TIMED = 3, 8
 MODELS: dict[str, dict[str, Any]] = {
     "Llama3.1-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
     },
     "qwen3_8b": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "qwen3_30b_a3b": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
         "vocab_size": 151936,
     },
-}  # fmt: skip
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+    },
+}
 """Their `config.json` on Hugging Face: meta-llama/Llama-3.1-8B, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B."""
 NARROW = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
@@ -50,7 +71,8 @@ TARGETS = {
 
 
 def model_of(row: dict[str, str], device: str, *, smoke: bool) -> Any:
-    """The row's model with random weights: float32 ones where all are trained under autocast, bfloat16 ones under adapters and DeepSpeed."""
+    """The row's model with random weights: float32 ones where all are trained under autocast, bfloat16 ones under adapters and
+    DeepSpeed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -180,10 +202,15 @@ def train(row: dict[str, str], *, smoke: bool) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    gib = {} if smoke else {
-        "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2), "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "gpu": torch.cuda.get_device_name(),
-    }  # fmt: skip
+    gib = (
+        {}
+        if smoke
+        else {
+            "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+            "gpu": torch.cuda.get_device_name(),
+        }
+    )
     return {
         "tokens_per_s": round(batch * length / statistics.median(seconds[WARM_UP:]), 1), **gib,
         "seconds": [round(s, 4) for s in seconds], "losses": [round(losses[0], 3), round(losses[-1], 3)],

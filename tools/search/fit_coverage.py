@@ -1,7 +1,9 @@
-"""Fit the weights by which the search judges whether the cards cover a question: `tools/search/fit_coverage.py` writes them, `--check` compares.
+"""Fit the weights by which the search judges whether the cards cover a question: `tools/search/fit_coverage.py` writes them, `--check`
+compares.
 
-A logistic regression with a ridge, by Newton's method, over the signs of all known questions: those of issue threads that ship, and the tuned half of those
-written from documents. What known questions say of one comes from the other seven eighths, so that no question is judged by itself. The same every time.
+A logistic regression with a ridge, by Newton's method, over the signs of all known questions: those of issue threads that ship, and the
+tuned half of those written from documents. What known questions say of one comes from the other seven eighths, so that no question is
+judged by itself. The same every time.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from playbook.paths import data_root, repo_root
 DOCUMENTS = repo_root() / "tests" / "cards" / "questions.yaml"
 TABLE = "coverage.yaml"
 HEAD = """\
-# How much each sign of a question speaks for an answer. Written by `tools/search/fit_coverage.py`: run it after changing cards, known questions or the words of
-# questions. The signs: `playbook/cards/terms.py`.
+# How much each sign of a question speaks for an answer. Written by `tools/search/fit_coverage.py`: run it after changing cards, known
+# questions or the words of questions. The signs: `playbook/cards/terms.py`.
 """
 FOLDS = 8
 RIDGE = 0.3
-"""Weight of a sign's square against the likelihood of one question; from 0.2 to 10 the area under the curve stays the same in three digits."""
+"""Weight of a sign's square against the likelihood of one question; from 0.2 to 10 the area under the curve stays the same in three
+digits."""
 TOLERANCE = 0.02
 """How far a weight of `--check` may be off: the last digits depend on the library of linear algebra."""
 
@@ -44,25 +47,26 @@ def known() -> list[Asked]:
 
 
 def signs_of(questions: Sequence[Asked]) -> list[tuple[Signs, bool]]:
-    """The signs of each question, what known questions say of it from the other folds, and whether it has a card; without those that share no word with any card."""
-    found = search.index(load_all())
-    rest = [[q for i, q in enumerate(questions) if i % FOLDS != fold] for fold in range(FOLDS)]
-    held = [replace(found, odds=odds(known), alike=likeness(known, list(found.cards))) for known in rest]
+    """The signs of each question, what known questions say of it from the other folds, and whether it has a card; without those that share
+    no word with any card."""
+    index = search.index(load_all())
+    folds = [[q for i, q in enumerate(questions) if i % FOLDS != fold] for fold in range(FOLDS)]
+    indexes = [replace(index, odds=odds(others), alike=likeness(others, list(index.cards))) for others in folds]
     out = []
     for i, question in enumerate(questions):
-        asked = opening(question.text)
-        words = terms(asked)
-        if ranked := search.rank(held[i % FOLDS], words):
-            out.append((search.signs(held[i % FOLDS], asked, words, ranked), bool(question.cards)))
+        opened = opening(question.text)
+        words = terms(opened)
+        if ranked := search.rank(indexes[i % FOLDS], words):
+            out.append((search.signs(indexes[i % FOLDS], opened, words, ranked), bool(question.cards)))
     return out
 
 
-def fit(seen: Sequence[tuple[Signs, bool]]) -> dict[str, float]:
+def fit(labelled: Sequence[tuple[Signs, bool]]) -> dict[str, float]:
     """The weights of the signs as they are, and the constant."""
-    raw = np.array([list(asdict(signs).values()) for signs, _ in seen])
+    raw = np.array([list(asdict(signs).values()) for signs, _ in labelled])
     mean, spread = raw.mean(axis=0), raw.std(axis=0)
     x = np.hstack([(raw - mean) / spread, np.ones((len(raw), 1))])
-    y = np.array([answered for _, answered in seen], dtype=float)
+    y = np.array([answered for _, answered in labelled], dtype=float)
     ridge = np.diag([RIDGE] * raw.shape[1] + [0.0])
     weights = np.zeros(x.shape[1])
     for _ in range(30):

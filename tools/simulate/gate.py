@@ -2,9 +2,9 @@
 
     python tools/simulate/gate.py [--series 500] [--seed 1]
 
-Each series has up to twelve pairs of commits in an order that `playbook_bench.judge.design` draws, looked at after 4, 6, 8, 10 and 12. A launch is
-log-normal around its commit's speed. What is promised of a slowdown as large as the limit is counted over a hundred times as many series, in which
-none is given up as too noisy.
+Each series has up to twelve pairs of commits in an order that `playbook_bench.judge.design` draws, looked at after 4, 6, 8, 10 and 12. A
+launch is log-normal around its commit's speed. What is promised of a slowdown as large as the limit is counted over a hundred times as many
+series, in which none is given up as too noisy.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from scipy.stats import binomtest
 from scipy.stats import t as student
 
 from playbook_bench.judge import design, slowdown
-from playbook_bench.judge.slowdown import LIMIT, Answer, judge_slowdown
+from playbook_bench.judge.slowdown import LIMIT, judge_slowdown
 
 LOOKS = (4, 6, 8, 10, 12)
 ORDERS = 100
-ANSWERS: tuple[Answer, ...] = ("pass", "regression", "undecided", "too_noisy")
+ANSWERS: tuple[slowdown._Answer, ...] = ("pass", "regression", "undecided", "too_noisy")
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
@@ -61,27 +61,28 @@ def launched(draw: int) -> tuple[list[design.Launch], np.ndarray]:
 
 
 def worse(rng: np.random.Generator, of: np.ndarray, count: int, slower: float, baseline: Draw, candidate: Draw) -> np.ndarray:
-    """Logarithms of step times. Shape: [series, launches]. Where both commits draw alike, one draw serves both, so that periods go through a series."""
+    """Logarithms of step times. Shape: [series, launches]. Where both commits draw alike, one draw serves both, so that periods go through
+    a series."""
     shape = (count, len(of))
     one = baseline(rng, shape)
     return np.where(of, one if candidate is baseline else candidate(rng, shape), one) + math.log1p(slower) * of
 
 
-def answers(seed: int, count: int, slower: float, baseline: Draw, candidate: Draw) -> tuple[Counter[Answer], float]:
+def answers(seed: int, count: int, slower: float, baseline: Draw, candidate: Draw) -> tuple[Counter[slowdown._Answer], float]:
     """How often each answer comes, and after how many pairs on average."""
-    rng, said, spent = np.random.default_rng(seed), Counter[Answer](), 0
+    rng, counts, spent = np.random.default_rng(seed), Counter[slowdown._Answer](), 0
     for number in range(count):
         launches, of = launched(number % ORDERS)
         (y,) = worse(rng, of, 1, slower, baseline, candidate)
         answer, look = "undecided", LOOKS[0]
         for look in LOOKS:
-            found = design.fit(launches[: 2 * look], 2).contrast(y[: 2 * look], (-1.0, 1.0))
-            answer = judge_slowdown(found, look, math.log1p(LIMIT), LOOKS).answer
+            estimate = design.fit(launches[: 2 * look], 2).contrast(y[: 2 * look], (-1.0, 1.0))
+            answer = judge_slowdown(estimate, look, math.log1p(LIMIT), LOOKS).answer
             if answer != "undecided":
                 break
-        said[answer] += 1
+        counts[answer] += 1
         spent += look
-    return said, spent / count
+    return counts, spent / count
 
 
 def promised(seed: int, count: int, baseline: Draw, candidate: Draw) -> tuple[int, int, int]:
@@ -93,20 +94,20 @@ def promised(seed: int, count: int, baseline: Draw, candidate: Draw) -> tuple[in
         y = worse(rng, of, each, LIMIT, baseline, candidate)
         open_ = np.ones(each, dtype=bool)
         for look in LOOKS:
-            found = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
+            estimate = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
             reach = [
-                student.isf(slowdown._rate(error, LOOKS, look), found.freedom) * found.error
+                student.isf(slowdown._rate(error, LOOKS, look), estimate.freedom) * estimate.error
                 for error in (slowdown._REGRESSION_ERROR, slowdown._PASS_ERROR)
             ]
-            fails, passes = open_ & (found.mean - reach[0] > limit), open_ & (found.mean + reach[1] < limit)
+            fails, passes = open_ & (estimate.mean - reach[0] > limit), open_ & (estimate.mean + reach[1] < limit)
             passed, failed, open_ = passed + int(passes.sum()), failed + int(fails.sum()), open_ & ~passes & ~fails
     return passed, failed, each * ORDERS
 
 
 def share(count: int, of: int) -> str:
     """A share in percent, with its exact 95 % interval (Clopper and Pearson) and the counts."""
-    found = binomtest(count, of).proportion_ci()
-    return f"{100 * count / of:.3f} % [{100 * found.low:.3f}, {100 * found.high:.3f}], {count} of {of}"
+    ends = binomtest(count, of).proportion_ci()
+    return f"{100 * count / of:.3f} % [{100 * ends.low:.3f}, {100 * ends.high:.3f}], {count} of {of}"
 
 
 def rows() -> Sequence[tuple[str, float, Draw, Draw]]:
@@ -152,15 +153,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--series", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     print(f"| slowdown, noise of a launch | {' | '.join(a.replace('_', ' ') for a in ANSWERS)} | pairs on average |\n|---|{'---:|' * 5}")
     for number, (name, slower, baseline, candidate) in enumerate(rows()):
-        counts, pairs = answers(asked.seed + number, asked.series, slower, baseline, candidate)
-        shares = " | ".join(f"{100 * counts[a] / asked.series:.1f} %" for a in ANSWERS)
+        counts, pairs = answers(arguments.seed + number, arguments.series, slower, baseline, candidate)
+        shares = " | ".join(f"{100 * counts[a] / arguments.series:.1f} %" for a in ANSWERS)
         print(f"| {name} | {shares} | {pairs:.1f} |", flush=True)
     print("\n| noise, a slowdown as large as the limit | passes: 0.1 % are promised | regressions: 2.5 % are promised |\n|---|---|---|")
     for number, (name, baseline, candidate) in enumerate(limits()):
-        passed, failed, every = promised(asked.seed + number, 100 * asked.series, baseline, candidate)
+        passed, failed, every = promised(arguments.seed + number, 100 * arguments.series, baseline, candidate)
         print(f"| {name} | {share(passed, every)} | {share(failed, every)} |", flush=True)
 
 

@@ -2,9 +2,9 @@
 
     python tools/simulate/series.py [--series 20000] [--seed 1]
 
-Before: rules of version 2, an A/A of four pairs, then blocks of ABBA or BAAB with looks after 4, 8 and 12 pairs. After: today's rules, in the orders
-that `playbook_bench.judge.design` draws, with looks after 4, 6, 8, 10 and 12. A launch is normal on logarithms; noise is in its standard deviations.
-Launches count the discarded first one of each variant.
+Before: rules of version 2, an A/A of four pairs, then blocks of ABBA or BAAB with looks after 4, 8 and 12 pairs. After: today's rules, in
+the orders that `playbook_bench.judge.design` draws, with looks after 4, 6, 8, 10 and 12. A launch is normal on logarithms; noise is in its
+standard deviations. Launches count the discarded first one of each variant.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def after(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, floa
         launches = design.launched(design.order(draw, 2, LOOKS), 2)
         of, before = (np.array([getattr(launch, name) for launch in launches]) for name in ("variant", "before"))
         y = values(kind, kind.draw(rng, each)[:, 2 : 2 + len(of)], of, before, effect)
-        said, taken = np.zeros(each, dtype=int), np.full(each, LOOKS[-1])
+        decided, pairs_used = np.zeros(each, dtype=int), np.full(each, LOOKS[-1])
         for look in LOOKS:
-            found = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
-            beyond = student.ppf(1 - rules.level(LOOKS, ALPHA, look) / 2, found.freedom) * found.error
-            now = np.where(said == 0, np.sign(found.mean) * (np.abs(found.mean) > beyond), 0).astype(int)
-            taken[now != 0] = look
-            said += now
-        gains, losses, spent = gains + int((said > 0).sum()), losses + int((said < 0).sum()), spent + int(taken.sum())
+            estimate = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
+            beyond = student.ppf(1 - rules.level(LOOKS, ALPHA, look) / 2, estimate.freedom) * estimate.error
+            now = np.where(decided == 0, np.sign(estimate.mean) * (np.abs(estimate.mean) > beyond), 0).astype(int)
+            pairs_used[now != 0] = look
+            decided += now
+        gains, losses, spent = gains + int((decided > 0).sum()), losses + int((decided < 0).sum()), spent + int(pairs_used.sum())
     total = each * ORDERS
     return gains / total, losses / total, 2 + 2 * spent / total
 
@@ -119,9 +119,9 @@ def former(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, flo
         pairs = [(b - a) if second else (a - b) for a, b, second in zip(y[10::2], y[11::2], of[11::2], strict=True)]
         look = 0
         for look in BEFORE:
-            (found,) = verdict_rules._pooled([(0.0, d) for d in pairs[:look]], [(-1.0, 1.0)], rules.level(BEFORE, ALPHA, look), aa)
-            if found.low > 0 or found.high < 0:
-                gains, losses = gains + (found.low > 0), losses + (found.high < 0)
+            (interval,) = verdict_rules._pooled([(0.0, d) for d in pairs[:look]], [(-1.0, 1.0)], rules.level(BEFORE, ALPHA, look), aa)
+            if interval.low > 0 or interval.high < 0:
+                gains, losses = gains + (interval.low > 0), losses + (interval.high < 0)
                 break
         spent += 2 + 8 + 2 * look
     return gains / count, losses / count, spent / count
@@ -130,11 +130,11 @@ def former(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, flo
 def floor(effect: float, count: int, seed: int) -> float:
     """Launches on average where noise is known, normal and nothing else disturbs, at the same looks."""
     d = np.random.default_rng(seed).normal(effect, math.sqrt(2), (count, LOOKS[-1])).cumsum(axis=1)
-    taken, open_ = np.full(count, LOOKS[-1]), np.ones(count, dtype=bool)
+    pairs_used, open_ = np.full(count, LOOKS[-1]), np.ones(count, dtype=bool)
     for look, rate in zip(LOOKS, statistics.levels(LOOKS, ALPHA), strict=True):
         now = open_ & (np.abs(d[:, look - 1]) / math.sqrt(2 * look) > norm.isf(rate / 2))
-        taken[now], open_ = look, open_ & ~now
-    return 2 + 2 * float(taken.mean())
+        pairs_used[now], open_ = look, open_ & ~now
+    return 2 + 2 * float(pairs_used.mean())
 
 
 def table(title: str, head: Sequence[str]) -> None:
@@ -147,8 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Error rates and launches of a series, by simulation.")
     parser.add_argument("--series", type=int, default=20_000, help="series for each figure of today's rules; a tenth of it for version 2")
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
-    count, few, seed = asked.series, max(1, asked.series // 10), asked.seed
+    arguments = parser.parse_args()
+    count, few, seed = arguments.series, max(1, arguments.series // 10), arguments.seed
     table("No difference: series that are decided, in %", ["noise", "before: better", "before: worse", "after: better", "after: worse"])
     for kind in KINDS:
         (better, worse, _), (gains, losses, _) = former(kind, 0.0, few, seed), after(kind, 0.0, count, seed)
@@ -160,9 +160,10 @@ def main() -> None:
     for noise in (0.003, 0.01, 0.03):
         for share in (0.01, 0.02, 0.05, 0.1, 0.5):
             effect = math.log1p(share) / noise
-            (b, _, spent), (a, _, taken) = former(KINDS[0], effect, few // 4, seed), after(KINDS[0], effect, count // 4, seed)
+            (b, _, spent), (a, _, launches_after) = former(KINDS[0], effect, few // 4, seed), after(KINDS[0], effect, count // 4, seed)
             print(
-                f"| {100 * share:g} % | {100 * noise:g} % | {spent:.1f} | {100 * b:.1f} | {taken:.1f} | {100 * a:.1f} | {floor(effect, count, seed):.1f} |",
+                f"| {100 * share:g} % | {100 * noise:g} % | {spent:.1f} | {100 * b:.1f} | {launches_after:.1f} | {100 * a:.1f} | "
+                f"{floor(effect, count, seed):.1f} |",
                 flush=True,
             )
 

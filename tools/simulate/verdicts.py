@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from playbook_bench.judge import statistics
-from playbook_bench.judge.effects import Question, decide
+from playbook_bench.judge.effects import ClaimRule, decide
 from playbook_bench.judge.verdict import RULES
 from playbook_bench.judge.verdict_rules import Rules
 
@@ -29,8 +29,8 @@ LAUNCHES = 4
 def answer(rules: Rules, looks: Sequence[int], look: int, differences: np.ndarray, noise: np.ndarray) -> bool | None:
     """What a claim `>= 0` gets at one look."""
     rows = np.column_stack([np.zeros(look), differences[:look]])
-    (found,) = rules.intervals(rows.tolist(), [], PAIR, rules.level(looks, ALPHA, look), noise.tolist())
-    return decide(Question(">=", ["baseline", "candidate"], 0.0), [(found.low, found.high)])
+    (interval,) = rules.intervals(rows.tolist(), [], PAIR, rules.level(looks, ALPHA, look), noise.tolist())
+    return decide(ClaimRule(">=", ["baseline", "candidate"], 0.0), [(interval.low, interval.high)])
 
 
 def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray) -> tuple[bool | None, int]:
@@ -56,13 +56,14 @@ def series(
     rng = np.random.default_rng(1)
     noise = pairs(rng, count, AA_PAIRS, 1.0, outliers)
     differences = pairs(rng, count, looks[-1], noisier, outliers) + effect
-    found = [settle(RULES[version], looks, d, n) for d, n in zip(differences, noise, strict=True)]
-    statuses = [s for s, _ in found]
-    return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in found]))
+    settled = [settle(RULES[version], looks, d, n) for d, n in zip(differences, noise, strict=True)]
+    statuses = [s for s, _ in settled]
+    return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in settled]))
 
 
 def steps(rng: np.random.Generator, count: int, number: int, rho: float, shared: float, spread: float = 0.03) -> np.ndarray:
-    """Step times of four launches: noise whose neighbours correlate by `rho`, and a share of the variance that the data give to all of them."""
+    """Step times of four launches: noise whose neighbours correlate by `rho`, and a share of the variance that the data give to all of
+    them."""
     draw = rng.normal(size=(count, LAUNCHES, number))
     noise = draw.copy()
     for i in range(1, number):
@@ -93,8 +94,8 @@ def percent(share: float) -> str:
 
 def interval(share: float, count: int) -> str:
     """As `percent`, with the exact 95 % interval (Clopper and Pearson)."""
-    found = binomtest(round(share * count), count).proportion_ci()
-    return f"{percent(share)} [{percent(found.low)}, {percent(found.high)}]"
+    ends = binomtest(round(share * count), count).proportion_ci()
+    return f"{percent(share)} [{percent(ends.low)}, {percent(ends.high)}]"
 
 
 def main() -> None:

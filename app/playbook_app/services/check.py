@@ -21,7 +21,6 @@ from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
 from playbook.records.read import Reader, Record, speaks_for
-from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench import statements
 from playbook_bench.judge import effects, receipt
@@ -243,7 +242,7 @@ def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, Load
         and claim.kind in ("sweep", "interaction", "prediction")
         and not case_problems(loaded.case)
     ):
-        for message in effects.problems(claim.expect, list(loaded.case.variants), claim.kind):
+        for message in effects.claim_problems(claim.expect, list(loaded.case.variants), claim.kind):
             yield entry.finding((*here, "expect"), message)
 
 
@@ -435,5 +434,4 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
 def rule_rows() -> list[dict[str, str]]:
     """Every rule: its id, whether it is an error or a warning, and what it finds."""
     rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in lint.RULES]
-    rows += [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]
-    return rows + [{"id": i, "weight": "error", "finds": title} for i, title in foreign.RULES]
+    return rows + [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]

@@ -22,7 +22,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Found:
+class BisectResult:
     """The first commit with the trouble, or the few among which it is."""
 
     suspects: list[str]
@@ -41,25 +41,27 @@ class Found:
         return EXIT_CODES[self.status]
 
 
-def search(history: Sequence[str], judge: Callable[[str], Judged], told: Callable[[Judged, int], None] | None = None) -> Found:
-    """The first commit of `history` (oldest first, all after the good one) whose trouble is that of the last; about log2(n) + 1 judgements."""
-    known: dict[int, Judged] = {}
+def search(history: Sequence[str], judge: Callable[[str], Judged], on_judged: Callable[[Judged, int], None] | None = None) -> BisectResult:
+    """The first commit of `history` (oldest first, all after the good one) whose trouble is that of the last; about log2(n) + 1
+    judgements.
+    """
+    judged: dict[int, Judged] = {}
 
-    def look(i: int, left: int) -> str:
-        known[i] = judge(history[i])
-        if told is not None:
-            told(known[i], left)
-        return known[i].trouble
+    def look(i: int, remaining: int) -> str:
+        judged[i] = judge(history[i])
+        if on_judged is not None:
+            on_judged(judged[i], remaining)
+        return judged[i].trouble
 
     last = len(history) - 1
-    wanted = look(last, last)
+    bad_trouble = look(last, last)
     low, high = -1, last  # low is good, high has the trouble
-    while wanted not in (NONE, UNKNOWN):
+    while bad_trouble not in (NONE, UNKNOWN):
         middle = (low + high) // 2
-        open_ = sorted((i for i in range(low + 1, high) if i not in known), key=lambda i: abs(i - middle))
+        open_ = sorted((i for i in range(low + 1, high) if i not in judged), key=lambda i: abs(i - middle))
         if not open_:
             break
         trouble = look(open_[0], len(open_) - 1)
-        low, high = (open_[0], high) if trouble == NONE else (low, open_[0]) if trouble == wanted else (low, high)
-    suspects = [] if wanted in (NONE, UNKNOWN) else list(history[low + 1 : high + 1])
-    return Found(suspects, wanted, list(known.values()))
+        low, high = (open_[0], high) if trouble == NONE else (low, open_[0]) if trouble == bad_trouble else (low, high)
+    suspects = [] if bad_trouble in (NONE, UNKNOWN) else list(history[low + 1 : high + 1])
+    return BisectResult(suspects, bad_trouble, list(judged.values()))

@@ -1,15 +1,16 @@
 """The design of a series: in which order variants are launched, and what their launches say of the difference between two of them.
 
-A launch is modelled as the level of its variant, plus a linear drift over the series (with more than two variants, a level of its block), plus what
-the launch before it leaves behind (first-order carry-over: heat, caches, memory), plus noise of its own variant. All are fitted together by least
-squares, so a drift or a carry-over of any size moves no difference. The variance of a difference is that of its two variants, each from its own residuals, with Satterthwaite's degrees of
-freedom: a candidate that is noisier than the baseline is held to its own noise.
+A launch is modelled as the level of its variant, plus a linear drift over the series (with more than two variants, a level of its block),
+plus what the launch before it leaves behind (first-order carry-over: heat, caches, memory), plus noise of its own variant. All are fitted
+together by least squares, so a drift or a carry-over of any size moves no difference. The variance of a difference is that of its two
+variants, each from its own residuals, with Satterthwaite's degrees of freedom: a candidate that is noisier than the baseline is held to its
+own noise.
 
 The order is drawn from the seed and kept where the model can tell its terms apart and where noise of no period looks like the variants:
 what repeats every few launches (a cron job, a neighbour) then disturbs the difference hardly more than noise without a period.
 
-Sources: B. Jones and M. G. Kenward, Design and Analysis of Cross-Over Trials, chapter 5 (carry-over); B. L. Welch, Biometrika 34 (1947), and
-F. E. Satterthwaite, Biometrics Bulletin 2 (1946) (unequal variances). Error rates: tools/simulate/series.py.
+Sources: B. Jones and M. G. Kenward, Design and Analysis of Cross-Over Trials, chapter 5 (carry-over); B. L. Welch, Biometrika 34 (1947),
+and F. E. Satterthwaite, Biometrics Bulletin 2 (1946) (unequal variances). Error rates: tools/simulate/series.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _MOST_ALIAS = 2.6
 _MORE_ALIAS = 0.075
 """What each pair more adds to it: a longer order has a sharper spectrum."""
 _TRIES, _RESTARTS = 40, 12
-"""Orders that are drawn for the launches up to a look, and whole orders of two variants; where none is good enough, as with more variants, the best of them counts."""
+"""Orders that are drawn for the launches up to a look, and whole orders of two variants; where none is good enough, as with more variants,
+the best of them counts."""
 _DIGITS = 9
 """Of what orders are chosen by, so that every machine draws the same."""
 _PERIODS = 60
@@ -81,15 +83,15 @@ class Fit:
         import numpy as np  # start-up time: commands that judge nothing import this module too
 
         y = np.asarray(values, dtype=float)
-        own = np.eye(len(self.levels))[self.of]
-        freedom = np.diag(self.residual) @ own
-        squares = (y @ self.residual) ** 2 @ own
+        membership = np.eye(len(self.levels))[self.of]
+        freedom = np.diag(self.residual) @ membership
+        squares = (y @ self.residual) ** 2 @ membership
         if len(self.levels) == 2:
             each = squares / freedom
         else:
             # In blocks, what is left over of a launch is noise of the other variants too: MINQUE, C. R. Rao, JMVA 1 (1971).
-            each = np.maximum(squares @ np.linalg.inv(own.T @ self.residual**2 @ own), 0.0)
-        parts = each * (weights**2 @ own)
+            each = np.maximum(squares @ np.linalg.inv(membership.T @ self.residual**2 @ membership), 0.0)
+        parts = each * (weights**2 @ membership)
         variance, spread = parts.sum(axis=-1), (parts**2 / freedom).sum(axis=-1)
         whole = np.full(y.shape[:-1], float(freedom.sum()))
         return Estimate(y @ weights, np.sqrt(variance), np.divide(variance**2, spread, out=whole, where=spread > 0))
@@ -102,7 +104,8 @@ class Fit:
 
 
 def fit(launches: Sequence[Launch], variants: int, nuisance: bool = True) -> Fit:
-    """The model of these launches: with carry-over and drift or blocks where that leaves a degree of freedom for each variant's noise, else without carry-over, else with neither.
+    """The model of these launches: with carry-over and drift or blocks where that leaves a degree of freedom for each variant's noise, else
+    without carry-over, else with neither.
 
     Without `nuisance`, plain means: for values that are compared with a number, where a drift is noise.
     """
@@ -110,13 +113,13 @@ def fit(launches: Sequence[Launch], variants: int, nuisance: bool = True) -> Fit
 
     n = len(launches)
     of = np.array([launch.variant for launch in launches])
-    own = np.eye(variants)[of]
+    membership = np.eye(variants)[of]
     at = np.array([launch.at for launch in launches], dtype=float)
     slow = (at - at.mean())[:, None] if variants == 2 else _summing_to_zero([launch.block for launch in launches])
     code = np.vstack([_summing_to_zero(range(variants)), np.zeros((1, variants - 1))])
     after = code[[variants if launch.before is None else launch.before for launch in launches]]
     for terms in ([slow, after], [slow], []) if nuisance else ([],):
-        x = np.hstack([own, *terms])
+        x = np.hstack([membership, *terms])
         if not terms or (n - x.shape[1] >= variants and np.linalg.matrix_rank(x) == x.shape[1]):
             break
     inverse = np.linalg.pinv(x)
@@ -148,7 +151,9 @@ def contrast(rows: Sequence[Sequence[float]], launches: Sequence[Launch], weight
 
 
 def carry_over(rows: Sequence[Sequence[float]], launches: Sequence[Launch], one: int, other: int) -> Estimate | None:
-    """How much larger the value of a launch is after one of variant `other` than after one of variant `one`; None where there are too few launches to tell."""
+    """How much larger the value of a launch is after one of variant `other` than after one of variant `one`; None where there are too few
+    launches to tell.
+    """
     model = fit(launches, len(rows[0]))
     return None if model.carry is None else model.estimate(_values(rows, launches), model.carry[other] - model.carry[one])
 
@@ -161,7 +166,8 @@ def _values(rows: Sequence[Sequence[float]], launches: Sequence[Launch]) -> list
 
 
 def order(seed: int, variants: int, looks: Sequence[int]) -> list[int]:
-    """Indices of variants in the order of their launches, each as often as the others up to every look. The launch before the first is of the last variant.
+    """Indices of variants in the order of their launches, each as often as the others up to every look. The launch before the first is of
+    the last variant.
 
     Up to the first look and from look to look, pairs come in any order; more than two variants come in blocks that hold each once.
     """
@@ -209,7 +215,9 @@ def launched(drawn: Sequence[int], variants: int) -> list[Launch]:
 
 
 def quality(drawn: Sequence[int], variants: int) -> tuple[float, float]:
-    """Of the worst difference between two variants: how efficient the order is for it, and how much noise of the worst period disturbs it."""
+    """Of the worst difference between two variants: how efficient the order is for it, and how much noise of the worst period disturbs
+    it.
+    """
     import numpy as np
 
     model = fit(launched(drawn, variants), variants)

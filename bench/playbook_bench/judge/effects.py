@@ -1,4 +1,4 @@
-"""Effects over blocks of variants, with their intervals: what a claim may say of them, when it is confirmed and refuted, and in which words.
+"""Effects over blocks of variants, with their intervals: what a claim may say of them, and when it is confirmed and refuted.
 
 A pair is a sweep with two variants. Its record has the shape `Comparison`, all others have `Curve`.
 
@@ -8,18 +8,22 @@ A rule names the contrasts that it looks at before any run, and decides from the
 `gain(i, j)` is how much better variant i is than variant j, in the metric's own direction; L and U are the ends of its interval and m
 is the claimed margin. Refuted means that the interval rules the claim out, so each rule's refutation is its negation.
 
-| op | says | confirmed | refuted |
-|---|---|---|---|
-| `>=` `<=` `within` | of gain(last, first); for an interaction, of the first factor's gain at the second's high level less that at its low | L >= m; U <= m; both inside [-m, m] | U < m; L > m; outside |
-| `best` | a value of `at` is within m of the best | for some i in `at`, U(j, i) <= m for every other j | for each i in `at`, L(j, i) > m for some j |
-| `not_best` | some value is better than each of `at` by m or more | for each i in `at`, L(j, i) >= m for some j | for some i in `at`, U(j, i) < m for every other j |
-| `band` | every value is within m of the first | all of L, U(j, first) inside [-m, m] | some L > m or U < -m |
-| `rising` | each step gains m or more | every L(next, previous) >= m | some U < m |
-| `knee` | steps gain m or more up to a knee (one of `at`, if given) and at most m after it | L >= m before and U <= m after one such knee | every such knee is ruled out by a step |
-| `reaches` | only the last value comes within m of the reference `at`; all before it fall short by m or more | L(at, j) >= m for all but the last, U(at, last) <= m | some U(at, j) < m, or L(at, last) > m |
-| `crossover` | the first factor gains m or more at the second's low level and loses m or more at its high one | both L >= m | one U < m |
-| `inside` | each value of a prediction lies in the interval that was predicted for it | both ends of each one's interval inside | some L > high, or U < low |
-| `excludes` | exactly the variants of `infeasible` cannot run | they were refused or out of memory in each launch and all others ran | one of them ran |
+| op | the claim is confirmed, and refuted, where |
+|---|---|
+| `>=` | the gain of the last variant over the first is at least m: L >= m; U < m |
+| `<=` | it is at most m: U <= m; L > m |
+| `within` | it is within m: both ends inside [-m, m]; U < -m or L > m |
+| `best` | a value of `at` is within m of the best: for some i in `at`, U(j, i) <= m for every other j; for each i, L(j, i) > m for some j |
+| `not_best` | some value beats each of `at` by m: for each i in `at`, L(j, i) >= m for some j; for some i, U(j, i) < m for every other j |
+| `band` | every value is within m of the first: all of L, U(j, first) inside [-m, m]; some L > m or U < -m |
+| `rising` | each step gains m: every L(next, previous) >= m; some U < m |
+| `knee` | steps gain m up to a knee (one of `at`, if given), and at most m after: L >= m, then U <= m; steps rule out every knee |
+| `reaches` | only the last value is within m of `at`: L(at, j) >= m for others, U(at, last) <= m; some U(at, j) < m, or L(at, last) > m |
+| `crossover` | the first factor gains m at the second's low level and loses m at its high one: both L >= m; one U < m |
+| `inside` | each value lies in the interval that was predicted for it: both ends of each inside; some L > high or U < low |
+| `excludes` | exactly the variants of `infeasible` cannot run: all their launches were refused or out of memory; one of them ran |
+
+For an interaction, `>=`, `<=` and `within` speak of the first factor's gain at the second's high level less that at its low one.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ Status = bool | None
 
 
 @dataclass(frozen=True)
-class Asked:
+class RuleContrast:
     """One contrast that a rule looks at."""
 
     name: str
@@ -53,7 +57,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Question:
+class ClaimRule:
     """A claim's rule with what it speaks of: the variants that ran, in order, and the margin on the metric's scale."""
 
     op: str
@@ -64,74 +68,78 @@ class Question:
     """What was predicted for each of the names: from least to most gain over the predicted value."""
 
 
-def named(values: Sequence[str | int | float]) -> list[str]:
+def variant_names(values: Sequence[str | int | float]) -> list[str]:
     """Values of a claim as variants are named."""
     return [v if isinstance(v, str) else f"{v:g}" for v in values]
 
 
-def question(expect: Expect, names: Sequence[str], margin: float, bands: Mapping[str, _Bounds] | None = None) -> Question:
+def claim_rule(expect: Expect, names: Sequence[str], margin: float, bands: Mapping[str, _Bounds] | None = None) -> ClaimRule:
     """The claim's question about the variants that ran."""
-    return Question(
-        expect.op, list(names), margin, [a for a in named(expect.at) if a in names], [b for v, b in (bands or {}).items() if v in names]
+    return ClaimRule(
+        expect.op,
+        list(names),
+        margin,
+        [a for a in variant_names(expect.at) if a in names],
+        [b for v, b in (bands or {}).items() if v in names],
     )
 
 
-def over(i: str, j: str) -> Asked:
+def over(i: str, j: str) -> RuleContrast:
     """How much better variant i is than variant j."""
-    return Asked(f"{i} over {j}", {i: 1.0, j: -1.0})
+    return RuleContrast(f"{i} over {j}", {i: 1.0, j: -1.0})
 
 
-def asked(q: Question, interaction: bool = False) -> list[Asked]:
-    """The contrasts of a rule, fixed by the variants and the claim alone.
+def rule_contrasts(rule: ClaimRule, interaction: bool = False) -> list[RuleContrast]:
+    """The contrasts that a rule looks at, fixed by the variants and the claim alone.
 
     Raises:
         ConfigError: the rule does not exist, or the variants are too few for it.
     """
-    names = q.names
+    names = rule.names
     if interaction:
-        return _cells(q)
-    if q.op in (">=", "<=", "within"):
+        return _interaction_contrasts(rule)
+    if rule.op in (">=", "<=", "within"):
         return [over(names[-1], names[0])]
-    if q.op == "inside":
-        return [Asked(f"{v} over its prediction", {v: 1.0}) for v in names]
-    if q.op in ("best", "not_best"):
-        return [over(j, i) for i in q.at for j in names if j not in q.at]
-    if q.op == "band":
+    if rule.op == "inside":
+        return [RuleContrast(f"{v} over its prediction", {v: 1.0}) for v in names]
+    if rule.op in ("best", "not_best"):
+        return [over(j, i) for i in rule.at for j in names if j not in rule.at]
+    if rule.op == "band":
         return [over(j, names[0]) for j in names[1:]]
-    if q.op in ("rising", "knee"):
+    if rule.op in ("rising", "knee"):
         return [over(j, i) for i, j in itertools.pairwise(names)]
-    if q.op == "reaches":
-        return [over(q.at[0], j) for j in names if j != q.at[0]]
-    raise ConfigError(f"'{q.op}' is no rule for a sweep; playbook_bench.judge.effects lists them")
+    if rule.op == "reaches":
+        return [over(rule.at[0], j) for j in names if j != rule.at[0]]
+    raise ConfigError(f"'{rule.op}' is no rule for a sweep; playbook_bench.judge.effects lists them")
 
 
-def _cells(q: Question) -> list[Asked]:
-    low, first, second, both = q.names
-    if q.op == "crossover":
+def _interaction_contrasts(rule: ClaimRule) -> list[RuleContrast]:
+    low, first, second, both = rule.names
+    if rule.op == "crossover":
         return [over(first, low), over(second, both)]
-    if q.op in (">=", "<=", "within"):
-        return [Asked("difference of differences", {both: 1.0, second: -1.0, first: -1.0, low: 1.0})]
-    raise ConfigError(f"'{q.op}' is no rule for an interaction; playbook_bench.judge.effects lists them")
+    if rule.op in (">=", "<=", "within"):
+        return [RuleContrast("difference of differences", {both: 1.0, second: -1.0, first: -1.0, low: 1.0})]
+    raise ConfigError(f"'{rule.op}' is no rule for an interaction; playbook_bench.judge.effects lists them")
 
 
-def decide(q: Question, bounds: Sequence[_Bounds], interaction: bool = False) -> Status:
+def decide(rule: ClaimRule, bounds: Sequence[_Bounds], interaction: bool = False) -> Status:
     """Whether the claim holds, by the intervals of the contrasts that `asked` names, in that order. None if they leave it open."""
-    m = q.margin
-    if q.op in (">=", "<=", "within"):
-        return _one(q.op, m, *bounds[0])
-    if interaction or q.op == "rising":
-        return _all([low >= m for low, _ in bounds], [high < m for _, high in bounds])
-    if q.op == "inside":
-        both = list(zip(bounds, q.bands, strict=True))
+    margin = rule.margin
+    if rule.op in (">=", "<=", "within"):
+        return _one(rule.op, margin, *bounds[0])
+    if interaction or rule.op == "rising":
+        return _all([low >= margin for low, _ in bounds], [high < margin for _, high in bounds])
+    if rule.op == "inside":
+        both = list(zip(bounds, rule.bands, strict=True))
         return _all([a <= low and high <= b for (low, high), (a, b) in both], [low > b or high < a for (low, high), (a, b) in both])
-    if q.op == "band":
-        return _all([-m <= low and high <= m for low, high in bounds], [low > m or high < -m for low, high in bounds])
-    if q.op in ("best", "not_best"):
-        return _best(q, dict(zip((a.name for a in asked(q)), bounds, strict=True)))
-    if q.op == "knee":
-        return _knee(q, bounds)
+    if rule.op == "band":
+        return _all([-margin <= low and high <= margin for low, high in bounds], [low > margin or high < -margin for low, high in bounds])
+    if rule.op in ("best", "not_best"):
+        return _best(rule, dict(zip((a.name for a in rule_contrasts(rule)), bounds, strict=True)))
+    if rule.op == "knee":
+        return _knee(rule, bounds)
     *earlier, last = bounds
-    return _all([*(low >= m for low, _ in earlier), last[1] <= m], [*(high < m for _, high in earlier), last[0] > m])
+    return _all([*(low >= margin for low, _ in earlier), last[1] <= margin], [*(high < margin for _, high in earlier), last[0] > margin])
 
 
 def _one(op: str, m: float, low: float, high: float) -> Status:
@@ -146,59 +154,59 @@ def _all(holds: Sequence[bool], fails: Sequence[bool]) -> Status:
     return False if any(fails) else True if all(holds) else None
 
 
-def _best(q: Question, bounds: Mapping[str, _Bounds]) -> Status:
-    others = [j for j in q.names if j not in q.at]
-    found = {i: [bounds[over(j, i).name] for j in others] for i in q.at}
-    unbeaten: Callable[[float], bool] = (lambda u: u <= q.margin) if q.op == "best" else (lambda u: u < q.margin)
-    beaten: Callable[[float], bool] = (lambda v: v > q.margin) if q.op == "best" else (lambda v: v >= q.margin)
-    stands = any(all(unbeaten(high) for _, high in row) for row in found.values())
-    falls = all(any(beaten(low) for low, _ in row) for row in found.values())
+def _best(rule: ClaimRule, bounds: Mapping[str, _Bounds]) -> Status:
+    others = [j for j in rule.names if j not in rule.at]
+    rivals = {i: [bounds[over(j, i).name] for j in others] for i in rule.at}
+    unbeaten: Callable[[float], bool] = (lambda u: u <= rule.margin) if rule.op == "best" else (lambda u: u < rule.margin)
+    beaten: Callable[[float], bool] = (lambda v: v > rule.margin) if rule.op == "best" else (lambda v: v >= rule.margin)
+    stands = any(all(unbeaten(high) for _, high in row) for row in rivals.values())
+    falls = all(any(beaten(low) for low, _ in row) for row in rivals.values())
     status = True if stands else False if falls else None
-    return status if q.op == "best" or status is None else not status
+    return status if rule.op == "best" or status is None else not status
 
 
-def _knee(q: Question, bounds: Sequence[_Bounds]) -> Status:
-    m = q.margin
+def _knee(rule: ClaimRule, bounds: Sequence[_Bounds]) -> Status:
+    margin = rule.margin
     # Nothing lies beyond the first and the last of what ran, so no step rules a knee there in or out.
-    open_ = bool({q.names[0], q.names[-1]} & set(q.at))
-    for knee in range(1, len(q.names) - 1):
-        if q.at and q.names[knee] not in q.at:
+    open_ = bool({rule.names[0], rule.names[-1]} & set(rule.at))
+    for knee in range(1, len(rule.names) - 1):
+        if rule.at and rule.names[knee] not in rule.at:
             continue
         before, after = bounds[:knee], bounds[knee:]
-        if all(low >= m for low, _ in before) and all(high <= m for _, high in after):
+        if all(low >= margin for low, _ in before) and all(high <= margin for _, high in after):
             return True
-        open_ = open_ or not (any(high < m for _, high in before) or any(low > m for low, _ in after))
+        open_ = open_ or not (any(high < margin for _, high in before) or any(low > margin for low, _ in after))
     return None if open_ else False
 
 
-def problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
+def claim_problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
     """Why a claim cannot be put to a case with these variants, one line for each reason."""
-    found = []
-    at = named(expect.at)
+    reasons = []
+    at = variant_names(expect.at)
     if expect.op == "inside" and (expect.margin is not None or expect.infeasible):
-        found.append("op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run")
-    unknown = [n for n in [*at, *named(expect.infeasible)] if n not in names]
+        reasons.append("op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run")
+    unknown = [n for n in [*at, *variant_names(expect.infeasible)] if n not in names]
     if unknown:
-        found.append(f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}")
+        reasons.append(f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}")
     if expect.op in ("best", "not_best", "reaches") and not at:
-        found.append(f"op '{expect.op}' needs 'at': the value that it speaks of")
+        reasons.append(f"op '{expect.op}' needs 'at': the value that it speaks of")
     if expect.op == "reaches" and len(at) > 1:
-        found.append(f"op 'reaches' has one reference, found {len(at)}")
+        reasons.append(f"op 'reaches' has one reference, found {len(at)}")
     if expect.op == "reaches" and at and at[0] == names[-1]:
-        found.append("op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last")
+        reasons.append("op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last")
     if expect.op in ("best", "not_best") and at and set(at) >= set(names):
-        found.append(f"op '{expect.op}' needs a value beside those of 'at'")
+        reasons.append(f"op '{expect.op}' needs a value beside those of 'at'")
     if expect.op in ("rising", "knee", "reaches") and len(names) < 3:
-        found.append(f"op '{expect.op}' needs at least 3 values, the case has {len(names)}")
+        reasons.append(f"op '{expect.op}' needs at least 3 values, the case has {len(names)}")
     if expect.op == "knee" and (ends := {names[0], names[-1]} & set(at)):
-        found.append(f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one")
+        reasons.append(f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one")
     if at and expect.op not in ("best", "not_best", "knee", "reaches"):
-        found.append(f"op '{expect.op}' has no 'at'")
+        reasons.append(f"op '{expect.op}' has no 'at'")
     if expect.op == "excludes" and not expect.infeasible:
-        found.append("op 'excludes' needs 'infeasible': the variants that cannot run")
+        reasons.append("op 'excludes' needs 'infeasible': the variants that cannot run")
     if kind == "interaction" and expect.infeasible and expect.op != "excludes":
-        found.append("an interaction needs all four cells; only op 'excludes' has 'infeasible'")
-    return found
+        reasons.append("an interaction needs all four cells; only op 'excludes' has 'infeasible'")
+    return reasons
 
 
 _CARRY_ALPHA = 0.01
@@ -232,12 +240,12 @@ def bands(case: Case, metric: Metric) -> dict[Variant, tuple[float, float]]:
     Raises:
         ConfigError: the metric is compared by difference, which may be zero or below.
     """
-    told = {v.name: v.predicted for v in case.values if v.predicted}
-    if told and metric.scale != "log_ratio":
+    predictions = {v.name: v.predicted for v in case.values if v.predicted}
+    if predictions and metric.scale != "log_ratio":
         raise ConfigError(
             f"case '{case.id}': {metric.name} is compared by difference; a prediction needs a metric that is compared as a ratio"
         )
-    ends = {v: sorted(guards.compare(metric, p.value, end) for end in (p.low, p.high)) for v, p in told.items()}
+    ends = {v: sorted(guards.compare(metric, p.value, end) for end in (p.low, p.high)) for v, p in predictions.items()}
     return {v: (low, high) for v, (low, high) in ends.items()}
 
 
@@ -260,20 +268,23 @@ def measure(
     exact = metric.deterministic
     blocks = blocks[:1] if exact else blocks
     names = list(blocks[0])
-    wanted = _wanted(case, expect, names)
+    contrasts = _planned_contrasts(case, expect, names)
     # The error rate is shared among the contrasts that were planned, whether or not all of them came about.
-    planned = max(len(wanted), len(_wanted(case, expect, list(case.variants))))
+    planned = max(len(contrasts), len(_planned_contrasts(case, expect, list(case.variants))))
     n = len(blocks)
     alpha = None if exact else rules.level(plan.looks, plan.alpha, n) / planned
     values = [[required(metric, b[v]) for v in names] for b in blocks]
-    told = {v.name: v.predicted.value for v in case.values if v.predicted} if expect and expect.op == "inside" else {}
-    found: list[statistics.Interval] = []
+    predictions = {v.name: v.predicted.value for v in case.values if v.predicted} if expect and expect.op == "inside" else {}
+    intervals: list[statistics.Interval] = []
     if n >= 2 and alpha is not None:
         rows = [
-            [guards.compare(metric, told.get(v, row[0] if rules.by_block else values[0][0]), x) for v, x in zip(names, row, strict=True)]
+            [
+                guards.compare(metric, predictions.get(v, row[0] if rules.by_block else values[0][0]), x)
+                for v, x in zip(names, row, strict=True)
+            ]
             for row in values
         ]
-        found = rules.intervals(rows, launches(runs, blocks), [[a.weights.get(v, 0.0) for v in names] for a in wanted], alpha, noise)
+        intervals = rules.intervals(rows, launches(runs, blocks), [[a.weights.get(v, 0.0) for v in names] for a in contrasts], alpha, noise)
     labelled = [dict(zip(names, row, strict=True)) for row in values]
     return Curve(
         metric=metric.name,
@@ -282,23 +293,23 @@ def measure(
         design="deterministic" if exact else "launches_blocks",
         scale=metric.scale,
         points=points(runs, case, metric, blocks),
-        contrasts=[_contrast(metric, a, labelled, told, found[i] if found else None) for i, a in enumerate(wanted)],
+        contrasts=[_contrast(metric, a, labelled, predictions, intervals[i] if intervals else None) for i, a in enumerate(contrasts)],
         blocks=n,
         look=plan.looks.index(n) + 1 if n in plan.looks and not exact else None,
         alpha_contrast=alpha,
-        freedom=found[0].freedom if found else None,
+        freedom=intervals[0].freedom if intervals else None,
         floor=statistics.aa_deviation(noise) if rules.has_aa and not exact else None,
-        blocks_needed=_needed(found, _ends(case, metric, expect, len(wanted)), alpha) if alpha and expect else None,
+        blocks_needed=_needed(intervals, _ends(case, metric, expect, len(contrasts)), alpha) if alpha and expect else None,
     )
 
 
 def launches(runs: Sequence[Run], blocks: Sequence[Block]) -> list[design.Launch]:
     """The launches of blocks in the order in which they were made."""
     names = list(blocks[0])
-    made = {r.position: r.variant for r in runs}
+    variant_at = {r.position: r.variant for r in runs}
     index = {name: i for i, name in enumerate(names)}
     placed = sorted((run.position, block, index[v]) for block, each in enumerate(blocks) for v, run in each.items())
-    return [design.Launch(v, block, index.get(made.get(at - 1, "")), at) for at, block, v in placed]
+    return [design.Launch(v, block, index.get(variant_at.get(at - 1, "")), at) for at, block, v in placed]
 
 
 def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
@@ -313,18 +324,20 @@ def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
 
 
 def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[Block], margin: float) -> tuple[Condition | None, str]:
-    """What launches leave behind for the next one, by the two variants that differ most in it; and a remark where that is certain and more than a third of the margin.
+    """What launches leave behind for the next one, by the two variants that differ most in it; and a remark where that is certain and more
+    than a third of the margin.
 
-    The remark is made of one series in a hundred without carry-over, at most. Where there is no margin, it is made from `CONTAMINATION_LEAST` on.
+    The remark is made of one series in a hundred without carry-over, at most. Where there is no margin, it is made from
+    `CONTAMINATION_LEAST` on.
     """
     names, rows, placed = list(blocks[0]), rows_of(metric, blocks), launches(runs, blocks)
-    each = [(design.carry_over(rows, placed, a, b), names[a], names[b]) for a, b in itertools.combinations(range(len(names)), 2)]
-    known = [(found, a, b) for found, a, b in each if found is not None]
-    if not known:
+    candidates = [(design.carry_over(rows, placed, a, b), names[a], names[b]) for a, b in itertools.combinations(range(len(names)), 2)]
+    estimates = [(estimate, a, b) for estimate, a, b in candidates if estimate is not None]
+    if not estimates:
         return None, ""
-    found, before, after = max(known, key=lambda row: abs(float(row[0].mean)))
-    mean = float(found.mean)
-    half = statistics.t_quantile(_CARRY_ALPHA / len(known), float(found.freedom)) * float(found.error)
+    estimate, before, after = max(estimates, key=lambda row: abs(float(row[0].mean)))
+    mean = float(estimate.mean)
+    half = statistics.t_quantile(_CARRY_ALPHA / len(estimates), float(estimate.freedom)) * float(estimate.error)
     ratio = metric.scale == "log_ratio"
     low, middle, high = (100 * math.expm1(x) if ratio else x for x in (mean - half, mean, mean + half))
     text = f"a launch after {after} is better by {middle:+.1f}{' %' if ratio else ''} [{low:.1f}, {high:.1f}] than one after {before}"
@@ -340,8 +353,8 @@ def as_pair(curve: Curve, rules: Rules, metric: Metric, expect: Expect | None) -
     exact = curve.design == "deterministic"
     figures = {}
     if c.used is not None and curve.alpha_contrast is not None:
-        wanted = None if expect is None else (expect.op, threshold(metric, expect.margin))
-        figures = rules.pair_figures(curve, c.used, curve.alpha_contrast, wanted)
+        claim = None if expect is None else (expect.op, threshold(metric, expect.margin))
+        figures = rules.pair_figures(curve, c.used, curve.alpha_contrast, claim)
     return Comparison(
         metric=curve.metric,
         unit=curve.unit,
@@ -395,46 +408,58 @@ def _ends(case: Case, metric: Metric, expect: Expect, contrasts: int) -> list[tu
     return [(margin, -margin) if margin and expect.op in ("within", "band") else (margin,)] * contrasts
 
 
-def _needed(found: Sequence[statistics.Interval], ends: Sequence[tuple[float, ...]], alpha: float) -> int | None:
-    """About how many blocks would settle the claim: the most that an interval needs to leave the `ends` it contains. None if no interval contains one, or no sensible number would do."""
-    if not found:
+def _needed(intervals: Sequence[statistics.Interval], ends: Sequence[tuple[float, ...]], alpha: float) -> int | None:
+    """About how many blocks would settle the claim: the most that an interval needs to leave the `ends` it contains. None if no interval
+    contains one, or no sensible number would do.
+    """
+    if not intervals:
         return None
     needs = [
-        statistics.pairs_needed(i.mean - m, i.largest, alpha) for i, own in zip(found, ends, strict=True) for m in own if i.low < m < i.high
+        statistics.pairs_needed(i.mean - m, i.largest, alpha)
+        for i, margins in zip(intervals, ends, strict=True)
+        for m in margins
+        if i.low < m < i.high
     ]
-    known = [n for n in needs if n is not None]
-    return max(known) if known and len(known) == len(needs) else None
+    finite = [n for n in needs if n is not None]
+    return max(finite) if finite and len(finite) == len(needs) else None
 
 
-def _wanted(case: Case, expect: Expect | None, names: Sequence[Variant]) -> list[Asked]:
+def _planned_contrasts(case: Case, expect: Expect | None, names: Sequence[Variant]) -> list[RuleContrast]:
     if expect is None:
         return [over(v, names[0]) for v in names[1:]]
-    return asked(question(expect, names, 0.0), case.kind == "interaction")
+    return rule_contrasts(claim_rule(expect, names, 0.0), case.kind == "interaction")
 
 
 def _contrast(
     metric: Metric,
-    a: Asked,
+    rule: RuleContrast,
     blocks: Sequence[Mapping[Variant, float]],
-    told: Mapping[Variant, float],
-    found: statistics.Interval | None,
+    predictions: Mapping[Variant, float],
+    interval: statistics.Interval | None,
 ) -> Contrast:
-    plus = [v for v, w in a.weights.items() if w > 0]
-    minus = [v for v, w in a.weights.items() if w < 0]
-    pairs = [[(b[m], b[p]) for p, m in zip(plus, minus, strict=True)] if minus else [(told[v], b[v]) for v in plus] for b in blocks]
+    """One contrast as a record holds it: the effect as readers see it, differences and deviations on the metric's scale.
+
+    `blocks` hold the metric's value by variant, one mapping a block; a contrast without a baseline is held against `predictions`.
+    """
+    plus = [v for v, w in rule.weights.items() if w > 0]
+    minus = [v for v, w in rule.weights.items() if w < 0]
+    pairs = [
+        [(block[m], block[p]) for p, m in zip(plus, minus, strict=True)] if minus else [(predictions[v], block[v]) for v in plus]
+        for block in blocks
+    ]
     differences = [sum(guards.compare(metric, before, after) for before, after in pair) for pair in pairs]
-    mean = found.mean if found else math.fsum(differences) / len(differences)
+    mean = interval.mean if interval else math.fsum(differences) / len(differences)
     finite = math.isfinite(mean)
     return Contrast(
-        name=a.name,
-        weights=dict(a.weights),
+        name=rule.name,
+        weights=dict(rule.weights),
         effect=_as_effect(metric, mean) if finite else None,
-        low=_as_effect(metric, found.low) if found else None,
-        high=_as_effect(metric, found.high) if found else None,
+        low=_as_effect(metric, interval.low) if interval else None,
+        high=_as_effect(metric, interval.high) if interval else None,
         differences=differences if finite else [],
         mean=mean if finite else None,
-        deviation=found.deviation if found else None,
-        used=found.used if found else None,
+        deviation=interval.deviation if interval else None,
+        used=interval.used if interval else None,
     )
 
 
@@ -486,8 +511,8 @@ def show(curve: Curve, between: bool = False) -> str:
 
 def show_predicted(case: Case, metric: Metric) -> str:
     """What a case predicts, such as `winner 11500 [9700, 13800] tokens/s`."""
-    told = [(v.name, v.predicted) for v in case.values if v.predicted]
-    return ", ".join(f"{name} {p.value:g} [{p.low:g}, {p.high:g}]" for name, p in told) + f" {metric.unit}"
+    predictions = [(v.name, v.predicted) for v in case.values if v.predicted]
+    return ", ".join(f"{name} {p.value:g} [{p.low:g}, {p.high:g}]" for name, p in predictions) + f" {metric.unit}"
 
 
 def _show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
@@ -497,15 +522,15 @@ def _show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
     return f"{c.name} {_in_words(curve, c.effect, c.low, c.high, between)}"
 
 
-def show_effect(found: Comparison, between: bool = False) -> str:
+def show_effect(comparison: Comparison, between: bool = False) -> str:
     """The effect of a pair in words, such as `+3.6 % [3.1, 4.2]`; a share is shown in points.
 
     A verdict's sentence has the interval of a look only; `between` shows that of other numbers of pairs too. It holds as well: what stops a
     series there is time, not the effect, and no more than the planned number of looks is ever taken, so it spends the next one's share.
     """
-    if found.effect is None:
-        return f"{found.baseline:g} -> {found.candidate:g} {found.unit}, without bound as a ratio"
-    return _in_words(found, found.effect, found.low, found.high, between)
+    if comparison.effect is None:
+        return f"{comparison.baseline:g} -> {comparison.candidate:g} {comparison.unit}, without bound as a ratio"
+    return _in_words(comparison, comparison.effect, comparison.low, comparison.high, between)
 
 
 def _in_words(of: Comparison | Curve, effect: float, low: float | None, high: float | None, between: bool) -> str:

@@ -37,11 +37,11 @@ Block = Mapping[Variant, Run]
 
 def blocks_of(runs: Sequence[Run], names: Sequence[Variant], failed: bool = False) -> list[Block]:
     """Blocks in which each of `names` ran, or was launched where `failed` launches count too, in the order in which they were numbered."""
-    found: dict[int, dict[Variant, Run]] = {}
+    by_number: dict[int, dict[Variant, Run]] = {}
     for run in runs:
         if run.role == "measure" and run.pair is not None and (failed or run.outcome == "ok"):
-            found.setdefault(run.pair, {})[run.variant] = run
-    return [{v: b[v] for v in names} for _, b in sorted(found.items()) if names and all(v in b for v in names)]
+            by_number.setdefault(run.pair, {})[run.variant] = run
+    return [{v: b[v] for v in names} for _, b in sorted(by_number.items()) if names and all(v in b for v in names)]
 
 
 def pairs_of(runs: Sequence[Run]) -> list[Pair]:
@@ -50,18 +50,22 @@ def pairs_of(runs: Sequence[Run]) -> list[Pair]:
 
 
 def aa_differences(runs: Sequence[Run], metric: Metric, balanced: bool = True) -> list[float]:
-    """The difference of each A/A pair on the metric's scale. Signs alternate (second less first, then first less second), so that a drift over the launches cancels; all are second less first if not `balanced`."""
-    found: dict[int, list[Run]] = {}
+    """The difference of each A/A pair on the metric's scale. Signs alternate (second less first, then first less second), so that a drift
+    over the launches cancels; all are second less first if not `balanced`.
+    """
+    by_number: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r.position):
         if run.role == "aa" and run.pair is not None and run.outcome == "ok":
-            found.setdefault(run.pair, []).append(run)
-    values = [[metric.value(r) for r in pair] for _, pair in sorted(found.items()) if len(pair) == 2]
+            by_number.setdefault(run.pair, []).append(run)
+    values = [[metric.value(r) for r in pair] for _, pair in sorted(by_number.items()) if len(pair) == 2]
     differences = [compare(metric, a, b) for a, b in values if a is not None and b is not None]
     return [-d if balanced and i % 2 else d for i, d in enumerate(differences)]
 
 
 def odd_pair(runs: Sequence[Run], metric: Metric) -> int | None:
-    """Number of the A/A pair that holds the one launch unlike all others; None if there is no such launch, or its pair differs by too little for any claim."""
+    """Number of the A/A pair that holds the one launch unlike all others; None if there is no such launch, or its pair differs by too
+    little for any claim.
+    """
     launches = [r for r in runs if r.role == "aa" and r.pair is not None and r.outcome == "ok"]
     if metric.deterministic or any(complete(r, metric) for r in launches):
         return None
@@ -101,7 +105,8 @@ def configurations(case: Case, configs: Mapping[str, Mapping[str, Any]], pairs: 
 
 
 def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], allowed: Collection[str] = ()) -> Condition:
-    """The strict environment is equal in all runs but for declared variables, and the whole series, A/A included, started its ranks in one way.
+    """The strict environment is equal in all runs but for declared variables, and the whole series, A/A included, started its ranks in one
+    way.
 
     Variants that name different programs, such as the Python of two virtual environments, compare what these have installed.
     """
@@ -120,8 +125,8 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     for run in runs:
         if run.strict_sha not in strict:
             return Condition(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
-        seen = flatten(strict[run.strict_sha])
-        views.append({k: v for k, v in seen.items() if k not in free and not (packages and k.split(".")[0] in _INTERPRETER)})
+        settings = flatten(strict[run.strict_sha])
+        views.append({k: v for k, v in settings.items() if k not in free and not (packages and k.split(".")[0] in _INTERPRETER)})
     keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
     return Condition(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
 
@@ -160,8 +165,8 @@ def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Condition:
     """Both variants do equal work per step, unless the case declares otherwise and the metric is per unit of work."""
     worst = 0.0
     for a, b in pairs:
-        left, right = _tokens_per_step(a), _tokens_per_step(b)
-        worst = max(worst, abs(left - right) / max(left, right, 1.0))
+        baseline, candidate = _tokens_per_step(a), _tokens_per_step(b)
+        worst = max(worst, abs(baseline - candidate) / max(baseline, candidate, 1.0))
     if case.command and not any(_tokens_per_step(r) for pair in pairs for r in pair):
         return Condition(name="work", ok=True, detail="not compared: the log tells no tokens")
     equal = worst <= WORK_TOLERANCE
@@ -182,10 +187,10 @@ def loss(case: Case, pairs: Sequence[Pair]) -> Condition:
         return Condition(name="loss", ok=True, detail="not compared: the log tells no loss")
     worst = 0.0
     for a, b in pairs:
-        left, right = _mean_loss(a), _mean_loss(b)
-        if left is None or right is None:
+        baseline, candidate = _mean_loss(a), _mean_loss(b)
+        if baseline is None or candidate is None:
             return Condition(name="loss", ok=False, detail="a run reported no loss in its timed window")
-        worst = max(worst, abs(left - right) / max(abs(left), abs(right), 1e-12))
+        worst = max(worst, abs(baseline - candidate) / max(abs(baseline), abs(candidate), 1e-12))
     if worst <= band and (other := difference(pairs, band)):
         return Condition(name="loss", ok=False, detail=other)
     return Condition(
@@ -217,7 +222,9 @@ def step_deviation(aa: Baseline | None) -> float:
 
 
 def launch_deviation(blocks: Sequence[Block]) -> float:
-    """Deviation of the difference between two launches of one variant in step time, as a share, pooled over the variants; 0 for a single block."""
+    """Deviation of the difference between two launches of one variant in step time, as a share, pooled over the variants; 0 for a single
+    block.
+    """
     times = metrics.get("step_seconds")
     values = [[math.log(v) for b in blocks if (v := times.value(b[name])) and v > 0] for name in (blocks[0] if blocks else ())]
     means = [math.fsum(x) / max(1, len(x)) for x in values]
@@ -234,7 +241,9 @@ def steady(rules: Rules, blocks: Sequence[Block], tolerance: float) -> Condition
 
 
 def complete(run: Run, metric: Metric) -> str | None:
-    """Why the run's figures cannot be used: too few steps, a step time that is not positive and finite, or no value of the metric. None if they can."""
+    """Why the run's figures cannot be used: too few steps, a step time that is not positive and finite, or no value of the metric. None if
+    they can.
+    """
     steps = timed(run)
     if len(steps) != run.steps_wanted:
         return f"{run.variant} timed {len(steps)} of {run.steps_wanted} steps"
@@ -256,8 +265,8 @@ def _tokens_per_step(run: Run) -> float:
 
 
 def _mean_loss(run: Run) -> float | None:
-    found = [s.loss for s in timed(run) if s.loss is not None]
-    return math.fsum(found) / len(found) if found else None
+    losses = [s.loss for s in timed(run) if s.loss is not None]
+    return math.fsum(losses) / len(losses) if losses else None
 
 
 # Whether the losses of two variants are one curve: where they end, how far they fall, and step by step where launches repeat theirs.
@@ -265,7 +274,8 @@ def _mean_loss(run: Run) -> float | None:
 _FEWEST = 5
 """Steps from which on the noise of a curve is known well enough."""
 _DEVIATIONS = 6.0
-"""Differences below so many standard errors are noise: a deviation of few steps is known badly, so that equal curves of normal losses exceed it in at most half a percent of series."""
+"""Differences below so many standard errors are noise: a deviation of few steps is known badly, so that equal curves of normal losses
+exceed it in at most half a percent of series."""
 _TREND = 0.5
 """Share of its fall that a loss may lose."""
 _LEAST_TREND = 0.25
@@ -281,15 +291,19 @@ _MEDIAN_SQUARE = 0.4549
 def difference(pairs: Sequence[tuple[Run, Run]], band: float) -> str:
     """What tells the curves of pairs apart by more than the band, a share, and the noise of their steps; empty where nothing does.
 
-    Curves are means over the pairs of the timed steps' losses, where every launch of the baseline tells one. Of fewer than five such steps only the mean is compared.
+    Curves are means over the pairs of the timed steps' losses, where every launch of the baseline tells one. Of fewer than five such steps
+    only the mean is compared.
     """
     before, after = ([_losses(run) for run in side] for side in zip(*pairs, strict=True))
-    told = [i for i in range(min(map(len, before))) if all(curve[i] is not None for curve in before)]
-    if missing := [i for i in told if any(i >= len(curve) or curve[i] is None for curve in after)]:
-        return f"the baseline tells a loss at {len(told)} timed steps, and the other none at {len(missing)} of them, such as the {missing[0] + 1}th"
-    if len(told) < _FEWEST:
+    reported = [i for i in range(min(map(len, before))) if all(curve[i] is not None for curve in before)]
+    if missing := [i for i in reported if any(i >= len(curve) or curve[i] is None for curve in after)]:
+        first = missing[0] + 1
+        return (
+            f"the baseline tells a loss at {len(reported)} timed steps, and the other none at {len(missing)} of them, such as the {first}th"
+        )
+    if len(reported) < _FEWEST:
         return ""
-    a, b = ([plain.fmean(curve[i] or 0.0 for curve in side) for i in told] for side in (before, after))
+    a, b = ([plain.fmean(curve[i] or 0.0 for curve in side) for i in reported] for side in (before, after))
     noise, part = _noise([y - x for x, y in zip(a, b, strict=True)]), max(1, len(a) // 5)
     scale, error = plain.fmean(map(abs, a)), noise / math.sqrt(part)
     ends = plain.fmean(a[-part:]), plain.fmean(b[-part:])
@@ -298,8 +312,8 @@ def difference(pairs: Sequence[tuple[Run, Run]], band: float) -> str:
     falls = [plain.fmean(curve[:part]) - end for curve, end in zip((a, b), ends, strict=True)]
     if abs(falls[1] - falls[0]) > max(_TREND * abs(falls[0]), _LEAST_TREND * band * scale, _DEVIATIONS * math.sqrt(2) * error):
         return f"the loss falls by {falls[1]:.3g} over the timed steps, and by {falls[0]:.3g} in the baseline"
-    if len(before) > 1 and all(_repeats([curve[i] or 0.0 for curve in before], band) for i in told):
-        for i, x, y in zip(told, a, b, strict=True):
+    if len(before) > 1 and all(_repeats([curve[i] or 0.0 for curve in before], band) for i in reported):
+        for i, x, y in zip(reported, a, b, strict=True):
             if abs(y - x) > _STEP * band * max(abs(x), abs(y)):
                 return f"the loss of timed step {i + 1} is {y:.4g}, and {x:.4g} in every launch of the baseline"
     return ""
@@ -316,8 +330,8 @@ def _repeats(values: Sequence[float], band: float) -> bool:
 def _noise(differences: Sequence[float]) -> float:
     """Standard deviation of one step's difference, from differences of neighbours: a slow divergence of the curves is none of it.
 
-    Source: J. von Neumann, Distribution of the ratio of the mean square successive difference to the variance, 1941; the median in place of the
-    mean lets single steps count for nothing.
+    Source: J. von Neumann, Distribution of the ratio of the mean square successive difference to the variance, 1941; the median in place of
+    the mean lets single steps count for nothing.
     """
     squares = [(y - x) ** 2 for x, y in itertools.pairwise(differences)]
     return math.sqrt(plain.median(squares) / (2 * _MEDIAN_SQUARE))

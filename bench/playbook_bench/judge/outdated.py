@@ -1,4 +1,6 @@
-"""How the test behind a record has been edited since: the settings of its case, its activation rules, or the trainer's configuration that the case names."""
+"""How the test behind a record has been edited since: the settings of its case, its activation rules, or the trainer's configuration that
+the case names.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "c
 
 
 def case_changes(measured: Measured) -> list[str]:
-    """How today's case differs from the one that a record was measured with: a few words for each setting, with both values. Empty if it does not, or no such case ships.
+    """How today's case differs from the one that a record was measured with: a few words for each setting, with both values. Empty if it
+    does not, or no such case ships.
 
-    Settings that the trainer's tree has gained or lost since are not compared: its performance revision speaks for those. Budgets and bounds are not
-    either: they decide nothing about what ran. Of proofs only what the record's launches do not show counts: a proof that they meet as well is no
-    other test.
+    Settings that the trainer's tree has gained or lost since are not compared: its performance revision speaks for those. Budgets and
+    bounds are not either: they decide nothing about what ran. Of proofs only what the record's launches do not show counts: a proof that
+    they meet as well is no other test.
     """
     if measured.case is None or not is_shipped(measured.case.id):
         return []
@@ -31,20 +34,25 @@ def case_changes(measured: Measured) -> list[str]:
         today = load_case(measured.case.id)
     except PlaybookError:
         return []  # others say what is wrong with such a case
-    found = list(_differences(measured, measured.case.content, today))
-    rest = len(found) - _SHOWN
-    return found[:_SHOWN] + ([f"{rest} more"] if rest > 0 else [])
+    changes = list(_differences(measured, measured.case.content, today))
+    omitted = len(changes) - _SHOWN
+    return changes[:_SHOWN] + ([f"{omitted} more"] if omitted > 0 else [])
 
 
 def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
+    """In words, what sets today's case apart from `content`, the one that the record `then` holds: its settings, then what its proof
+    misses.
+    """
     if (content.function, content.arguments) != (today.function, today.arguments):
         yield "what the case computes"
     if content.delta.environment != today.delta.environment:
         yield "environment variables of the variants"
     if then.plan is not None and then.plan.rules > 1 and content.budget.pairs != today.budget.pairs:
         yield f"looks {_short(content.budget.pairs)} -> {_short(today.budget.pairs)}"
-    told = {v.name: v.predicted for v in today.values}
-    edited = [(v.name, v.predicted, told.get(v.name)) for v in content.values if v.predicted and v.predicted != told.get(v.name)]
+    predictions = {v.name: v.predicted for v in today.values}
+    edited = [
+        (v.name, v.predicted, predictions.get(v.name)) for v in content.values if v.predicted and v.predicted != predictions.get(v.name)
+    ]
     yield from (f"the prediction of {name}: {_short(a)} -> {_short(b)}" for name, a, b in edited)
     variants = {run.variant: run for run in then.runs}
     if not variants or then.profile is None:
@@ -66,9 +74,9 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
     yield from (_unmet(check) for check in judge_case(today, then.runs) if not check.ok)
     for key in sorted(settings):
-        own = settings[key]
-        common = len(own) == len(variants) and all(a == b for a, b in pairwise(own.values()))
-        yield from [next(iter(own.values()))] if common else [f"{name}: {text}" for name, text in own.items()]
+        texts = settings[key]
+        common = len(texts) == len(variants) and all(a == b for a, b in pairwise(texts.values()))
+        yield from [next(iter(texts.values()))] if common else [f"{name}: {text}" for name, text in texts.items()]
 
 
 def _unmet(check: Check) -> str:
@@ -76,7 +84,9 @@ def _unmet(check: Check) -> str:
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys that both trees have and that differ, with both values; a part that is there in one alone, such as a tower, is one key."""
+    """Dotted keys that both trees have and that differ, with both values; a part that is there in one alone, such as a tower, is one
+    key.
+    """
     for key in was.keys() & now.keys():
         place, a, b = f"{prefix}{key}", was[key], now[key]
         if isinstance(a, Mapping) and isinstance(b, Mapping):

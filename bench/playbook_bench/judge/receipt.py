@@ -28,7 +28,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mod: operator.mod,
 }
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "==": lambda found, wanted: abs(found - wanted) <= _COUNT_TOLERANCE * max(1.0, abs(wanted)),
+    "==": lambda count, expected: abs(count - expected) <= _COUNT_TOLERANCE * max(1.0, abs(expected)),
     ">=": operator.ge,
     "<=": operator.le,
 }
@@ -131,23 +131,23 @@ def observe(rule: Rule, observed: Observed) -> float | None:
 
 def judge_rule(rule: Rule, forbid: bool, variant: Variant, observed: Observed) -> Check:
     """One rule against one receipt. What a run does not report, or does not give the numbers to count, is not proven."""
-    found = observe(rule, observed)
+    count = observe(rule, observed)
     subject = f"{'forbid' if forbid else 'require'} {_describe(rule)}"
     if forbid:
-        op, wanted, formula = "==", 0.0, "0"
+        op, expected, formula = "==", 0.0, "0"
     elif rule.count is None:
-        op, wanted, formula = ">=", 1.0, "1"
+        op, expected, formula = ">=", 1.0, "1"
     else:
         formula = str(rule.count)
         op = rule.op
         try:
-            wanted = evaluate(formula, observed.numbers)
+            expected = evaluate(formula, observed.numbers)
         except ConfigError:  # the runs are paid for by now; they must leave a record
             return Check(variant=variant, rule=subject, observed=None, expected=f"{op} {formula}", ok=False)
-    shown = formula if formula == f"{wanted:g}" else f"{formula} = {wanted:g}"
+    shown = formula if formula == f"{expected:g}" else f"{formula} = {expected:g}"
     # An overflow to infinity would be within the tolerance of any count.
-    ok = found is not None and math.isfinite(wanted) and _COMPARE[op](found, wanted)
-    return Check(variant=variant, rule=subject, observed=found, expected=f"{op} {shown}", ok=ok)
+    ok = count is not None and math.isfinite(expected) and _COMPARE[op](count, expected)
+    return Check(variant=variant, rule=subject, observed=count, expected=f"{op} {shown}", ok=ok)
 
 
 def judge_run(activation: Activation, run: Launched) -> list[Check]:
@@ -166,28 +166,34 @@ def _unproven(check: Check, run: Launched) -> Check:
 
 
 def judge_case(case: Case, runs: Sequence[Run], roles: Collection[str] = ("measure",)) -> list[Check]:
-    """The case's rules over the launches that can show them: a command's trace comes from its discarded launch, all else from those of `roles`."""
+    """The case's rules over the launches that can show them: a command's trace comes from its discarded launch, all else from those of
+    `roles`.
+    """
     ended = [r for r in runs if r.outcome == "ok"]
-    found = judge_runs(_rules(case.activation, traced=False) if case.trace else case.activation, [r for r in ended if r.role in roles])
+    checks = judge_runs(_rules(case.activation, traced=False) if case.trace else case.activation, [r for r in ended if r.role in roles])
     if case.trace:
-        found += judge_runs(_rules(case.activation, traced=True), [r for r in ended if r.role == "burn_in"])
-    return found + alike(case, [r for r in ended if r.role in (("burn_in",) if case.trace else roles)], found)
+        checks += judge_runs(_rules(case.activation, traced=True), [r for r in ended if r.role == "burn_in"])
+    return checks + alike(case, [r for r in ended if r.role in (("burn_in",) if case.trace else roles)], checks)
 
 
-def alike(case: Case, runs: Sequence[Launched], found: Sequence[Check]) -> list[Check]:
-    """One failed check where the two commands of a pair meet each other's rules as well as their own, which `found` says: such rules tell no path from the other.
+def alike(case: Case, runs: Sequence[Launched], checks: Sequence[Check]) -> list[Check]:
+    """One failed check where the two commands of a pair meet each other's rules as well as their own, which `checks` says: such rules tell
+    no path from the other.
 
-    Rules that both share say nothing of the difference, and are left alone. So are rules of a trace alone: it shows what ran, a line what a script says.
+    Rules that both share say nothing of the difference, and are left alone. So are rules of a trace alone: it shows what ran, a line what a
+    script says.
     """
     proof = case.activation
     lines = any(r.log for of in (proof.baseline, proof.candidate) for r in (*of.require, *of.forbid))
-    asked = case.command and lines and proof.baseline != proof.candidate
-    if not asked or not {r.variant for r in runs} >= {"baseline", "candidate"} or not all(c.ok for c in found):
+    comparable = case.command and lines and proof.baseline != proof.candidate
+    if not comparable or not {r.variant for r in runs} >= {"baseline", "candidate"} or not all(c.ok for c in checks):
         return []
     exchanged = proof.model_copy(update={"baseline": proof.candidate, "candidate": proof.baseline})
-    told = all(c.ok for c in judge_runs(exchanged, runs))
+    indistinct = all(c.ok for c in judge_runs(exchanged, runs))
     return (
-        [Check(variant="candidate", rule=_ALIKE, observed=None, expected="a pattern that only its lines match", ok=False)] if told else []
+        [Check(variant="candidate", rule=_ALIKE, observed=None, expected="a pattern that only its lines match", ok=False)]
+        if indistinct
+        else []
     )
 
 
@@ -195,8 +201,8 @@ def in_words(check: Check, before: str = "", by: str = ", expected ") -> str:
     """A check in one line; rules that tell no path from the other have words of their own, without what comes `before`."""
     if check.rule == _ALIKE:
         return f"{check.rule}: expected {check.expected}"
-    seen = "not reported" if check.observed is None else f"{check.observed:g}"
-    return f"{before}{check.rule}{by}{check.expected}, found {seen}"
+    observed = "not reported" if check.observed is None else f"{check.observed:g}"
+    return f"{before}{check.rule}{by}{check.expected}, found {observed}"
 
 
 def _rules(activation: Activation, traced: bool) -> Activation:
@@ -206,8 +212,8 @@ def _rules(activation: Activation, traced: bool) -> Activation:
         require, forbid = ([r for r in rules if (r.log is None) is traced] for rules in (of.require, of.forbid))
         return Receipt(require=require, forbid=forbid)
 
-    own = {name: part(getattr(activation, name)) for name in ("baseline", "candidate", "every")}
-    return Activation(**own, variants={name: part(of) for name, of in activation.variants.items()})
+    parts = {name: part(getattr(activation, name)) for name in ("baseline", "candidate", "every")}
+    return Activation(**parts, variants={name: part(of) for name, of in activation.variants.items()})
 
 
 def judge_runs(activation: Activation, runs: Sequence[Launched]) -> list[Check]:
@@ -217,7 +223,7 @@ def judge_runs(activation: Activation, runs: Sequence[Launched]) -> list[Check]:
         for i, check in enumerate(judge_run(activation, run)):
             lines.setdefault((run.variant, str(i), check.rule), []).append(check)
     out = []
-    for found in lines.values():
-        worst = next((c for c in found if not c.ok), found[-1])
-        out.append(worst.model_copy(update={"runs": len(found)}))
+    for checks in lines.values():
+        worst = next((c for c in checks if not c.ok), checks[-1])
+        out.append(worst.model_copy(update={"runs": len(checks)}))
     return sorted(out, key=lambda c: c.variant)

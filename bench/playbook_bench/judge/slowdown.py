@@ -1,4 +1,5 @@
-"""Two commits of one trainer: whether the newer one is slower by more than a limit, and whether it still trains the same way at the same cost.
+"""Two commits of one trainer: whether the newer one is slower by more than a limit, and whether it still trains the same way at the same
+cost.
 
 The limit is the user's and nothing raises it: noise makes an answer undecided, never a pass. Both errors are spent across the looks:
 a slowdown as large as the limit passes at most once in a thousand series, and is called a regression at most in 25 of a thousand.
@@ -24,7 +25,8 @@ LIMIT = 0.03
 _PASS_ERROR = 0.001
 _REGRESSION_ERROR = 0.025
 _SPENT = {_PASS_ERROR: 0.4, _REGRESSION_ERROR: Rules.spent}
-"""The part of each that the looks spend. Where one commit is noisier, the degrees of freedom are estimated, and the far tail is reached more than twice as often (`tools/simulate/gate.py`)."""
+"""The part of each that the looks spend. Where one commit is noisier, the degrees of freedom are estimated, and the far tail is reached
+more than twice as often (`tools/simulate/gate.py`)."""
 MOST_PAIRS = 100
 """The largest number of pairs that the gate suggests or takes."""
 ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
@@ -33,19 +35,19 @@ _REPEATS = 4.0
 """Two commits may differ by this many times what launches of one commit do."""
 _ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
 """Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
-_TOLD = ("loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes")
+_REPORTED = ("loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes")
 _MEMORY = 0.02
 _MOVED = 0.01
 """A change of speed above it, in either direction, makes verdicts from before it stale."""
 
-Answer = Literal["pass", "regression", "undecided", "too_noisy"]
+_Answer = Literal["pass", "regression", "undecided", "too_noisy"]
 
 
 @dataclass(frozen=True)
 class Slowdown:
     """How much slower the newer commit is, on a log scale for ratios, and what follows at this look."""
 
-    answer: Answer
+    answer: _Answer
     mean: float
     low: float
     """Lower bound of the slowdown; the true one lies below it in at most 2.5 % of series, over all looks."""
@@ -58,7 +60,8 @@ class Slowdown:
 
 
 def judge_slowdown(worse: design.Estimate, pairs: int, limit: float, looks: Sequence[int]) -> Slowdown:
-    """Judge at one look whether the newer commit is slower by more than the limit. `worse` is positive where it is slower, after so many pairs.
+    """Judge at one look whether the newer commit is slower by more than the limit. `worse` is positive where it is slower, after so many
+    pairs.
 
     Raises:
         ValueError: fewer than two pairs, or a value that is not finite.
@@ -112,10 +115,12 @@ def cause_of_noise(runs: Sequence[Run], deviation: float) -> str:
     return "; ".join(causes)
 
 
-def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mapping[str, Any]], paths: Sequence[str]) -> str:
-    """Advice to raise a performance revision, if the newer commit's trainer is faster or slower for certain and has the older one's revisions; else "".
+def unraised(comparison: Comparison, runs: Sequence[Run], strict: Mapping[str, Mapping[str, Any]], paths: Sequence[str]) -> str:
+    """Advice to raise a performance revision, if the newer commit's trainer is faster or slower for certain and has the older one's
+    revisions; else "".
 
-    An effect is certain where all of its interval lies beyond MOVED. `strict` holds the environments that the runs name, `paths` are those that may have moved it.
+    An effect is certain where all of its interval lies beyond MOVED. `strict` holds the environments that the runs name, `paths` are those
+    that may have moved it.
     """
     sources = {strict.get(r.strict_sha, {}).get("trainer", {}).get("source_sha") for r in runs}
     revisions = {(r.performance_revision, *sorted(r.raised.items())) for r in runs}
@@ -123,16 +128,16 @@ def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mappin
         len(sources) < 2
         or len(revisions) > 1
         or runs[0].performance_revision is None
-        or found.design == "deterministic"
-        or found.scale != "log_ratio"
+        or comparison.design == "deterministic"
+        or comparison.scale != "log_ratio"
     ):
         return ""
-    if found.low is None or found.high is None or (found.low <= _MOVED and found.high >= -_MOVED):
+    if comparison.low is None or comparison.high is None or (comparison.low <= _MOVED and comparison.high >= -_MOVED):
         return ""
-    shown = effects.show_effect(found, between=True)
+    shown = effects.show_effect(comparison, between=True)
     return (
-        f"{found.metric} moved by {shown}; if that is meant, raise the revision of {' and '.join(paths)} in playbook_trainer/revision.py, "
-        "so that older verdicts go stale"
+        f"{comparison.metric} moved by {shown}; if that is meant, raise the revision of {' and '.join(paths)} "
+        "in playbook_trainer/revision.py, so that older verdicts go stale"
     )
 
 
@@ -152,23 +157,26 @@ def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, 
     return [_memory(pairs, runs, allowed.get("memory", _MEMORY))]
 
 
-def rest_rows(blocks: Sequence[guards.Block], reference: str, strict: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
-    """What each launch takes beside its timed steps, as a share of the mean launch of the older commit, `reference`. Shape: [blocks, variants].
+def overhead_rows(blocks: Sequence[guards.Block], reference: str, strict: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
+    """What each launch takes beside its timed steps, as a share of the mean launch of the older commit, `reference`. Shape: [blocks,
+    variants].
 
-    That is start-up, warm-up, what lies between steps, and the end: work that moved there saves nothing. `strict` holds the environments, of which
-    those of commands say how many steps a line of the log covers.
+    That is start-up, warm-up, what lies between steps, and the end: work that moved there saves nothing. `strict` holds the environments,
+    of which those of commands say how many steps a line of the log covers.
     """
     whole = plain.fmean(block[reference].wall_s for block in blocks)
-    return [[_rest(run, strict) / whole for run in block.values()] for block in blocks]
+    return [[_overhead_s(run, strict) / whole for run in block.values()] for block in blocks]
 
 
-def _rest(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> float:
+def _overhead_s(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> float:
     every = int(strict.get(run.strict_sha, {}).get("trainer", {}).get("log_every", 1))
     return run.wall_s - every * math.fsum(s.seconds for s in timed(run))
 
 
 def same_fields(pairs: Sequence[Pair]) -> Condition:
-    """What every launch of the older commit tells, the newer one tells too: a figure that is no longer logged is not one that stayed as it was."""
+    """What every launch of the older commit tells, the newer one tells too: a figure that is no longer logged is not one that stayed as it
+    was.
+    """
     before, after = (set.intersection(*(_fields(run) for run in side)) for side in zip(*pairs, strict=True))
     lost = sorted(before - after)
     return Condition(name="fields", ok=not lost, detail=f"no longer told: {', '.join(lost)}" if lost else "")
@@ -176,8 +184,8 @@ def same_fields(pairs: Sequence[Pair]) -> Condition:
 
 def _fields(run: Run) -> set[str]:
     """The figures that a launch tells; a log without one leaves None, or zeros."""
-    told = {name for name in _TOLD if any(getattr(s, name) for s in timed(run))}
-    return told | {name for name, value in run.metrics.items() if value is not None}
+    names = {name for name in _REPORTED if any(getattr(s, name) for s in timed(run))}
+    return names | {name for name, value in run.metrics.items() if value is not None}
 
 
 def _skipped(pairs: Sequence[Pair]) -> Condition:
@@ -193,14 +201,14 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
     least, alone = _ROUNDING[name]
     spread, worst, where = 0.0, 0.0, 0
     for step in range(min(len(r.samples) for pair in pairs for r in pair)):
-        seen = [v for r in repeats if len(r.samples) > step and (v := read(r.samples[step])) is not None]
-        spread = max(spread, (max(seen) - min(seen)) / max(abs(v) for v in seen) if any(seen) else 0.0)
+        values = [v for r in repeats if len(r.samples) > step and (v := read(r.samples[step])) is not None]
+        spread = max(spread, (max(values) - min(values)) / max(abs(v) for v in values) if any(values) else 0.0)
         limit = allowed if allowed is not None else max(least, _REPEATS * spread) if len(repeats) > 1 else alone
         for a, b in pairs:
-            left, right = read(a.samples[step]), read(b.samples[step])
-            if left is None or right is None:
+            older, newer = read(a.samples[step]), read(b.samples[step])
+            if older is None or newer is None:
                 continue
-            over = abs(left - right) / max(abs(left), abs(right), 1e-30) / max(limit, 1e-30)
+            over = abs(older - newer) / max(abs(older), abs(newer), 1e-30) / max(limit, 1e-30)
             if over > max(1.0, worst):
                 worst, where = over, step
     if worst <= 1:
@@ -227,36 +235,36 @@ def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condi
     return Condition(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
 
 
-def in_words(found: Slowdown, metric: metrics.Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
+def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
     """The answer as a sentence, and how many pairs would settle it; `limit` is a share."""
     log = metric.scale == "log_ratio"
-    mean, low, high = (100 * (math.expm1(v) if log else v) for v in (found.mean, found.low, found.high))
+    mean, low, high = (100 * (math.expm1(v) if log else v) for v in (slowdown.mean, slowdown.low, slowdown.high))
     unit = "%" if log else "points"
-    said, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
-    shown = f"{metric.name}: {said} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
+    direction, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
+    shown = f"{metric.name}: {direction} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
     above = f"a slowdown above {100 * limit:g} {unit}"
-    if found.answer == "regression":
+    if slowdown.answer == "regression":
         return f"{shown}: {above} is certain", None
-    if found.answer == "pass":
+    if slowdown.answer == "pass":
         refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
         return f"{shown}: {above} is ruled out{refresh if high < -100 * limit else ''}", None
-    if found.answer == "too_noisy":
-        cause = cause_of_noise(runs, found.deviation)
+    if slowdown.answer == "too_noisy":
+        cause = cause_of_noise(runs, slowdown.deviation)
         return f"{shown}: too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit", None
-    need = found.pairs_needed
+    need = slowdown.pairs_needed
     more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
     return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
 
 
-def rest_in_words(rest: Slowdown, allowed: float) -> str:
+def overhead_in_words(overhead: Slowdown, allowed: float) -> str:
     """The answer about what launches take beside their timed steps, as a sentence; `allowed` is a share of the older commit's launch."""
-    mean, low, high, limit = (100 * v for v in (rest.mean, rest.low, rest.high, allowed))
+    mean, low, high, limit = (100 * v for v in (overhead.mean, overhead.low, overhead.high, allowed))
     shown = f"beside its timed steps a launch takes {mean:+.1f} % of the older one's time [{low:+.1f}, {high:+.1f}]: more than {limit:g} %"
     enough = f"state --allow process={max(1, math.ceil(high))}%"
-    said = {
+    words = {
         "pass": "is ruled out",
         "regression": "is certain",
         "undecided": f"is neither shown nor ruled out; run more pairs or longer launches, or {enough}",
         "too_noisy": f"cannot be seen through its noise; let launches last longer, or {enough}",
     }
-    return f"{shown} {said[rest.answer]}"
+    return f"{shown} {words[overhead.answer]}"

@@ -25,7 +25,8 @@ STEADY_ALPHA = 0.05
 _AGREE_SHARE = 0.4
 """The part of `STEADY_ALPHA` that the test of agreement gets: the change that the launches are to agree on was chosen on their mean."""
 SPENDING = 1.5
-"""Of the error rate, the look after a share f of the pairs has spent f to this power: between Pocock's bounds (about 1) and those of O'Brien and Fleming (about 3)."""
+"""Of the error rate, the look after a share f of the pairs has spent f to this power: between Pocock's bounds (about 1) and those of
+O'Brien and Fleming (about 3)."""
 _STANDS_OUT_ALPHA = 0.05
 """How often one launch of an A/A stands out where all are alike; what it costs then is one pair more."""
 AGREEING_LAUNCHES = 3
@@ -38,7 +39,9 @@ CONTAMINATION_LEAST = 0.0025
 
 @dataclass(frozen=True)
 class Interval:
-    """A t interval of a mean difference over blocks. Units: logarithms of ratios, or those of the metric where it is compared by difference."""
+    """A t interval of a mean difference over blocks. Units: logarithms of ratios, or those of the metric where it is compared by
+    difference.
+    """
 
     mean: float
     low: float
@@ -96,8 +99,8 @@ def _ppf(probability: float, freedom: float) -> float:
 def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
     """The two-sided error rate of the interval at each look, such that all looks together spend `alpha`.
 
-    What earlier looks have caught is not paid for twice, as it is when each look gets an equal part: for looks at 4, 8 and 12 pairs and 5 %,
-    1.0, 2.1 and 3.5 % instead of 1.7 % each. The distribution of the running sum, where no look has stopped the series, is carried
+    What earlier looks have caught is not paid for twice, as it is when each look gets an equal part: for looks at 4, 8 and 12 pairs and 5
+    %, 1.0, 2.1 and 3.5 % instead of 1.7 % each. The distribution of the running sum, where no look has stopped the series, is carried
     from look to look on a grid.
 
     Source: K. Kim and D. L. DeMets, Biometrika 74 (1987), the power family; P. Armitage, C. K. McPherson and B. C. Rowe, JRSS A 132 (1969).
@@ -109,15 +112,15 @@ def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
     at, mass, before, spent = np.zeros(1), np.ones(1), 0, 0.0
     out = []
     for look in looks:
-        wanted = alpha * (look / looks[-1]) ** SPENDING - spent
-        spent += wanted
+        rate = alpha * (look / looks[-1]) ** SPENDING - spent
+        spent += rate
         step = math.sqrt(look - before)
 
         def beyond(z: float, at: np.ndarray = at, mass: np.ndarray = mass, step: float = step, look: int = look) -> float:
             bound = z * math.sqrt(look)
             return float(mass @ (norm.sf((bound - at) / step) + norm.cdf((-bound - at) / step)))
 
-        z = float(optimize.brentq(lambda z, f=beyond, wanted=wanted: f(z) - wanted, 0.5, 10.0))
+        z = float(optimize.brentq(lambda z, f=beyond, rate=rate: f(z) - rate, 0.5, 10.0))
         out.append(float(2 * norm.sf(z)))
         edges = np.linspace(-z * math.sqrt(look), z * math.sqrt(look), 802)
         middle = (edges[1:] + edges[:-1]) / 2
@@ -127,13 +130,17 @@ def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
 
 
 def least_effect(pairs: int, deviation: float, alpha: float) -> float:
-    """The least distance from the margin that `pairs` pairs settle with 80 % power (normal approximation of the power), in the unit of `deviation`."""
+    """The least distance from the margin that `pairs` pairs settle with 80 % power (normal approximation of the power), in the unit of
+    `deviation`.
+    """
     k = _ppf(1 - alpha / 2, pairs - 1) + _ppf(POWER, pairs - 1)
     return k * deviation / math.sqrt(pairs)
 
 
 def pairs_needed(distance: float, deviation: float, alpha: float) -> int | None:
-    """The number of pairs that settle an effect `distance` from the margin, four times out of five; None where it is more than `_MAX_PAIRS`."""
+    """The number of pairs that settle an effect `distance` from the margin, four times out of five; None where it is more than
+    `_MAX_PAIRS`.
+    """
     if deviation == 0:
         return 2
     low, high = 2, _MAX_PAIRS
@@ -172,8 +179,9 @@ def contaminated(differences: Sequence[float], stored_deviation: float | None, s
 def stands_out(values: Sequence[float]) -> int | None:
     """The place of the one value that the others do not explain, or None.
 
-    Each value is held against the prediction interval of the rest; with n tests, each spends an n-th of 5 % (Bonferroni). Of the eight launches
-    of an A/A, one that is eight deviations off is found in 98 of 100 cases. Launches are asked and not pairs: four differences would find half of them.
+    Each value is held against the prediction interval of the rest; with n tests, each spends an n-th of 5 % (Bonferroni). Of the eight
+    launches of an A/A, one that is eight deviations off is found in 98 of 100 cases. Launches are asked and not pairs: four differences
+    would find half of them.
 
     Source: R. D. Cook and S. Weisberg, Residuals and Influence in Regression, section 2.2 (externally studentised residuals).
     """
@@ -185,10 +193,10 @@ def stands_out(values: Sequence[float]) -> int | None:
     x = np.asarray(values, dtype=float)
     off = []
     for i in range(n):
-        rest = np.delete(x, i)
+        others = np.delete(x, i)
         # What differs by less than rounding differs by nothing.
-        spread = max(float(rest.std(ddof=1)), 1e-12 * float(np.abs(rest).max()))
-        gap = abs(float(x[i] - rest.mean()))
+        spread = max(float(others.std(ddof=1)), 1e-12 * float(np.abs(others).max()))
+        gap = abs(float(x[i] - others.mean()))
         off.append(gap / (spread * math.sqrt(n / (n - 1))) if spread else math.inf if gap else 0.0)
     most = int(np.argmax(off))
     return most if off[most] > t_quantile(_STANDS_OUT_ALPHA / n, n - 2) else None
@@ -212,10 +220,10 @@ class Change:
 def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
     """The step change or linear drift that the launches of a variant fit best; None for fewer than four steps.
 
-    A launch's timed steps are compared with a line, and with a step at each place that leaves a fifth of them, and two at least, on either side:
-    one slow step is neither. Two things have to show the change. The steps' mean over the launches does, by a t test for the shape that
-    fits best (Bonferroni over shapes): launches read the same data in the same order, so what the data do to a step is in all of them, and is
-    no more than chance from step to step. And the launches agree, by a t test over the change of each: slow noise of the host, whose
+    A launch's timed steps are compared with a line, and with a step at each place that leaves a fifth of them, and two at least, on either
+    side: one slow step is neither. Two things have to show the change. The steps' mean over the launches does, by a t test for the shape
+    that fits best (Bonferroni over shapes): launches read the same data in the same order, so what the data do to a step is in all of them,
+    and is no more than chance from step to step. And the launches agree, by a t test over the change of each: slow noise of the host, whose
     neighbouring steps are alike, is each launch's own. Either test alone would reject far more often than it promises.
     The second needs three launches. False alarms are at most `alpha` at any correlation of neighbouring steps up to 0.9.
 
@@ -234,11 +242,11 @@ def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
     shapes = _shapes(n)
     length = np.sqrt((shapes**2).sum(axis=1))
     profile = y.mean(axis=0)
-    left = profile - profile.mean()
-    power = float(left @ left)
+    residual = profile - profile.mean()
+    power = float(residual @ residual)
     if power <= (1e-12) ** 2 * n:  # equal to the last digits
         return Change(0.0, None, certain=False)
-    r = shapes @ left / (length * math.sqrt(power))
+    r = shapes @ residual / (length * math.sqrt(power))
     best = int(np.argmax(np.abs(r)))
     t = abs(float(r[best])) * math.sqrt((n - 2) / max(1e-15, 1 - float(r[best]) ** 2))
     shape = shapes[best]

@@ -54,7 +54,8 @@ STATES: dict[Reason, tuple[str, str]] = {
 
 
 Statement = tuple[bool, str, dict[str, Any]]
-"""What the function of a case that launches nothing gives: whether its claim holds, one sentence that says why, and the figures behind it."""
+"""What the function of a case that launches nothing gives: whether its claim holds, one sentence that says why, and the figures behind
+it."""
 
 
 def derive(measured: Measured, statement: Statement | None = None) -> Derived:
@@ -78,14 +79,14 @@ def derive(measured: Measured, statement: Statement | None = None) -> Derived:
         return Derived(figures=figures, verdict=_verdict("exact", sentence, holds))
     if measured.plan is None:
         raise ConfigError("a record of runs must hold the plan that was fixed before them")
-    found = _Series(measured, case, measured.plan).derive()
+    derived = _JudgedSeries(measured, case, measured.plan).derive()
     if measured.sharing:
-        told = f"{found.verdict.sentence}; {measured.sharing} ranks took turns on one GPU"
-        return found.model_copy(update={"verdict": found.verdict.model_copy(update={"sentence": told})})
-    return found
+        shared = f"{derived.verdict.sentence}; {measured.sharing} ranks took turns on one GPU"
+        return derived.model_copy(update={"verdict": derived.verdict.model_copy(update={"sentence": shared})})
+    return derived
 
 
-class _Series:
+class _JudgedSeries:
     """The runs of one record with what they are to show."""
 
     def __init__(self, measured: Measured, case: Case, plan: Plan) -> None:
@@ -95,9 +96,9 @@ class _Series:
         name = claim.metric if claim else case.metric or ""
         # Where memory was measured beside times, there is an A/A, and the intervals say the same.
         row = metrics.get(name) if measured.aa else metrics.on(name, gpus=bool(measured.machine.gpus))
-        self.metric = metrics.as_told(row, case, measured.runs)
+        self.metric = metrics.as_measured(row, case, measured.runs)
         self.expect = claim.expect if claim else Expect(op="inside") if case.kind == "prediction" else None
-        excused = effects.named(self.expect.infeasible) if self.expect else []
+        excused = effects.variant_names(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
         self.names = [v for v in case.variants if v not in self.dead]
         self.checks = receipt.judge_case(case, measured.runs)
@@ -120,7 +121,8 @@ class _Series:
         return self._judged(blocks, [], None, []) if fits else self._compare(blocks)
 
     def _from_the_start(self) -> Derived | None:
-        """The verdict where the first, discarded run of each variant shows that a path did not run or that runs cannot be compared; else None.
+        """The verdict where the first, discarded run of each variant shows that a path did not run or that runs cannot be compared; else
+        None.
 
         Their speed is not looked at, for they warm up caches and machine. What is looked at would end the series at its first look anyway.
         """
@@ -131,8 +133,8 @@ class _Series:
         self.checks = receipt.judge_runs(self.case.activation, list(first.values()))
         self.checks += receipt.alike(self.case, list(first.values()), self.checks)
         # A command's first launches are timed like the others, and may show already that its log lacks what is compared.
-        told = [r.model_copy(update={"role": "measure"}) for r in first.values()] if self.case.command else []
-        if unusable := _faulty(told, self.metric, self.checks):
+        launches = [r.model_copy(update={"role": "measure"}) for r in first.values()] if self.case.command else []
+        if unusable := _faulty(launches, self.metric, self.checks):
             return Derived(receipts=self.checks, verdict=unusable)
         return self._incomparable(
             _block_conditions(self.measured, self.case, self.metric, [first]), "the first run of each shows that they"
@@ -141,10 +143,11 @@ class _Series:
     def _incomparable(self, conditions: list[Condition], what: str = "the runs") -> Derived | None:
         """The answer where a condition is not met: the runs cannot be compared. None where all are met."""
         broken = "; ".join(f"{g.name}: {g.detail}" for g in conditions if not g.ok)
-        found = _verdict("invalid_pair", f"{what} cannot be compared: {broken}")
-        return Derived(receipts=self.checks, gates=conditions, verdict=found) if broken else None
+        verdict = _verdict("invalid_pair", f"{what} cannot be compared: {broken}")
+        return Derived(receipts=self.checks, gates=conditions, verdict=verdict) if broken else None
 
     def _compare(self, blocks: list[Block]) -> Derived:
+        """The verdict where blocks of launches are complete: first whether they can be compared, repeat and are steady, then the effect."""
         conditions = _block_conditions(self.measured, self.case, self.metric, blocks)
         if unlike := self._incomparable(conditions):
             return unlike
@@ -156,7 +159,8 @@ class _Series:
             return self._judged(blocks, conditions, _verdict("environment", moved) if moved else None, [])
         aa = self.measured.aa
         quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise) if self.rules.has_aa else (None, [])
-        # Of the blocks to the first look, at which an unsteady series starts over: a test at each look would reject more often than it promises.
+        # Of the blocks to the first look, at which an unsteady series starts over: a test at each look would reject more often than it
+        # promises.
         first = blocks[: self.plan.looks[0]]
         steady = guards.steady(self.rules, first, guards.step_deviation(aa) if self.rules.has_aa else guards.launch_deviation(first))
         if self.measured.sharing:
@@ -172,31 +176,35 @@ class _Series:
         return self._judged(blocks, conditions, bad, noise)
 
     def _launched_once(self) -> str:
-        """In words, which variant of a command was launched once alone: nothing says that its count would repeat. Empty where there is none."""
+        """In words, which variant of a command was launched once alone: nothing says that its count would repeat. Empty where there is
+        none.
+        """
         launched = Counter(r.variant for r in self.measured.runs if r.outcome == "ok")
         few = next((v for v in self.names if launched[v] < 2), None) if self.case.command else None
         return f"{few} was launched once; a command's {self.metric.name} counts where two launches of each variant repeat it" if few else ""
 
     def _judged(self, blocks: list[Block], conditions: list[Condition], bad: Verdict | None, noise: Sequence[float]) -> Derived:
-        """The measured effect with its verdict, which is `bad` if the runs decide nothing. A pair's record holds a `Comparison`, others a `Curve`."""
+        """The measured effect with its verdict, which is `bad` if the runs decide nothing. A pair's record holds a `Comparison`, others a
+        `Curve`.
+        """
         curve = effects.measure(self.rules, self.measured.runs, self.case, self.metric, self.expect, self.plan, blocks, noise)
         pair = effects.as_pair(curve, self.rules, self.metric, self.expect) if self.case.kind == "pair" else None
         shown = effects.show_effect(pair) if pair else effects.show(curve)
         more = pair.pairs_needed if pair else curve.blocks_needed
-        found = bad or self._verdict(curve, shown, more)
+        verdict = bad or self._verdict(curve, shown, more)
         if curve.design != "deterministic" and not self.rules.has_aa:
             margin = effects.threshold(self.metric, self.expect.margin) if self.expect else 0.0
             carried, remark = effects.carry_over(self.measured.runs, self.metric, blocks, margin)
             conditions += [carried] if carried else []
-            found = found.model_copy(update={"sentence": f"{found.sentence}; {remark}"}) if remark else found
+            verdict = verdict.model_copy(update={"sentence": f"{verdict.sentence}; {remark}"}) if remark else verdict
         if self.case.command:
-            found = found.model_copy(update={"sentence": f"{found.sentence}; {self._not_vouched_for(conditions)}"})
+            verdict = verdict.model_copy(update={"sentence": f"{verdict.sentence}; {self._not_vouched_for(conditions)}"})
         return Derived(
             comparison=pair,
             curve=None if pair else curve,
             receipts=self.checks,
             gates=conditions,
-            verdict=found,
+            verdict=verdict,
         )
 
     def _not_vouched_for(self, conditions: Sequence[Condition]) -> str:
@@ -208,25 +216,26 @@ class _Series:
         return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
 
     def _verdict(self, curve: Curve, shown: str, needed: int | None) -> Verdict:
+        """What the intervals of a curve, `shown` in words, say of the claim; `needed`: about how many blocks would settle it."""
         expect, looks, n = self.expect, self.plan.looks, curve.blocks
         if expect is None:
             return _verdict("no_claim", shown)
         margin = effects.threshold(self.metric, expect.margin)
         bands = effects.bands(self.case, self.metric)
-        asked = effects.question(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
+        rule = effects.claim_rule(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
         claimed, interaction = f"claimed {self.rules.claimed(expect, self.case.kind)}", self.case.kind == "interaction"
         if expect.op == "inside":
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
         if curve.design == "deterministic":
-            holds = effects.decide(asked, _allowing(self.metric.within, curve, bounds, margin), interaction)
+            holds = effects.decide(rule, _allowing(self.metric.within, curve, bounds, margin), interaction)
             if holds is None and self.metric.within > metrics.EXACT:
                 return _verdict("power", f"{shown}; {claimed}; too near to it for launches that repeat to {100 * self.metric.within:g} %")
             return _verdict("exact", f"{shown}; {claimed}", bool(holds))
         if curve.look is None or n < 2:
             need = next((look for look in looks if look > n), looks[-1])
             return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
-        holds = effects.decide(asked, bounds, interaction)
+        holds = effects.decide(rule, bounds, interaction)
         if holds is not None and self.rules.fragile(curve, expect.op):
             return _verdict("fragile", f"{shown}; the median of the {self.unit}s points the other way")
         if holds is not None:
@@ -238,24 +247,24 @@ class _Series:
 
     def _excludes(self, expect: Expect, blocks: Sequence[Block]) -> Derived:
         """The verdict of a claim with op `excludes`: the variants that it names cannot run, and all others can."""
-        wanted = set(effects.named(expect.infeasible))
+        infeasible = set(effects.variant_names(expect.infeasible))
         launched = [r for r in self.measured.runs if r.role == "measure"]
         ran = sorted({r.variant for r in launched if r.outcome == "ok"})
-        out = {r.variant: r for r in launched if r.variant in wanted and r.outcome != "ok"}
-        contradicted = sorted(wanted & set(ran))
-        others = [r.variant for r in launched if r.outcome != "ok" and r.variant not in wanted]
+        out = {r.variant: r for r in launched if r.variant in infeasible and r.outcome != "ok"}
+        contradicted = sorted(infeasible & set(ran))
+        others = [r.variant for r in launched if r.outcome != "ok" and r.variant not in infeasible]
         missing = [v for v in self.case.variants if v not in ran and v not in out]
         claimed = f"claimed {self.rules.claimed(expect, self.case.kind)}"
         if contradicted:
-            found = _verdict("exact", f"{', '.join(contradicted)} ran; {claimed}", holds=False)
+            verdict = _verdict("exact", f"{', '.join(contradicted)} ran; {claimed}", holds=False)
         elif others:
-            found = _verdict("oom", f"{', '.join(others)} did not fit either; {claimed}")
+            verdict = _verdict("oom", f"{', '.join(others)} did not fit either; {claimed}")
         elif missing:
-            found = _verdict("budget", f"the budget ended before {', '.join(missing)} ran")
+            verdict = _verdict("budget", f"the budget ended before {', '.join(missing)} ran")
         else:
             words = {v: "was refused" if r.outcome == "refused" else "was out of memory" for v, r in out.items()}
-            why = "; ".join(f"{v} {words[v]}: {_first_line(r.message)}" for v, r in out.items())
-            found = _verdict("exact", f"{why}; {', '.join(ran)} ran", holds=True)
+            failures = "; ".join(f"{v} {words[v]}: {_first_line(r.message)}" for v, r in out.items())
+            verdict = _verdict("exact", f"{failures}; {', '.join(ran)} ran", holds=True)
         metric = self.metric
         curve = Curve(
             metric=metric.name,
@@ -267,7 +276,7 @@ class _Series:
             contrasts=[],
             blocks=len(blocks),
         )
-        return Derived(curve=curve, receipts=self.checks, verdict=found)
+        return Derived(curve=curve, receipts=self.checks, verdict=verdict)
 
 
 def rules_of(plan: Plan) -> Rules:
@@ -307,17 +316,19 @@ def pair_conditions(
 def _block_conditions(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Condition]:
     """The conditions that make launches comparable, each met or not; every variant is held against the first."""
     first, *others = blocks[0]
-    found: dict[str, Condition] = {}
+    by_name: dict[str, Condition] = {}
     for other in others or [first]:  # a single run that is predicted is held against itself
         for g in pair_conditions(measured, case, metric, [(b[first], b[other]) for b in blocks]):
-            if g.name not in found or (found[g.name].ok and not g.ok):
+            if g.name not in by_name or (by_name[g.name].ok and not g.ok):
                 plain = g.ok or case.kind == "pair"
-                found[g.name] = g if plain else g.model_copy(update={"detail": f"{other} against {first}: {g.detail}"})
-    return list(found.values())
+                by_name[g.name] = g if plain else g.model_copy(update={"detail": f"{other} against {first}: {g.detail}"})
+    return list(by_name.values())
 
 
 def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
-    """The verdict if a launch failed, else None. Out of memory counts only where nothing else failed: after another failure the remaining figures may be wrong too."""
+    """The verdict if a launch failed, else None. Out of memory counts only where nothing else failed: after another failure the remaining
+    figures may be wrong too.
+    """
     bad = [r for r in runs if r.outcome != "ok" and not (metric.name == "fits" and r.outcome == "oom")]
     other = next((r for r in bad if r.outcome != "oom"), None)
     if other is not None:
@@ -351,7 +362,8 @@ def spread(metric: Metric, runs: Sequence[Run]) -> str:
     """How a metric that should repeat differs between launches of one variant; empty where it repeats."""
     values = [effects.required(metric, r) for r in runs]
     if max(values) - min(values) > metric.within * max(abs(v) for v in values):
-        return f"{metric.name} should repeat to {100 * metric.within:g} %, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
+        gave = f"the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
+        return f"{metric.name} should repeat to {100 * metric.within:g} %, but {gave}"
     return ""
 
 
@@ -374,7 +386,7 @@ def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdic
         return None
     first, *_, last = case.variants
     text = f"{', '.join(v for v in case.variants if v not in names)} did not fit or was refused"
-    at = set(effects.named(expect.at)) & set(names)
+    at = set(effects.variant_names(expect.at)) & set(names)
     words = in_words(expect, case.kind)
     if expect.op in ("best", "reaches") and not at and names:
         return _verdict("exact", f"{text}, while {', '.join(names)} ran; claimed {words}", holds=False)
@@ -419,14 +431,16 @@ _BY_STEPS = ("step_seconds", "useful_tokens_per_s_per_gpu", "raw_tokens_per_s_pe
 
 
 def conditions(metric: Metric, pairs: Sequence[Pair]) -> list[Condition]:
-    """The conditions on clocks; none for a metric that no clock goes into, a single pair, or launches of which other clocks are not known."""
+    """The conditions on clocks; none for a metric that no clock goes into, a single pair, or launches of which other clocks are not
+    known.
+    """
     runs = [run for pair in pairs for run in pair]
     if metric.name not in _BY_STEPS or len(pairs) < 2:
         return []
-    found = [_arrival(pairs)] if all(run.metrics.get(WALL_STEP) for run in runs) else []
-    if all(c.ok for c in found) and all(run.metrics.get(OUTSIDE) is not None for run in runs):
-        found.append(_whole(pairs))  # where lines arrive otherwise, whole launches say the same once more
-    return found
+    checks = [_arrival(pairs)] if all(run.metrics.get(WALL_STEP) for run in runs) else []
+    if all(c.ok for c in checks) and all(run.metrics.get(OUTSIDE) is not None for run in runs):
+        checks.append(_whole(pairs))  # where lines arrive otherwise, whole launches say the same once more
+    return checks
 
 
 def _arrival(pairs: Sequence[Pair]) -> Condition:
@@ -435,15 +449,16 @@ def _arrival(pairs: Sequence[Pair]) -> Condition:
     by_log = [math.log(_step(a) / _step(b)) for a, b in pairs]
     by_arrival = [math.log(_wall_step(a) / _wall_step(b)) for a, b in pairs]
     low, high = _certain([x - y for x, y in zip(by_log, by_arrival, strict=True)])
-    seen, gain = plain.fmean(by_arrival), plain.fmean(by_log)
+    by_lines, by_seconds = plain.fmean(by_arrival), plain.fmean(by_log)
     # Where lines arrive too irregularly for certainty, they have to bear out half of what the log says.
-    unseen = abs(gain) > _MARGIN and math.copysign(seen, seen * gain) < (1 - _TAKEN_BACK) * abs(gain)
+    unseen = abs(by_seconds) > _MARGIN and math.copysign(by_lines, by_lines * by_seconds) < (1 - _TAKEN_BACK) * abs(by_seconds)
     if low > _MARGIN or high < -_MARGIN or unseen:
         return Condition(
             name=name,
             ok=False,
-            detail=f"the candidate is {_effect(by_log)} by the seconds of its log, and {_effect(by_arrival)} {_interval(by_arrival)} by the arrival "
-            "of its lines. The log leaves out time between steps, or its timer does not wait for the device. "
+            detail=f"the candidate is {_effect(by_log)} by the seconds of its log, "
+            f"and {_effect(by_arrival)} {_interval(by_arrival)} by the arrival of its lines. "
+            "The log leaves out time between steps, or its timer does not wait for the device. "
             f"Log what a step takes until its device is done, or compare by the metric {WALL_STEP}",
         )
     share = plain.median(_step(run) / _wall_step(run) for pair in pairs for run in pair)
@@ -451,7 +466,8 @@ def _arrival(pairs: Sequence[Pair]) -> Condition:
         return Condition(
             name=name,
             ok=True,
-            detail=f"not compared: steps take {100 * share:.0f} % of the time between their lines, so the log's timer may not wait for the device",
+            detail=f"not compared: steps take {100 * share:.0f} % of the time between their lines, "
+            "so the log's timer may not wait for the device",
         )
     return Condition(name=name, ok=True)
 
@@ -476,7 +492,8 @@ def _whole(pairs: Sequence[Pair]) -> Condition:
         name=name,
         ok=False,
         detail=f"the {faster}'s steps save {abs(saved):.3g} s of a launch, and what lies outside of them takes {more:.3g} s more: "
-        f"as whole launches the candidate is {_effect(whole)} {_interval(whole)}. Time all that a step does, or let a launch make more steps",
+        f"as whole launches the candidate is {_effect(whole)} {_interval(whole)}. "
+        "Time all that a step does, or let a launch make more steps",
     )
 
 

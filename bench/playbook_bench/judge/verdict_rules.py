@@ -9,15 +9,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from playbook.cards.model import Expect, Quantity, in_words
 from playbook.records.evidence import Curve
 from playbook_bench.judge import design, statistics
 from playbook_bench.judge.design import Launch
 from playbook_bench.judge.statistics import AGREEING_LAUNCHES, Interval, aa_deviation, least_effect, pairs_needed, t_quantile
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VERSION = 3
 
@@ -26,12 +27,14 @@ class Rules:
     """The rules of today. A later version is a class that overrides what differs, and older ones keep deciding their records."""
 
     spent = 0.76
-    """The part of the error rate that the looks spend. Their levels are those of normal deviates, which the statistics of few launches, and of noise with a period, exceed
-    more often, by up to 1.3 times (`tools/simulate/verdicts.py`)."""
+    """The part of the error rate that the looks spend. Their levels are those of normal deviates, which the statistics of few launches, and
+    of noise with a period, exceed more often, by up to 1.3 times (`tools/simulate/verdicts.py`)."""
     has_aa = False
-    """Whether launches of one variant against itself say how much launches differ. Since version 3 the launches that are compared say it."""
+    """Whether launches of one variant against itself say how much launches differ. Since version 3 the launches that are compared say
+    it."""
     by_block = False
-    """Whether values are compared with the first of their block; since version 3 all of them are with one value, so that each launch keeps its own noise."""
+    """Whether values are compared with the first of their block; since version 3 all of them are with one value, so that each launch keeps
+    its own noise."""
     balanced_noise = True
     """A/A pairs count as A B B A: the second launch less the first, then the first less the second, so that a drift cancels."""
     not_steady = "step time is not steady"
@@ -59,10 +62,10 @@ class Rules:
         """
         out, n = [], len(rows)
         for weight in weights:
-            found = design.contrast(rows, launches, weight)
-            mean, error = float(found.mean), float(found.error)
+            estimate = design.contrast(rows, launches, weight)
+            mean, error = float(estimate.mean), float(estimate.error)
             common = len(launches) - len(weight)
-            half = statistics.t_quantile(alpha, float(found.freedom)) * error
+            half = statistics.t_quantile(alpha, float(estimate.freedom)) * error
             used = half * math.sqrt(n) / statistics.t_quantile(alpha, common)
             deviation = error * math.sqrt(n)
             out.append(Interval(mean, mean - half, mean + half, deviation, used, deviation, common))
@@ -70,19 +73,21 @@ class Rules:
 
     def unsteady(self, label: str, launches: Sequence[Sequence[float]], alpha: float, tolerance: float) -> str:
         """How a variant's step time changes inside its timed window by more than `tolerance`; nothing where it is steady."""
-        found = statistics.change(launches, alpha)
-        return f"{label} {found}" if found and found.certain and abs(found.size) > tolerance else ""
+        change = statistics.change(launches, alpha)
+        return f"{label} {change}" if change and change.certain and abs(change.size) > tolerance else ""
 
     def fragile(self, curve: Curve, op: str) -> bool:
-        """Whether a decided claim is left open because mean and median of the pairs disagree. Never since version 2: the interval alone decides."""
+        """Whether a decided claim is left open because mean and median of the pairs disagree. Never since version 2: the interval alone
+        decides.
+        """
         return False
 
     def claimed(self, expect: Expect, kind: str) -> str:
         """A claim in words."""
         return in_words(expect, kind)
 
-    def pair_figures(self, curve: Curve, used: float, alpha: float, wanted: tuple[str, float] | None) -> dict[str, Any]:
-        """What the record of a pair says of its resolution; `wanted` is the claim's operator and margin."""
+    def pair_figures(self, curve: Curve, used: float, alpha: float, claim: tuple[str, float] | None) -> dict[str, Any]:
+        """What the record of a pair says of its resolution; `claim` is the claim's operator and margin."""
         return {"mde": statistics.least_effect(curve.blocks, used, alpha), "pairs_needed": curve.blocks_needed}
 
 
@@ -115,9 +120,10 @@ def _pooled(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]],
     Shapes: rows [blocks, variants], weights [contrasts, variants], noise [A/A pairs].
 
     `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a
-    launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks for
-    one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
-    the wider interval; a contrast with a number (weights that do not add up to zero) always has its own where it is wider. Pairs that come out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
+    launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks
+    for one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
+    the wider interval; a contrast with a number (weights that do not add up to zero) always has its own where it is wider. Pairs that come
+    out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
 
     Raises:
         ValueError: fewer than two blocks, or a value that is not finite.
@@ -141,20 +147,21 @@ def _pooled(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]],
     out = []
     for weight in weights:
         differences = y @ np.asarray(weight, dtype=float)
-        mean, own = float(differences.mean()), float(differences.std(ddof=1))
+        mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
         shared = math.sqrt(math.fsum(w * w for w in weight)) * launch
-        used = max(shared, t_own / t * own) if _is_noisier(own, weight, aa) else shared
+        used = max(shared, t_own / t * deviation) if _is_noisier(deviation, weight, aa) else shared
         half = t * used / math.sqrt(n)
-        out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own), freedom))
+        out.append(Interval(mean, mean - half, mean + half, deviation, used, max(shared, deviation), freedom))
     return out
 
 
-def _is_noisier(own: float, weight: Sequence[float], aa: float) -> bool:
-    """Whether a contrast with the deviation `own` over its blocks varies more than A/A pairs with the deviation `aa` say, or may do so.
+def _is_noisier(deviation: float, weight: Sequence[float], aa: float) -> bool:
+    """Whether a contrast with the deviation `deviation` over its blocks varies more than A/A pairs with the deviation `aa` say, or may do
+    so.
 
     What the variants of a block share is in neither the A/A nor the pooled deviation, and does not cancel against a number.
     """
-    return own > math.sqrt(math.fsum(w * w for w in weight) / 2) * aa or math.fsum(weight) != 0
+    return deviation > math.sqrt(math.fsum(w * w for w in weight) / 2) * aa or math.fsum(weight) != 0
 
 
 # The rules of records that name none, or version 1: they replay by what decided them.
@@ -188,11 +195,11 @@ class RulesV1(RulesV2):
 
     def unsteady(self, label: str, launches: Sequence[Sequence[float]], alpha: float, tolerance: float) -> str:
         """By the slope alone."""
-        found = _trend(launches, alpha)
+        trend = _trend(launches, alpha)
         return (
             ""
-            if found.steady(tolerance)
-            else f"{label} {100 * found.slope:+.3f} % per step [{100 * found.low:.3f}, {100 * found.high:.3f}]"
+            if trend.steady(tolerance)
+            else f"{label} {100 * trend.slope:+.3f} % per step [{100 * trend.low:.3f}, {100 * trend.high:.3f}]"
         )
 
     def fragile(self, curve: Curve, op: str) -> bool:
@@ -208,8 +215,10 @@ class RulesV1(RulesV2):
         unit = {"percent": " %", "ratio": " times"}.get(margin.unit, f" {margin.unit}")
         return f"{_OP_WORDS.get(expect.op, expect.op)} {margin.value:g}{unit}"
 
-    def pair_figures(self, curve: Curve, used: float, alpha: float, wanted: tuple[str, float] | None) -> dict[str, Any]:
-        """Pairs needed to settle the nearest margin, even one that is settled; and two figures that decided nothing, which records of version 1 hold."""
+    def pair_figures(self, curve: Curve, used: float, alpha: float, claim: tuple[str, float] | None) -> dict[str, Any]:
+        """Pairs needed to settle the nearest margin, even one that is settled; and two figures that decided nothing, which records of
+        version 1 hold.
+        """
         c, n = curve.contrasts[0], curve.blocks
         mean = c.mean or 0.0
         figures = {
@@ -217,8 +226,8 @@ class RulesV1(RulesV2):
             "sign_flip_p": sign_flip_p(c.differences) if n <= 16 else None,
             "mde": least_effect(n, used, alpha),
         }
-        if wanted is not None:
-            nearest = math.copysign(wanted[1], mean) if wanted[0] == "within" else wanted[1]
+        if claim is not None:
+            nearest = math.copysign(claim[1], mean) if claim[0] == "within" else claim[1]
             figures["pairs_needed"] = pairs_needed(mean - nearest, used, alpha)
         return figures
 
@@ -230,8 +239,8 @@ def _simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[fl
     shared among the m contrasts: Bonferroni's inequality, which needs nothing of how they hang together. q is the largest of three:
     t(1 - alpha / 2m, f) |w| times the pooled deviation of a launch, which has f = (k - 1)(n - 1) degrees of freedom; for a variant that
     is noisier than the rest, t(1 - alpha / 2m, n - 1) times the contrast's own deviation over the blocks, which has no more than n - 1;
-    and t(1 - alpha / 2m, f) |w| / sqrt(2) times the A/A deviation `floor` of a difference of two launches. `used` is q / t(1 - alpha / 2m, f).
-    With two variants this is the paired t interval.
+    and t(1 - alpha / 2m, f) |w| / sqrt(2) times the A/A deviation `floor` of a difference of two launches. `used` is q / t(1 - alpha / 2m,
+    f). With two variants this is the paired t interval.
 
     Raises:
         ValueError: fewer than two blocks, or a value that is not finite.
@@ -239,6 +248,8 @@ def _simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[fl
     Source: O. J. Dunn, Multiple comparisons among means, JASA 56 (1961); pooled deviation of randomised complete blocks: D. C. Montgomery,
     Design and Analysis of Experiments, chapter 4.
     """
+    import numpy as np
+
     y = np.asarray(rows, dtype=float)
     n, k = y.shape
     if n < 2:
@@ -252,23 +263,27 @@ def _simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[fl
     out = []
     for weight in weights:
         differences = y @ np.asarray(weight, dtype=float)
-        mean, own = float(differences.mean()), float(differences.std(ddof=1))
+        mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
         length = math.sqrt(math.fsum(w * w for w in weight))
         shared = max(length * pooled, length / math.sqrt(2) * floor)
-        used = max(shared, t_own / t * own)
+        used = max(shared, t_own / t * deviation)
         half = t * used / math.sqrt(n)
-        out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own), freedom))
+        out.append(Interval(mean, mean - half, mean + half, deviation, used, max(shared, deviation), freedom))
     return out
 
 
 def _hodges_lehmann(differences: Sequence[float]) -> float:
     """Median of all pairwise means: where the effect lies if single launches are not to be trusted."""
+    import numpy as np
+
     walsh = [(a + b) / 2 for a, b in itertools.combinations_with_replacement(differences, 2)]
     return float(np.median(walsh))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Exact two-sided p of the mean under random signs; it cannot fall below 2 / 2^n."""
+    import numpy as np
+
     n = len(differences)
     d = np.abs(np.asarray(differences, dtype=float))
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=n)))
@@ -291,24 +306,27 @@ class Trend:
 
 
 def _trend(launches: Sequence[Sequence[float]], alpha: float) -> Trend:
-    """One Theil-Sen test per variant, on the step-by-step mean over its launches, and one of whether the launches have that slope in common.
+    """One Theil-Sen test per variant, on the step-by-step mean over its launches, and one of whether the launches have that slope in
+    common.
 
     A test per launch would reject at its error rate once per launch, so a series of twenty launches would nearly always fail.
     A t test over per-launch slopes alone would be worse: launches read the same data in the same order, so a chance pattern of step sizes
     gives every launch the same slope, and agreement would pass for proof. Averaged over launches, that pattern is one noise series, as
     the interval assumes. The interval is widened by sqrt((1 + r) / (1 - r)) for the lag-one correlation r of the residuals, because
     slow noise looks like drift to a test that believes in independent steps. Few steps tell little of r and too low a value of it, so it
-    is the larger of the mean profile's and of the launches' own, averaged and freed of that bias. Two variants are tested, so each spends half.
-    Fewer than four steps show no drift.
+    is the larger of the mean profile's and of the launches' own, averaged and freed of that bias. Two variants are tested, so each spends
+    half. Fewer than four steps show no drift.
 
-    No estimate from so few steps tells a correlation of 0.9 from a drift: alone, that test rejects in 8 to 12 of 100 variants there, where 2.5 are
-    promised. But noise of the host is each launch's own, and a drift is what launches have in common. So the interval also covers that of the
-    launches' mean slope, a t interval. Both have to exclude zero for a drift, so this one may take twice the error rate: 0.3 to 2.2 of 100 at
-    any correlation up to 0.9. It needs three launches; the t quantile of two would hide nearly any drift.
+    No estimate from so few steps tells a correlation of 0.9 from a drift: alone, that test rejects in 8 to 12 of 100 variants there, where
+    2.5 are promised. But noise of the host is each launch's own, and a drift is what launches have in common. So the interval also covers
+    that of the launches' mean slope, a t interval. Both have to exclude zero for a drift, so this one may take twice the error rate: 0.3 to
+    2.2 of 100 at any correlation up to 0.9. It needs three launches; the t quantile of two would hide nearly any drift.
 
     Raises:
         ValueError: no launch, or launches of unequal length.
     """
+    import numpy as np
+
     if not launches or len({len(x) for x in launches}) != 1:
         raise ValueError("a trend needs launches with equally many timed steps")
     rows = [np.asarray(x, dtype=float) / np.median(x) for x in launches]
@@ -317,8 +335,8 @@ def _trend(launches: Sequence[Sequence[float]], alpha: float) -> Trend:
     if n < 4:
         return Trend(0.0, -math.inf, math.inf, n)
     slope, low, high = _slope(profile, alpha)
-    own = (n * math.fsum(_lag_one(row) for row in rows) / len(rows) + 2) / (n - 4) if n > 4 else 0.0
-    r = min(0.9, max(0.0, own, _lag_one(profile)))
+    correlation = (n * math.fsum(_lag_one(row) for row in rows) / len(rows) + 2) / (n - 4) if n > 4 else 0.0
+    r = min(0.9, max(0.0, correlation, _lag_one(profile)))
     widen = math.sqrt((1 + r) / (1 - r))
     low, high = slope - (slope - low) * widen, slope + (high - slope) * widen
     if len(rows) >= AGREEING_LAUNCHES:
@@ -333,6 +351,7 @@ def _slope(profile: np.ndarray, alpha: float) -> tuple[float, float, float]:
 
     All of n steps are in order by chance once in n! / 2 times: of four, once in twelve, which would pass for a drift at any error rate.
     """
+    import numpy as np
     from scipy.stats import linregress, theilslopes
 
     at = np.arange(len(profile))
@@ -346,6 +365,8 @@ def _slope(profile: np.ndarray, alpha: float) -> tuple[float, float, float]:
 
 def _lag_one(values: np.ndarray) -> float:
     """Correlation of neighbours around the straight line that fits best. On average it is (2 + 4 r) / n too low for noise of correlation r."""
+    import numpy as np
+
     at = np.arange(len(values))
     residual = values - np.polynomial.Polynomial.fit(at, values, 1)(at)
     power = float(residual @ residual)

@@ -1,9 +1,9 @@
 """Launching ranks by forking: the harness's end of `playbook_trainer.fork_server`.
 
 A fork server is a process that has imported what ranks of one backend import, with their environment, so that libraries which read
-variables at import read the same ones as in a fresh process; configurations that ask for the same variables share it. It forks a rank for each line that this module writes to it, so a launch starts as many
-seconds sooner as the imports take. Everything after the imports is a rank's own: CUDA, process groups, compiled code. What the two say to each other
-stands in the fork server's docstring.
+variables at import read the same ones as in a fresh process; configurations that ask for the same variables share it. It forks a rank for
+each line that this module writes to it, so a launch starts as many seconds sooner as the imports take. Everything after the imports is a
+rank's own: CUDA, process groups, compiled code. What the two say to each other stands in the fork server's docstring.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ForkServer:
     ready: bool = False
     pids: list[int] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
-    _rest: bytes = b""
+    _partial_line: bytes = b""
 
     def fork(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked | None:
         """A rank; None where the server has gone."""
@@ -59,20 +59,20 @@ class ForkServer:
         assert self.process.stdout is not None
         deadline = time.monotonic() + seconds
         while not until() and select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            got = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not got:
+            received = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not received:
                 # Its ranks die with it, but nobody is left to say how.
                 self.codes = {pid: self.codes.get(pid, _SIGKILL) for pid in self.pids}
                 return
-            *lines, self._rest = (self._rest + got).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + received).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
 
-    def _hear(self, said: dict[str, int]) -> None:
-        if "code" in said:
-            self.codes[said["pid"]] = said["code"]
-        elif "pid" in said:
-            self.pids.append(said["pid"])
+    def _hear(self, message: dict[str, int]) -> None:
+        if "code" in message:
+            self.codes[message["pid"]] = message["code"]
+        elif "pid" in message:
+            self.pids.append(message["pid"])
         else:
             self.ready = True
 
@@ -136,8 +136,8 @@ class ForkLauncher(LocalLauncher):
             key = _imports(spec, environment)
         except ConfigError:
             return super()._start(spec, config, environment, index)  # the rank says what is wrong
-        if (known := self.servers.get(key, None)) is not None and known.process.poll() is not None:
-            known.close()
+        if (previous := self.servers.get(key, None)) is not None and previous.process.poll() is not None:
+            previous.close()
             del self.servers[key]  # it was ended from outside: its configurations get another
         if key not in self.servers:
             self.servers[key] = self._start_server(config, environment)
@@ -147,6 +147,9 @@ class ForkLauncher(LocalLauncher):
         return Rank(index, forked, log, None, forked=True) if forked else super()._start(spec, config, environment, index)
 
     def _start_server(self, config: Path, environment: Mapping[str, str]) -> ForkServer | None:
+        """A server that has imported what the configuration needs; None where it has not done so within `_IMPORT_S`, or says that it must
+        not fork.
+        """
         server = ForkServer(
             subprocess.Popen(
                 [sys.executable, "-m", "playbook_trainer.fork_server", str(config)],
@@ -175,8 +178,8 @@ def closing(launcher: Launcher) -> Iterator[None]:
             launcher.close()
 
 
-def _imports(spec: Spec, given: Mapping[str, str]) -> str:
+def _imports(spec: Spec, inherited: Mapping[str, str]) -> str:
     """What imports depend on: the backend, and the environment with what the configuration adds to it."""
-    environment = dict(given)
+    environment = dict(inherited)
     added = trainer_environment.apply(spec.config, environment)
     return digest([spec.config.backend, added, sorted(spec.environment.items()), environment.get("OMP_NUM_THREADS")], 16)

@@ -30,7 +30,7 @@ from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook.processes import adopting, die_with_parent, listed
-from playbook_bench.launch.outcome import Ended, Launched, Result, judge, tail
+from playbook_bench.launch.outcome import Ended, Result, StartMethod, judge, tail
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.tree import TrainerConfig
@@ -114,7 +114,7 @@ class Rank:
     log: Path
     pidfd: int | None
     forked: bool = False
-    own: int | None = None
+    exit_code: int | None = None
     """The code with which it ended by itself, before the launcher ended the rest."""
 
 
@@ -134,9 +134,10 @@ class LocalLauncher:
         Raises:
             LaunchError: the command does not exist, or the run's folder cannot be written.
         """
-        return again_where_the_port_was_taken(lambda: self._once(spec, on_step), spec.folder)
+        return retry_if_port_taken(lambda: self._once(spec, on_step), spec.folder)
 
     def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
+        """Launch once: start the ranks, wait, end what is left, and judge how they ended."""
         config = write_config(spec)
         environment = rank_environment(spec)
         started, clock = time.time(), time.monotonic()
@@ -148,15 +149,15 @@ class LocalLauncher:
             watched = Watch(spec, on_step)
             hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
-            with held() as came:
-                end(ranks, self.grace_s, came)
+            with deferred_signals() as signals:
+                end(ranks, self.grace_s, signals)
                 kill_orphans()
         wall = time.monotonic() - clock
         if hung:
-            found = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
+            result = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
         else:
-            found = judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
-        return replace(found, launched=_launched(ranks))
+            result = judge([Ended(r.index, r.exit_code, r.log) for r in ranks], spec.written, started, wall)
+        return replace(result, launched=_launched(ranks))
 
     def _staying(self) -> Collection[int]:
         """Processes that outlive a launch."""
@@ -170,7 +171,7 @@ class LocalLauncher:
             return started(index, self.wrap(index, command) if self.wrap else command, log, out, env)
 
 
-def _launched(ranks: Sequence[Rank]) -> Launched:
+def _launched(ranks: Sequence[Rank]) -> StartMethod:
     forked = {r.forked for r in ranks}
     return "mixed" if len(forked) > 1 else "fork" if True in forked else ""
 
@@ -226,24 +227,24 @@ def rank_environment(spec: Spec) -> dict[str, str]:
 def place(rank: int, ranks: int, first: int = 0, *, shared: bool = False) -> dict[str, str]:
     """The variables that say where a rank of several runs: on a GPU of its own, from `first` on, or all in turns on the first.
 
-    NCCL refuses two ranks on one GPU of one host. Ranks that call themselves hosts of their own it connects by sockets, which makes of one machine
-    as many nodes of one GPU. What they compute, exchange and hold is what nodes would, and how long they take says nothing.
+    NCCL refuses two ranks on one GPU of one host. Ranks that call themselves hosts of their own it connects by sockets, which makes of one
+    machine as many nodes of one GPU. What they compute, exchange and hold is what nodes would, and how long they take says nothing.
     """
     alone = shared and ranks > 1
     local, of = (0, 1) if alone else (first + rank, ranks)
-    found = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(of)}
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(of)}
     apart = {"NCCL_HOSTID": f"node-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-    return {**found, **(apart if alone else {})}
+    return {**variables, **(apart if alone else {})}
 
 
 def import_paths() -> list[str]:
     """Where ranks import from: this process's own packages first, so that both run the same code from any folder."""
-    own = [str(repo_root())]
+    paths = [str(repo_root())]
     spec = importlib.util.find_spec("playbook_trainer")
     if spec is not None and spec.submodule_search_locations:
-        own.append(str(Path(next(iter(spec.submodule_search_locations))).parent))
-    given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return list(dict.fromkeys([*own, *given]))
+        paths.append(str(Path(next(iter(spec.submodule_search_locations))).parent))
+    inherited = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return list(dict.fromkeys([*paths, *inherited]))
 
 
 def free_port() -> int:
@@ -261,7 +262,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def interruptible(*, resumes: bool = False) -> Iterator[None]:
-    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are ignored.
+    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are
+    ignored.
 
     `resumes` says that the command keeps a journal, which the user is then told.
     """
@@ -287,25 +289,26 @@ def interruptible(*, resumes: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[list[int]]:
-    """A context in which Ctrl-C and SIGTERM are only collected, in the list that it yields, and take effect after it: code that ends processes is not cut off half-way.
+def deferred_signals() -> Iterator[list[int]]:
+    """A context in which Ctrl-C and SIGTERM are only collected, in the list that it yields, and take effect after it: code that ends
+    processes is not cut off half-way.
 
     Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
     """
-    came: list[int] = []
+    signals: list[int] = []
     before = (
         {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if threading.current_thread() is threading.main_thread() else {}
     )
     before = {s: handler for s, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     for s in before:
-        signal.signal(s, lambda signum, frame: came.append(signum))
+        signal.signal(s, lambda signum, frame: signals.append(signum))
     try:
-        yield came
+        yield signals
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if signals:
+            signal.raise_signal(signals[0])
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -385,15 +388,17 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
             time.sleep(_POLL_S / 5)
 
 
-def end(ranks: Sequence[Rank], grace_s: float, came: Sequence[int]) -> None:
-    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts short."""
+def end(ranks: Sequence[Rank], grace_s: float, signals: Sequence[int]) -> None:
+    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts
+    short.
+    """
     for rank in ranks:
-        rank.own = rank.process.poll()
-    alive = [r for r in ranks if r.own is None]
+        rank.exit_code = rank.process.poll()
+    alive = [r for r in ranks if r.exit_code is None]
     for rank in alive:
         _signal_group(rank.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(r.process.poll() is None for r in alive) and not came and time.monotonic() < deadline:
+    while any(r.process.poll() is None for r in alive) and not signals and time.monotonic() < deadline:
         time.sleep(0.02)
     for rank in ranks:
         _signal_group(rank.process.pid, signal.SIGKILL)
@@ -422,12 +427,12 @@ def _kill_sessions(leaders: set[int]) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def again_where_the_port_was_taken(once: Callable[[], Result], folder: Path) -> Result:
+def retry_if_port_taken(launch: Callable[[], Result], folder: Path) -> Result:
     """A second launch where another process took the port between the asking and the listening; that says nothing about the run."""
-    result = once()
+    result = launch()
     if result.outcome == "crash" and any(text in result.message for text in _PORT_TAKEN):
         shutil.rmtree(folder, ignore_errors=True)
-        result = once()
+        result = launch()
     return result
 
 

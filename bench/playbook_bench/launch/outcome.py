@@ -30,7 +30,7 @@ _EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
 }
 _WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "hang", "crash")
 
-Launched = Literal["", "fork", "mixed"]
+StartMethod = Literal["", "fork", "mixed"]
 """How the ranks of a run were really started: each as a fresh process, each as a fork, or some of either."""
 
 
@@ -43,21 +43,21 @@ class Result:
     message: str
     started: float
     wall_s: float
-    launched: Launched = ""
+    launched: StartMethod = ""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank that has ended. `own` is the code with which it ended by itself (negative: by that signal), None where it was ended."""
+    """A rank that has ended. `exit_code` is that with which it ended by itself (negative: by that signal), None where it was ended."""
 
     index: int
-    own: int | None
+    exit_code: int | None
     log: Path
 
 
 def judge(ranks: Sequence[Ended], folder: Path, started: float, wall: float) -> Result:
     """The outcome, from the ranks that ended by themselves; those that the launcher ended say nothing."""
-    judged = [(_outcome(r.own, tail(r.log)), r, r.own) for r in ranks if r.own]
+    judged = [(_outcome(r.exit_code, tail(r.log)), r, r.exit_code) for r in ranks if r.exit_code]
     if judged:
         outcome, rank, code = min(judged, key=lambda j: _WORST_FIRST.index(j[0]))
         end = tail(rank.log)
@@ -79,8 +79,8 @@ def _how(code: int) -> str:
 
 def _cause(log: str) -> str:
     """The last line of a log that names an exception, as Python prints it."""
-    found = [line.strip() for line in log.splitlines() if _EXCEPTION.match(line)]
-    return f": {found[-1][:300]}" if found else ""
+    lines = [line.strip() for line in log.splitlines() if _EXCEPTION.match(line)]
+    return f": {lines[-1][:300]}" if lines else ""
 
 
 def _outcome(code: int, log: str) -> RunOutcome:
@@ -140,14 +140,14 @@ def window(result: Result, folder: Path) -> tuple[str, float, float]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunFiles:
     """What a run left in its folder."""
 
     fields: dict[str, Any]
     fingerprint: Fingerprint
 
 
-def read_run(folder: Path) -> Seen:
+def read_run(folder: Path) -> RunFiles:
     """Samples, summary and receipt of a run, as far as the run got.
 
     Raises:
@@ -156,7 +156,7 @@ def read_run(folder: Path) -> Seen:
     samples = _samples(folder / "metrics.jsonl")
     summary = read_summary(folder)
     if summary is None:
-        return Seen({"samples": samples}, Fingerprint())
+        return RunFiles({"samples": samples}, Fingerprint())
     env = _mapping(summary.get("env"))
     strict = {
         **_mapping(env.get("strict")),
@@ -177,10 +177,15 @@ def read_run(folder: Path) -> Seen:
         "metrics": {k: float(v) for k, v in _mapping(summary.get("metrics")).items() if isinstance(v, int | float)},
         "observed": _observed(receipt),
     }
-    return Seen(fields, Fingerprint(strict=strict, context=_mapping(env.get("context"))))
+    return RunFiles(fields, Fingerprint(strict=strict, context=_mapping(env.get("context"))))
 
 
 def _samples(path: Path) -> list[Sample]:
+    """The steps in metrics.jsonl; none without the file. A last line that is cut does not count.
+
+    Raises:
+        ValueError: another line is no step, or there are more than `MAX_LINES`.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -32,10 +32,10 @@ from playbook_bench.launch.local import (
     Interrupted,
     Spec,
     Watch,
-    again_where_the_port_was_taken,
-    held,
+    deferred_signals,
     import_paths,
     rank_environment,
+    retry_if_port_taken,
     write_config,
 )
 from playbook_bench.launch.outcome import Ended, Result, judge, read_summary, tail
@@ -61,7 +61,8 @@ code=$?
 echo "$code" > "$folder/rank$RANK.exit"
 exit "$code"
 """
-"""What each task of a step runs. The shell outlives SIGTERM, so that the rank may end in order; its code is written where srun would merge all."""
+"""What each task of a step runs. The shell outlives SIGTERM, so that the rank may end in order; its code is written where srun would merge
+all."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def allocation(environment: Mapping[str, str] | None = None) -> Allocation:
     hosts = tuple(_tool(["scontrol", "show", "hostnames", nodes]).split())
     if env.get("SLURMD_NODENAME") != hosts[0]:
         raise ConfigError(f"--launcher srun runs on the allocation's first node, {hosts[0]}; submit with --launcher slurm instead")
-    found = re.search(r"\bNodeAddr=(\S+)", _tool(["scontrol", "--oneliner", "show", "node", hosts[0]]))
-    return Allocation(job, hosts, found[1] if found else hosts[0])
+    match = re.search(r"\bNodeAddr=(\S+)", _tool(["scontrol", "--oneliner", "show", "node", hosts[0]]))
+    return Allocation(job, hosts, match[1] if match else hosts[0])
 
 
 def require_tools(*names: str) -> None:
@@ -132,7 +133,7 @@ class SrunLauncher:
         """
         if spec.shared:
             raise ConfigError(f"{spec.ranks} ranks are to share one GPU, which srun gives to one of them; leave --launcher out")
-        return again_where_the_port_was_taken(lambda: self._once(spec, on_step), spec.folder)
+        return retry_if_port_taken(lambda: self._once(spec, on_step), spec.folder)
 
     def step(self, ranks: int, folder: Path, command: Sequence[str]) -> list[str]:
         """The command line of a step."""
@@ -172,6 +173,7 @@ class SrunLauncher:
         return {**rank_environment(spec), **place, **spec.environment, **self.variables}
 
     def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
+        """Run one step of srun to its end, and judge it: by its ranks, by what srun says, and by the nodes that Slurm has lost."""
         config = write_config(spec)
         command = self.step(spec.ranks, spec.folder, [*self.command, str(config)])
         started, clock = time.time(), time.monotonic()
@@ -183,45 +185,47 @@ class SrunLauncher:
                 hung = watch.look(clock)
             watch.look(clock)
         finally:
-            said = tail(spec.folder / "srun.log")  # before what ends here is killed
+            srun_log = tail(spec.folder / "srun.log")  # before what ends here is killed
             end(process, self.allocation.job, spec.folder, self.grace_s)
         wall = time.monotonic() - clock
         if hung:
-            return self._traced(Result("hang", None, f"{hung}\n{tail(spec.folder / 'rank0.log')}", started, wall), said, spec.ranks)
-        result = self._result(process.returncode, said, spec, started, wall)
+            return self._with_loss(Result("hang", None, f"{hung}\n{tail(spec.folder / 'rank0.log')}", started, wall), srun_log, spec.ranks)
+        result = self._result(process.returncode, srun_log, spec, started, wall)
         if result.outcome not in ("ok", "nan", "refused"):
             _wait_where_the_job_ends(self.allocation.job)
-        return self._traced(result, said, spec.ranks)
+        return self._with_loss(result, srun_log, spec.ranks)
 
-    def _traced(self, result: Result, said: str, ranks: int) -> Result:
-        """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to it."""
+    def _with_loss(self, result: Result, srun_log: str, ranks: int) -> Result:
+        """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to
+        it.
+        """
         if result.outcome not in ("hang", "crash", "killed"):
             return result
-        why = self._lost_node(said, ranks) or _lost_rank(said)
-        return replace(result, outcome="killed", message=f"{why}\n{result.message}") if why else result
+        loss = self._lost_node(srun_log, ranks) or _lost_rank(srun_log)
+        return replace(result, outcome="killed", message=f"{loss}\n{result.message}") if loss else result
 
-    def _lost_node(self, said: str, ranks: int) -> str:
+    def _lost_node(self, srun_log: str, ranks: int) -> str:
         """The first node of this step that Slurm has lost, with its ranks, or nothing."""
         per_node = self.per_node(ranks)
         hosts = self.allocation.hosts[: -(-ranks // per_node)]
-        for host, seen in _lost_nodes(said, hosts):
+        for host, sign in _lost_nodes(srun_log, hosts):
             first, last = hosts.index(host) * per_node, min((hosts.index(host) + 1) * per_node, ranks) - 1
-            return f"node {host} with rank {first}{f' to {last}' if last > first else ''} went away: {seen}"
+            return f"node {host} with rank {first}{f' to {last}' if last > first else ''} went away: {sign}"
         return ""
 
-    def _result(self, code: int, said: str, spec: Spec, started: float, wall: float) -> Result:
+    def _result(self, code: int, srun_log: str, spec: Spec, started: float, wall: float) -> Result:
         ranks = exits(spec.folder, spec.ranks)
-        if not any(r.log.exists() or r.own is not None for r in ranks):
+        if not any(r.log.exists() or r.exit_code is not None for r in ranks):
             _wait_where_the_job_ends(self.allocation.job)
-            raise LaunchError(f"srun could not start the ranks: {said.splitlines()[-1] if said else f'exit code {code}'}")
+            raise LaunchError(f"srun could not start the ranks: {srun_log.splitlines()[-1] if srun_log else f'exit code {code}'}")
         # Where a node's daemon is gone srun may end with 0.
-        unknown = any(r.own is None for r in ranks) and read_summary(spec.written) is None
-        if (code or unknown) and not any(r.own for r in ranks):
-            late = [str(r.index) for r in ranks if r.own is None]
+        unknown = any(r.exit_code is None for r in ranks) and read_summary(spec.written) is None
+        if (code or unknown) and not any(r.exit_code for r in ranks):
+            late = [str(r.index) for r in ranks if r.exit_code is None]
             if len(late) < len(ranks):
                 text = f"rank {', '.join(late)} did not end within {self.drain_s:g} s of the others"
                 return Result("hang", None, f"{text}\n{tail(ranks[0].log)}", started, wall)
-            return Result("killed", code, f"the step was ended from outside: {said}\n{tail(ranks[0].log)}", started, wall)
+            return Result("killed", code, f"the step was ended from outside: {srun_log}\n{tail(ranks[0].log)}", started, wall)
         return judge(ranks, spec.written, started, wall)
 
 
@@ -250,13 +254,13 @@ def exits(folder: Path, ranks: int) -> list[Ended]:
     """How each rank ended. Where one ended with a code of its own, those that a signal ended were ended with it and say nothing."""
     codes = [_code(folder / f"rank{index}.exit") for index in range(ranks)]
     decided = any(code is not None and code > 0 for code in codes)
-    own = [None if code is not None and code < 0 and (decided or code == -signal.SIGTERM) else code for code in codes]
-    return [Ended(index, code, folder / f"rank{index}.log") for index, code in enumerate(own)]
+    own_codes = [None if code is not None and code < 0 and (decided or code == -signal.SIGTERM) else code for code in codes]
+    return [Ended(index, code, folder / f"rank{index}.log") for index, code in enumerate(own_codes)]
 
 
-def _lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+def _lost_nodes(srun_log: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
     """Those of these nodes that Slurm has lost, and by what that is seen: srun's own words, or the state of the node."""
-    failed = [(host, f"Slurm says 'Node failure on {host}'") for host in _NODE_FAILURE.findall(said) if host in hosts]
+    failed = [(host, f"Slurm says 'Node failure on {host}'") for host in _NODE_FAILURE.findall(srun_log) if host in hosts]
     if failed:
         return failed
     lines = _tool(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]).splitlines()
@@ -264,14 +268,14 @@ def _lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
     return [(h, f"it does not respond, its state is '{state}'") for h, state in states if state.endswith("*") or state.startswith("down")]
 
 
-def _lost_rank(said: str) -> str:
+def _lost_rank(srun_log: str) -> str:
     """The ranks that went away together with the shell in front of them, which wrote no code, by srun's words; or nothing."""
     # What it says behind these lines is about ranks that it has killed itself.
-    before = re.split(r"First task exited|Terminating StepId", said)[0]
-    if found := _TASK_KILLED.search(before):
-        return f"rank {found[2]} went away: Slurm says '{found[1]}'"
-    if found := _TASK_UNKNOWN.search(said):
-        return f"rank {found[1]} went away: Slurm does not know what has become of it"
+    before = re.split(r"First task exited|Terminating StepId", srun_log)[0]
+    if match := _TASK_KILLED.search(before):
+        return f"rank {match[2]} went away: Slurm says '{match[1]}'"
+    if match := _TASK_UNKNOWN.search(srun_log):
+        return f"rank {match[1]} went away: Slurm does not know what has become of it"
     return ""
 
 
@@ -286,12 +290,12 @@ def _code(path: Path) -> int | None:
 
 def end(process: subprocess.Popen[bytes], job: str, folder: Path, grace_s: float) -> None:
     """End what is left of a step: SIGTERM, and after a grace, which a signal cuts short, the step is cancelled with every task."""
-    with held() as came:
+    with deferred_signals() as signals:
         if process.poll() is not None:
             return
         process.terminate()
         deadline = time.monotonic() + grace_s
-        while not came and time.monotonic() < deadline:
+        while not signals and time.monotonic() < deadline:
             if _ended(process, min(_POLL_S, grace_s)):
                 return
         with contextlib.suppress(OSError):
@@ -338,7 +342,8 @@ def _tool(command: Sequence[str]) -> str:
 # What a cluster's file says, and the batch job that follows from it. The script itself is written by submitit.
 
 _SIGNAL_S = 120
-"""How long before its time limit a job is told, so that it can save and queue itself again; Slurm may tell it a minute sooner than asked."""
+"""How long before its time limit a job is told, so that it can save and queue itself again; Slurm may tell it a minute sooner than
+asked."""
 _LEAST_MINUTES = 5
 """Of a shorter job that notice leaves nothing: it would queue itself again as soon as it starts."""
 _Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
@@ -357,8 +362,8 @@ PLATFORMS: Mapping[Platform, Mapping[str, str]] = {
 }
 """Variables of every run on a platform.
 
-Source: the environments of Megatron-Bridge's performance recipes for H100, B200 and GB200 (memory that grows in segments, no NVLS buffers, the
-NVLink domain for HybridEP). `playbook_trainer.config.environment` adds what a configuration asks for.
+Source: the environments of Megatron-Bridge's performance recipes for H100, B200 and GB200 (memory that grows in segments, no NVLS buffers,
+the NVLink domain for HybridEP). `playbook_trainer.config.environment` adds what a configuration asks for.
 """
 
 
@@ -409,9 +414,9 @@ class Cluster(Strict):
     @field_validator("sbatch")
     @classmethod
     def _not_ours(cls, value: dict[str, str]) -> dict[str, str]:
-        taken = sorted(_OURS & value.keys())
-        if taken:
-            raise ValueError(f"{', '.join(taken)} is set from the other keys or from the command line; leave it out")
+        reserved = sorted(_OURS & value.keys())
+        if reserved:
+            raise ValueError(f"{', '.join(reserved)} is set from the other keys or from the command line; leave it out")
         return value
 
     @property
@@ -427,15 +432,15 @@ def minutes(text: str) -> int:
         ValueError: it is none.
     """
     if short := _SHORT.match(text):
-        found = int(short[1]) * {"m": 1, "h": 60}[short[2]]
+        total = int(short[1]) * {"m": 1, "h": 60}[short[2]]
     elif full := _TIME.match(text):
         days, hours, mins, seconds = (int(part or 0) for part in full.groups())
-        found = (days * 24 + hours) * 60 + mins + (seconds > 0)
+        total = (days * 24 + hours) * 60 + mins + (seconds > 0)
     else:
         raise ValueError(f"expected a time such as 90m, 2h, 02:30:00 or 1-00:00:00, found '{text}'")
-    if found < 1:
+    if total < 1:
         raise ValueError("a time limit is at least a minute")
-    return found
+    return total
 
 
 def environment(cluster: Cluster, config: TrainerConfig | None = None) -> dict[str, str]:
@@ -443,8 +448,8 @@ def environment(cluster: Cluster, config: TrainerConfig | None = None) -> dict[s
 
     Matched runs share one environment, so a case's variants get the platform's alone; a case declares what else differs.
     """
-    found = {**PLATFORMS[cluster.platform], **(variables(config, cluster.platform) if config else {})}
-    return {**found, **cluster.environment}
+    values = {**PLATFORMS[cluster.platform], **(variables(config, cluster.platform) if config else {})}
+    return {**values, **cluster.environment}
 
 
 def launcher(cluster: Cluster, gpus: int) -> SrunLauncher:
@@ -453,14 +458,14 @@ def launcher(cluster: Cluster, gpus: int) -> SrunLauncher:
     Raises:
         ConfigError: this is no allocation.
     """
-    own = SrunLauncher(allocation(), cluster.per_node or gpus or None)
+    base = SrunLauncher(allocation(), cluster.per_node or gpus or None)
     image = cluster.container
     if image is None:
-        return own
+        return base
     mounts = [f"--container-mounts={','.join(image.mounts)}"] if image.mounts else []
     # The image brings packages of its own; those outside may be built for another Python.
     return replace(
-        own, srun=(f"--container-image={image.image}", *mounts), command=(image.python, *TRAINER[1:]), variables={"PYTHONPATH": ""}
+        base, srun=(f"--container-image={image.image}", *mounts), command=(image.python, *TRAINER[1:]), variables={"PYTHONPATH": ""}
     )
 
 
@@ -476,13 +481,13 @@ def parameters(cluster: Cluster, nodes: int, name: str, env: Mapping[str, str], 
     the ranks are its steps, and it ends them itself.
     """
     # A named environment has Playbook installed; this process's own packages would hide it, and may be built for another Python.
-    own = {} if cluster.venv else {"PYTHONPATH": ":".join(dict.fromkeys([*import_paths(), *sources(repo_root())]))}
-    exports = {**own, "PYTHONSAFEPATH": "1", **env}
+    import_environment = {} if cluster.venv else {"PYTHONPATH": ":".join(dict.fromkeys([*import_paths(), *sources(repo_root())]))}
+    exports = {**import_environment, "PYTHONSAFEPATH": "1", **env}
     forget = [f"unset {CONNECTIONS}"] if CONNECTIONS not in env else []
     # A word with a line break would end the comment, and its rest would run.
     comment = "# " + " ".join(shown.splitlines())
     lines = [comment, *forget, *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()), *cluster.setup]
-    given: dict[str, Any] = {
+    optional: dict[str, Any] = {
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
@@ -493,7 +498,7 @@ def parameters(cluster: Cluster, nodes: int, name: str, env: Mapping[str, str], 
         "job_name": f"playbook-{name}",
         "time": minutes(cluster.time),
         "nodes": nodes,
-        **{key: value for key, value in given.items() if value is not None},
+        **{key: value for key, value in optional.items() if value is not None},
         "setup": lines,
         "stderr_to_stdout": True,
         "use_srun": False,

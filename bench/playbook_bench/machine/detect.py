@@ -81,7 +81,9 @@ def _power_limit(nvml: Any, handle: Any) -> str:
 
 
 class Sampler:
-    """A thread that writes a line per second and GPU into a file, as `nvidia-smi --query-gpu=timestamp,... --format=csv,noheader,nounits` does."""
+    """A thread that writes a line per second and GPU into a file, as `nvidia-smi --query-gpu=timestamp,... --format=csv,noheader,nounits`
+    does.
+    """
 
     def __init__(self, devices: Sequence[str], path: Path) -> None:
         self._devices, self._path = devices, path
@@ -162,16 +164,16 @@ _OF_A_HOOK = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMO
 def detect() -> Machine:
     """The machine with the GPUs that this process may use, from NVML or nvidia-smi where one answers, else its CPU alone."""
     gpus = _gpus()
-    mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
-    topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
-    return machine_of([gpus[i] for i in mine], topology, _cpu_model(), cores(), mine, _host_memory_gib())
+    indices = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
+    topology = _nvidia_smi(["topo", "-m"]) if len(indices) > 1 else ""
+    return machine_of([gpus[i] for i in indices], topology, _cpu_model(), cores(), indices, _host_memory_gib())
 
 
 def _gpus() -> list[list[str]]:
     """Name, MiB, driver, power limit and UUID of each GPU of this machine."""
-    found = gpus()
-    if found is not None:
-        return found
+    by_nvml = gpus()
+    if by_nvml is not None:
+        return by_nvml
     rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     return [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
 
@@ -185,13 +187,13 @@ def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
     if variable is None:
         return list(range(len(uuids)))
     words = [word.strip() for word in variable.split(",")]
-    found: list[int] = []
+    indices: list[int] = []
     for word in words:
         named = [i for i, uuid in enumerate(uuids) if (uuid.startswith(word) if word.startswith("GPU-") else word == str(i))]
         if len(named) != 1 or word.startswith("GPU-") != words[0].startswith("GPU-"):
             break
-        found += named
-    return found if len(set(found)) == len(found) else []
+        indices += named
+    return indices if len(set(indices)) == len(indices) else []
 
 
 def place() -> list[str]:
@@ -207,7 +209,9 @@ def machine_of(
     which: Sequence[int] | None = None,
     memory_gib: float | None = None,
 ) -> Machine:
-    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in that."""
+    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in
+    that.
+    """
     if not gpus:
         return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores, memory_gib=memory_gib)
     name, memory, driver = gpus[0][0], gpus[0][1], gpus[0][2]
@@ -246,10 +250,12 @@ def interconnect(topology: str, gpus: int, which: Sequence[int] | None = None) -
     """NVLink where every pair of the GPUs in `nvidia-smi topo -m` is joined by it, PCIe where one is not, none for a single GPU."""
     if gpus < 2:
         return "none"
-    mine = sorted(range(gpus) if which is None else which)
+    places = sorted(range(gpus) if which is None else which)
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
-    rows = [r for r in rows if r and r[0] in {f"GPU{i}" for i in mine} and len(r) > mine[-1] + 1 and not re.fullmatch(r"GPU[0-9]+", r[1])]
-    cells = [cell for r in rows for cell in (r[i + 1] for i in mine) if cell != "X"]
+    rows = [
+        r for r in rows if r and r[0] in {f"GPU{i}" for i in places} and len(r) > places[-1] + 1 and not re.fullmatch(r"GPU[0-9]+", r[1])
+    ]
+    cells = [cell for r in rows for cell in (r[i + 1] for i in places) if cell != "X"]
     return "nvlink" if len(rows) >= gpus and cells and all(re.fullmatch(r"NV[0-9]+", c) for c in cells) else "pcie"
 
 
@@ -318,7 +324,9 @@ def exported() -> dict[str, str]:
 
 
 def surroundings(machine: Machine) -> dict[str, str]:
-    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the first node."""
+    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the
+    first node.
+    """
     rows, ids = (_gpus(), device_ids(machine)) if machine.gpus else ([], [])
     limits = sorted(
         row[3] for i, row in enumerate(rows) if any(d == str(i) or (d.startswith("GPU-") and row[-1].startswith(d)) for d in ids)
@@ -327,7 +335,9 @@ def surroundings(machine: Machine) -> dict[str, str]:
 
 
 def context() -> dict[str, Any]:
-    """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their surroundings."""
+    """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their
+    surroundings.
+    """
     slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}
     about = {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
     return {**about, **slurm, "env": _steering(os.environ)}
@@ -340,11 +350,11 @@ def digest_of(texts: Sequence[str]) -> str:
 
 def commit(folder: Path | None = None) -> str | None:
     """The repository's commit, with `+` where files are changed; None outside a repository."""
-    root, own = folder or repo_root(), git_environment()
-    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"], own).strip()
+    root, environment = folder or repo_root(), git_environment()
+    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"], environment).strip()
     if not head:
         return None
-    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], own).strip() else "")
+    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], environment).strip() else "")
 
 
 def trainer_digest() -> str:
@@ -352,7 +362,7 @@ def trainer_digest() -> str:
     spec = importlib.util.find_spec("playbook_trainer")
     folders = [Path(f) for f in (spec.submodule_search_locations or [])] if spec else []
     stats = [(path, path.stat()) for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return digest_of([f"{path} {found.st_size} {found.st_mtime_ns}" for path, found in stats])
+    return digest_of([f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats])
 
 
 def git_environment() -> dict[str, str]:
@@ -364,7 +374,9 @@ def git_environment() -> dict[str, str]:
 
 
 def device_ids(machine: Machine) -> list[str]:
-    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names, where it is set."""
+    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names,
+    where it is set.
+    """
     gpus = gpus_per_node(machine)
     variable = os.environ.get(_VISIBLE)
     have = [str(i) for i in range(gpus)] if variable is None else [word.strip() for word in variable.split(",") if word.strip()]

@@ -17,7 +17,8 @@ _HELD_DOWN = {
     0x8: "its hardware holds its clocks down",
     0x80: "a power brake holds its clocks down",
 }
-"""Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML, nvmlClocksEventReasons."""
+"""Bits of the reasons that a healthy GPU does not show. A power cap under a large product is no fault. Source: NVML,
+nvmlClocksEventReasons."""
 _TAKEN_BYTES = 1e9
 """A context of CUDA takes about 0.55e9 on an H100; what is above belongs to another process."""
 
@@ -60,19 +61,19 @@ def expected(cluster: Cluster) -> dict[str, float]:
     """What a healthy GPU of this kind reaches, by metric; host figures only where they were measured on this kind."""
     laws = cluster.laws
     product = laws.forward.seconds(_PRODUCT_FLOPS, _PRODUCT_BYTES, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s)
-    found = {
+    rates = {
         "product_flops_per_s": _PRODUCT_FLOPS / product,
         "memory_bytes_per_s": laws.memory_share * cluster.memory_bytes_per_s,
     }
     if cluster.domain > 1:
-        found["link_bytes_per_s"] = LINK_RING.value * cluster.link_bytes_per_s
+        rates["link_bytes_per_s"] = LINK_RING.value * cluster.link_bytes_per_s
     if not cluster.transferred:
-        found |= {
+        rates |= {
             "launches_per_s": 1 / laws.launch,
             "host_to_device_bytes_per_s": laws.host_to_device,
             "device_to_host_bytes_per_s": laws.host_to_device,
         }
-    return found
+    return rates
 
 
 def faults(readings: Sequence[Reading], healthy: Mapping[str, float], *, cpu: bool = False) -> list[str]:
@@ -86,8 +87,8 @@ def faults(readings: Sequence[Reading], healthy: Mapping[str, float], *, cpu: bo
     slow: list[tuple[float, str]] = []
     for metric, limit in LIMITS.items():
         for across in (False, True):
-            same = [r for r in readings if r.metric == metric and _across(r) == across and not _repeats(r)]
-            slow += _slow(same, limit, None if across else healthy.get(metric), _CPU_PEERS if cpu else limit.peers)
+            comparable = [r for r in readings if r.metric == metric and _across(r) == across and not _repeats(r)]
+            slow += _slow(comparable, limit, None if across else healthy.get(metric), _CPU_PEERS if cpu else limit.peers)
     return [text for _, text in sorted(slow)] + list(_conditions(readings))
 
 
@@ -101,14 +102,14 @@ def _repeats(reading: Reading) -> bool:
     return reading.other is not None and (reading.host, reading.gpu) > reading.other
 
 
-def _slow(same: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
+def _slow(readings: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
     """Readings of one metric that are below what the kind reaches, or else below the others, with their share of it."""
-    middle = statistics.median(r.value for r in same) if same else 0.0
-    for reading in same:
+    middle = statistics.median(r.value for r in readings) if readings else 0.0
+    for reading in readings:
         if healthy is not None and reading.value < limit.expected * healthy:
             reference, of = healthy, "what this kind of GPU reaches"
         elif reading.value < peers * middle:
-            reference, of = middle, f"the median of {len(same)}"
+            reference, of = middle, f"the median of {len(readings)}"
         else:
             continue
         share, shown = reading.value / reference, (f"{v / limit.scale:,.3g}" for v in (reading.value, reference))
@@ -121,16 +122,18 @@ def _conditions(readings: Sequence[Reading]) -> Iterator[str]:
         if reading.metric == "throttle_reasons":
             yield from (f"{_where(reading)}: {text}" for bits, text in _HELD_DOWN.items() if int(reading.value) & bits)
         if reading.metric == "memory_taken_bytes" and reading.value > _TAKEN_BYTES:
-            yield f"{_where(reading)}: {reading.value / GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
+            yield (
+                f"{_where(reading)}: {reading.value / GIB:.1f} GiB of its memory are taken before the check begins; another process uses it"
+            )
 
 
 def _where(reading: Reading) -> str:
     """The GPU, or the two ends of the link."""
-    here = f"{reading.host} GPU {reading.gpu}"
+    source = f"{reading.host} GPU {reading.gpu}"
     if reading.other is None:
-        return here
+        return source
     host, gpu = reading.other
-    return f"{here} to {'' if host == reading.host else f'{host} '}GPU {gpu}"
+    return f"{source} to {'' if host == reading.host else f'{host} '}GPU {gpu}"
 
 
 def table(readings: Sequence[Reading]) -> list[dict[str, str]]:
@@ -146,10 +149,16 @@ def table(readings: Sequence[Reading]) -> list[dict[str, str]]:
 
 
 _SHOWN = {
-    "clock_mhz": ("MHz", 1.0), "power_w": ("W", 1.0), "temperature_c": ("°C", 1.0), "product_flops_per_s": ("TFLOP/s", 1e12),
-    "memory_bytes_per_s": ("memory GB/s", 1e9), "launches_per_s": ("launches/ms", 1e3), "host_to_device_bytes_per_s": ("from host GB/s", 1e9),
-    "device_to_host_bytes_per_s": ("to host GB/s", 1e9), "link_bytes_per_s": ("link GB/s", 1e9),
-}  # fmt: skip
+    "clock_mhz": ("MHz", 1.0),
+    "power_w": ("W", 1.0),
+    "temperature_c": ("°C", 1.0),
+    "product_flops_per_s": ("TFLOP/s", 1e12),
+    "memory_bytes_per_s": ("memory GB/s", 1e9),
+    "launches_per_s": ("launches/ms", 1e3),
+    "host_to_device_bytes_per_s": ("from host GB/s", 1e9),
+    "device_to_host_bytes_per_s": ("to host GB/s", 1e9),
+    "link_bytes_per_s": ("link GB/s", 1e9),
+}
 """Columns of the table, and what their unit is of the metric's."""
 
 

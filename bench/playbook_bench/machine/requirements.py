@@ -23,23 +23,23 @@ DISPATCHERS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep.hybr
 _PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
 
 
-def choose_profile(case: Case, machine: Machine, wanted: str | None = None) -> str | None:
+def choose_profile(case: Case, machine: Machine, requested: str | None = None) -> str | None:
     """The profile that the machine runs: the wanted one, else the largest that fits its GPUs, else cpu; None where there is none."""
-    if wanted is not None:
-        return wanted if wanted in case.profiles else None
+    if requested is not None:
+        return requested if requested in case.profiles else None
     fits = [(gpus, name) for name in case.profiles for gpu, gpus in [_profile_gpus(name)] if gpus and _has(machine, gpu, gpus)]
     return max(fits)[1] if fits else detect.CPU if detect.CPU in case.profiles else None
 
 
-def require_profile(case: Case, machine: Machine, wanted: str | None = None) -> str:
+def require_profile(case: Case, machine: Machine, requested: str | None = None) -> str:
     """As `choose_profile`, for a command that is about this one case.
 
     Raises:
         ConfigError: there is none.
     """
-    chosen = choose_profile(case, machine, wanted)
+    chosen = choose_profile(case, machine, requested)
     if chosen is None:
-        missing = f"no profile '{wanted}'" if wanted else f"no profile for {machine.name}"
+        missing = f"no profile '{requested}'" if requested else f"no profile for {machine.name}"
         raise ConfigError(f"case '{case.id}' has {missing}; it has {', '.join(sorted(case.profiles)) or 'none'}")
     return chosen
 
@@ -125,16 +125,16 @@ def facts(machine: Machine, config: TrainerConfig | None = None, ranks: int = 1)
     }
 
 
-def unmet_scope(scope: Mapping[str, Any], known: Mapping[str, Any], waive_machine: bool) -> list[Missing]:
+def unmet_scope(scope: Mapping[str, Any], run_facts: Mapping[str, Any], waive_machine: bool) -> list[Missing]:
     """The parts of a claim's scope that this machine and run do not meet.
 
     Without a resolved configuration only the machine's part is asked: nothing is known about the rest.
     A claim that says what a verdict on a CPU may speak for is tried there without the machine's part.
     """
-    asked = {k: v for k, v in scope.items() if k in known or "seq_len" in known}
+    applicable = {k: v for k, v in scope.items() if k in run_facts or "seq_len" in run_facts}
     waive = scopes.MACHINE_KEYS if waive_machine else frozenset[str]()
     try:
-        return [Missing(reason="scope", detail=text) for text in scopes.unmet(asked, known, waive)]
+        return [Missing(reason="scope", detail=text) for text in scopes.unmet(applicable, run_facts, waive)]
     except ValueError as e:
         raise ConfigError(str(e)) from e
 
@@ -145,11 +145,11 @@ def unmet_requirements(requires: Sequence[str], trains: bool = True) -> list[Mis
     if trains and not installed("torch"):
         out.append(Missing(reason="package", detail=NO_TORCH))
     for name in requires:
-        kind, _, rest = name.partition(":")
-        if kind == "backend" and rest:
-            if rest not in BACKENDS:
-                out.append(Missing(reason="package", detail=f"backend {rest} is not offered by this trainer"))
-            out += _absent(BACKENDS.get(rest, ()), f"backend {rest}: ")
+        kind, _, backend = name.partition(":")
+        if kind == "backend" and backend:
+            if backend not in BACKENDS:
+                out.append(Missing(reason="package", detail=f"backend {backend} is not offered by this trainer"))
+            out += _absent(BACKENDS.get(backend, ()), f"backend {backend}: ")
         else:
             out += _absent([name])
     return out
@@ -167,18 +167,18 @@ def unmet_by(configs: Iterable[TrainerConfig]) -> list[Missing]:
     return list(dict.fromkeys(out))
 
 
-def _absent(modules: Iterable[str], why: str = "") -> list[Missing]:
-    return [Missing(reason="package", detail=f"{why}package {m} is not installed") for m in modules if not installed(m)]
+def _absent(modules: Iterable[str], purpose: str = "") -> list[Missing]:
+    return [Missing(reason="package", detail=f"{purpose}package {m} is not installed") for m in modules if not installed(m)]
 
 
 def installed(package: str) -> bool:
     """Whether a package, or a module of one, is here, asked without importing any of it."""
-    first, *rest = package.replace("-", "_").split(".")
+    first, *submodules = package.replace("-", "_").split(".")
     try:
         spec = importlib.util.find_spec(first)
-        for i in range(len(rest)):
+        for i in range(len(submodules)):
             inside = [] if spec is None else list(spec.submodule_search_locations or [])
-            spec = importlib.machinery.PathFinder.find_spec(".".join([first, *rest[: i + 1]]), inside)
+            spec = importlib.machinery.PathFinder.find_spec(".".join([first, *submodules[: i + 1]]), inside)
     except (ImportError, ValueError):
         return False
     return spec is not None

@@ -1,4 +1,6 @@
-"""What the machine does while a series runs: clocks, power and temperature of its GPUs, and the processor time that its hypervisor keeps from it."""
+"""What the machine does while a series runs: clocks, power and temperature of its GPUs, and the processor time that its hypervisor keeps
+from it.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,27 @@ _NAMES = ("clock_sm_mhz", "power_w", "temperature_c")
 _LIMITS = {"power": 0x4 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x8}
 """What holds clocks down, by bits of the reasons. An idle GPU (0x1), and clocks that somebody has set, are no such limits.
 
-Source: NVML, nvmlClocksEventReasons: software power cap and power brake, thermal slowdown by software and by hardware, slowdown by hardware.
+Source: NVML, nvmlClocksEventReasons: software power cap and power brake, thermal slowdown by software and by hardware, slowdown by
+hardware.
 """
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """Processor time since the machine started, in ticks of all its processors: what they worked or wanted to, and what of it other machines had."""
+    """Processor time since the machine started, in ticks of all its processors: what they worked or wanted to, and what of it other
+    machines had.
+    """
 
-    wanted: int
+    demanded: int
     stolen: int
 
 
 def ticks(path: Path = _STAT) -> Ticks | None:
     """The present count of a Linux machine; None elsewhere.
 
-    Source: proc_stat(5). Of the first line's fields, idle and iowait are time that nobody wanted, guest and guest_nice are counted in user and nice.
+    Source: proc_stat(5). Of the first line's fields, idle and iowait are time that nobody wanted, guest and guest_nice are counted in user
+    and nice.
     """
     try:
         label, *fields = path.read_text(encoding="ascii").split("\n", 1)[0].split()
@@ -47,13 +53,15 @@ def ticks(path: Path = _STAT) -> Ticks | None:
 
 def stolen_percent(before: Ticks | None, after: Ticks | None) -> float | None:
     """Of the processor time that was wanted between two counts, the percentage that other machines on the same hardware had."""
-    if before is None or after is None or after.wanted <= before.wanted:
+    if before is None or after is None or after.demanded <= before.demanded:
         return None
-    return round(100 * max(0, after.stolen - before.stolen) / (after.wanted - before.wanted), 2)
+    return round(100 * max(0, after.stolen - before.stolen) / (after.demanded - before.demanded), 2)
 
 
 class Telemetry:
-    """A context: NVML, or nvidia-smi in its place, writes a line per second and GPU that the profile may use into a file. Without such GPUs it does nothing."""
+    """A context: NVML, or nvidia-smi in its place, writes a line per second and GPU that the profile may use into a file. Without such GPUs
+    it does nothing.
+    """
 
     def __init__(self, machine: Machine, profile: str, folder: Path) -> None:
         self.devices = detect.device_ids(requirements.restrict(machine, profile))
@@ -62,6 +70,7 @@ class Telemetry:
         self._sampler: detect.Sampler | None = None
 
     def __enter__(self) -> Telemetry:
+        """Start the sampler, or nvidia-smi where NVML does not answer; neither is an error where it is missing."""
         if not self.devices:
             return self
         sampler = detect.Sampler(self.devices, self.path)
@@ -103,7 +112,8 @@ class Telemetry:
 
 
 def summarize(lines: Sequence[str], start: float, end: float) -> dict[str, Any]:
-    """nvidia-smi's lines between two times (seconds since the epoch): percentiles of each reading, the reasons seen, and how often each limit held.
+    """nvidia-smi's lines between two times (seconds since the epoch): percentiles of each reading, the reasons seen, and how often each
+    limit held.
 
     `limited_percent` is of the readings that name reasons, of all GPUs together.
     """

@@ -38,7 +38,8 @@ class Noise:
 
 
 def run(case_id: str, options: Options | None = None, progress: Progress | None = None) -> Noise:
-    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is contaminated.
+    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is
+    contaminated.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
@@ -55,19 +56,19 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     chosen = requirements.require_profile(case, machine, options.profile)
     row = metrics.get(case.metric or "")
     code = checkout.code_of(options.launcher, bool(case.command))
-    kept = options.journal_of(["bench aa", case.id, str(pairs)], code)
+    journal = options.journal_of(["bench aa", case.id, str(pairs)], code)
     variants = resolve_all(case, chosen)
     deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
-    request = Request(f"{case.id}-aa", case, chosen, machine, variants, options, progress or Silent(), journal=kept, deadline=deadline)
-    with local.interruptible(resumes=kept is not None), Series.open(request) as running:
+    request = Request(f"{case.id}-aa", case, chosen, machine, variants, options, progress or Silent(), journal=journal, deadline=deadline)
+    with local.interruptible(resumes=journal is not None), Series.open(request) as running:
         running.expected = 1 + 2 * pairs
         running.progress.series(f"{case.id} A/A", running.expected)
         first = next(iter(case.variants))
         burn_in = running.run(schedule.burn_in([first])[0])
         runs = [burn_in] if burn_in.outcome != "ok" else measure(running, row, pairs, variant=first)
     _check(runs, pairs, running)
-    if kept:
-        kept.remove()
+    if journal:
+        journal.remove()
     differences = guards.aa_differences(runs, row)
     mean = sum(differences) / len(differences)
     baseline, contaminated = _baseline(running, runs), statistics.contaminated(differences, None)
@@ -79,7 +80,8 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     """A/A launches; where one stands out, its pair is set aside, which takes its number, and one more pair is measured in its place.
 
     One bad launch in four pairs makes their deviation three times what the rest of them say. Where one stands out of the ten as well, all
-    of them count: that is this machine's noise. So they do where the budget has no room for the pair. A launch that fails is the last one returned.
+    of them count: that is this machine's noise. So they do where the budget has no room for the pair. A launch that fails is the last one
+    returned.
     """
     runs = series.measure_aa(running, pairs, first, variant)
     odd = guards.odd_pair(runs, metric) if len(runs) == 2 * pairs and all(r.outcome == "ok" for r in runs) else None
@@ -88,12 +90,12 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     running.expected += 2
     running.progress.note(f"a launch of A/A pair {odd + 1} is unlike the others; the pair is measured again")
     more = series.measure_aa(running, 1, first + pairs, variant)
-    left = [*(r.model_copy(update={"pair": None}) if r.pair == odd else r for r in runs), *more]
-    if len(more) < 2 or more[-1].outcome != "ok" or guards.odd_pair(left, metric) is not None:
+    cleaned = [*(r.model_copy(update={"pair": None}) if r.pair == odd else r for r in runs), *more]
+    if len(more) < 2 or more[-1].outcome != "ok" or guards.odd_pair(cleaned, metric) is not None:
         return [*runs, *more]
-    now = {r.run_id: r for r in left}
+    now = {r.run_id: r for r in cleaned}
     running.runs = [now.get(r.run_id, r) for r in running.runs]
-    return left
+    return cleaned
 
 
 def _place() -> str:

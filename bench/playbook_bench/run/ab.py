@@ -1,7 +1,7 @@
 """Two commands against each other without a file: the case that they make, and the answer of its series.
 
-The series is that of any case: discarded launches, then pairs in an order drawn from the seed, with a look after 4, 6, 8, 10 and 12. It ends at the first look at which
-the interval gives an answer, and its record is kept like any other.
+The series is that of any case: discarded launches, then pairs in an order drawn from the seed, with a look after 4, 6, 8, 10 and 12. It
+ends at the first look at which the interval gives an answer, and its record is kept like any other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from playbook_bench.run.options import Options
 from playbook_bench.run.store import Outcome
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import Tail, Walls, walls
-from playbook_bench.variants.command import Command
+from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import resolve_all
 
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
@@ -43,7 +43,7 @@ EXIT_CODES: Mapping[Verdict, int] = {
     "error": ExitCode.FAILED,
 }
 ID = "ab"
-_OPTIONS = {
+_ADVISED_OPTIONS = {
     "compare useful tokens per second instead": "--metric tokens_per_s --work any",
     "declare delta.work with a reason": "--work any",
     "mean losses differ": "--loss any",
@@ -56,7 +56,7 @@ _REPORT = "{run}/trace.nsys-rep"
 
 
 @dataclass(frozen=True)
-class Question:
+class CommandPair:
     """What is asked: two commands, and how their logs are read and compared."""
 
     baseline: Sequence[str]
@@ -77,7 +77,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AbAnswer:
     """What follows. Shares are positive where the candidate is better."""
 
     verdict: Verdict
@@ -89,6 +89,10 @@ class Answer:
     """Deviation of a pair of launches of the baseline, as a share."""
 
 
+Answer = AbAnswer
+"""Its former name."""
+
+
 @dataclass(frozen=True)
 class Tracer:
     """How the commands leave a trace: `nsys` profiles them, or they write `file` themselves when `words` are added."""
@@ -97,7 +101,7 @@ class Tracer:
     words: Sequence[str] = ()
 
 
-def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[str], **more: Any) -> Question:
+def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[str], **more: Any) -> CommandPair:
     """A question from the words of a command line: CMD_A, with `--vs` and CMD_B, or with settings or variables of the candidate.
 
     Raises:
@@ -111,55 +115,57 @@ def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[
         raise ConfigError("there is only one command; write CMD_A --vs CMD_B, or say what the other one changes by --set or --env")
     candidate = second or first
     for setting in settings:
-        candidate = _set(candidate, *_pair(setting, "--set"))
-    environment = dict(_pair(text, "--env") for text in variables)
+        candidate = _with_setting(candidate, *_key_value(setting, "--set"))
+    environment = dict(_key_value(text, "--env") for text in variables)
     of_env = confidential.of_variables(environment)
     if secret := f"--env {of_env}" if of_env else confidential.of_words(first) or confidential.of_words(candidate):
         raise ConfigError(f"{secret} looks like a secret and would be kept in the record; export it for both commands instead")
-    asked = Question(first, candidate, environment, **more)
-    if asked.loss == 0:
+    pair = CommandPair(first, candidate, environment, **more)
+    if pair.loss == 0:
         raise ConfigError("--loss is 0 %, which no two launches keep; expected more, or any")
-    if asked.timeout_s <= 0:
+    if pair.timeout_s <= 0:
         raise ConfigError("--timeout is 0; expected the seconds that a launch may take")
-    return asked
+    return pair
 
 
-def case_of(asked: Question, profile: str) -> Case:
+def case_of(commands: CommandPair, profile: str) -> Case:
     """The case of a question: words that both commands begin with are its command, the others are arguments.
 
     Raises:
         ConfigError: the metric is not known.
     """
-    if asked.metric not in (*SHORT_METRICS, *metrics.METRICS):
-        raise ConfigError(f"metric '{asked.metric}' is not known{did_you_mean(asked.metric, SHORT_METRICS)}, or a metric of the playbook")
-    metric = SHORT_METRICS.get(asked.metric, asked.metric)
-    a, b = list(asked.baseline), list(asked.candidate)
+    if commands.metric not in (*SHORT_METRICS, *metrics.METRICS):
+        raise ConfigError(
+            f"metric '{commands.metric}' is not known{did_you_mean(commands.metric, SHORT_METRICS)}, or a metric of the playbook"
+        )
+    metric = SHORT_METRICS.get(commands.metric, commands.metric)
+    a, b = list(commands.baseline), list(commands.candidate)
     common = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
     variants: list[dict[str, Any]] = [{"arguments": words[max(1, len(common)) :]} for words in (a, b)]
     if not common:
-        variants = [{"program": words[0], **own} for words, own in zip((a, b), variants, strict=True)]
-    if asked.environment:
-        variants[1]["environment"] = dict(asked.environment)
+        variants = [{"program": words[0], **delta} for words, delta in zip((a, b), variants, strict=True)]
+    if commands.environment:
+        variants[1]["environment"] = dict(commands.environment)
     elif a == b:
-        variants = [{"side": side, **own} for side, own in zip("AB", variants, strict=True)]  # one command against itself
-    if asked.tokens:
-        variants = [{**own, "step_tokens": n} for own, n in zip(variants, asked.tokens, strict=True)]
+        variants = [{"side": side, **delta} for side, delta in zip("AB", variants, strict=True)]  # one command against itself
+    if commands.tokens:
+        variants = [{**delta, "step_tokens": n} for delta, n in zip(variants, commands.tokens, strict=True)]
     return Case(
         id=ID,
         summary="Two commands, compared by playbook ab.",
         command=common or ["{program}"],
         baseline=variants[0],
         candidate=variants[1],
-        steps=asked.steps,
+        steps=commands.steps,
         metric=metric,
         profiles={profile: {}},
-        delta=Delta(work=True, reason="any work was allowed by --work any") if asked.any_work else Delta(),
-        guardrails=Guardrails(loss=Loss(relative=asked.loss, reason=None if asked.loss else "any loss was allowed by --loss any")),
-        budget=Budget(minutes=_ALL_DAY_MINUTES, launch_timeout_s=asked.timeout_s),
+        delta=Delta(work=True, reason="any work was allowed by --work any") if commands.any_work else Delta(),
+        guardrails=Guardrails(loss=Loss(relative=commands.loss, reason=None if commands.loss else "any loss was allowed by --loss any")),
+        budget=Budget(minutes=_ALL_DAY_MINUTES, launch_timeout_s=commands.timeout_s),
     )
 
 
-def compare(asked: Question, options: Options, progress: Progress, command: str) -> tuple[Outcome, Answer]:
+def compare(pair: CommandPair, options: Options, progress: Progress, command: str) -> tuple[Outcome, AbAnswer]:
     """Launch both commands in turn and read their logs, up to the look that gives an answer. `command` is the command line that repeats it.
 
     Raises:
@@ -170,7 +176,7 @@ def compare(asked: Question, options: Options, progress: Progress, command: str)
 
     def settles(measured: Measured, derived: Derived) -> bool:
         """Whether a look answers; after the first that does not, a note says what effect the launches can show at all."""
-        if answer(derived, asked.margin).verdict != "undecided":
+        if answer(derived, pair.margin).verdict != "undecided":
             return True
         if not notes and derived.comparison is not None and derived.comparison.look is not None:
             notes.append(resolution.sentence(measured, derived.comparison))
@@ -178,20 +184,22 @@ def compare(asked: Question, options: Options, progress: Progress, command: str)
         return False
 
     options = replace(options, settles=settles)
-    (outcome,) = confirm.bench_run(case_of(asked, options.profile or detect.CPU), options, progress, command)
-    return outcome, answer(outcome.evidence.derived, asked.margin)
+    (outcome,) = confirm.bench_run(case_of(pair, options.profile or detect.CPU), options, progress, command)
+    return outcome, answer(outcome.evidence.derived, pair.margin)
 
 
-def answer(derived: Derived, margin: float) -> Answer:
+def answer(derived: Derived, margin: float) -> AbAnswer:
     """The answer at a look; undecided between looks, where the intervals say neither, and where launches cannot be compared."""
-    found = derived.comparison
-    if found is None or derived.verdict.status != "measured":
-        return Answer("error" if derived.verdict.status == "error" else "undecided")
-    exact = found.design == "deterministic"
-    low, high = (found.effect, found.effect) if exact else (found.low, found.high)
-    settled = exact or found.look is not None
+    comparison = derived.comparison
+    if comparison is None or derived.verdict.status != "measured":
+        return AbAnswer("error" if derived.verdict.status == "error" else "undecided")
+    exact = comparison.design == "deterministic"
+    low, high = (comparison.effect, comparison.effect) if exact else (comparison.low, comparison.high)
+    settled = exact or comparison.look is not None
     verdict = _verdict(low, high, margin) if settled and low is not None and high is not None else "undecided"
-    return Answer(verdict, found.effect, low, high, found.pairs, found.floor if found.floor is not None else found.deviation)
+    return AbAnswer(
+        verdict, comparison.effect, low, high, comparison.pairs, comparison.floor if comparison.floor is not None else comparison.deviation
+    )
 
 
 def _verdict(low: float, high: float, margin: float) -> Verdict:
@@ -201,20 +209,20 @@ def _verdict(low: float, high: float, margin: float) -> Verdict:
     return "faster" if low > 0 else "slower" if high < 0 else "undecided"
 
 
-def hint(outcome: Outcome, found: Answer) -> str:
+def hint(outcome: Outcome, result: AbAnswer) -> str:
     """What helps where nothing was decided: the option that lets launches be compared which do different work, or what effect they can show; else empty."""
     derived, measured = outcome.evidence.derived, outcome.evidence.measured
     details = [gate.detail for gate in derived.gates if not gate.ok]
-    option = next((option for words, option in _OPTIONS.items() if any(words in each for each in details)), "")
+    option = next((option for words, option in _ADVISED_OPTIONS.items() if any(words in each for each in details)), "")
     if option:
         return f"where that is meant: {option}"
     comparison = derived.comparison
-    if found.verdict != "undecided" or comparison is None or derived.verdict.status != "measured":
+    if result.verdict != "undecided" or comparison is None or derived.verdict.status != "measured":
         return ""
     return "; ".join(filter(None, (resolution.order_matters(comparison), resolution.sentence(measured, comparison))))
 
 
-def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:
+def as_json(pair: CommandPair, result: AbAnswer, record: str, sentence: str) -> dict[str, Any]:
     """The answer as plain data. The sentence has the reason of an error, and what the verdict does not vouch for."""
 
     def percent(share: float | None) -> float | None:
@@ -222,13 +230,13 @@ def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[
 
     return {
         "schema": "ab/1",
-        "verdict": found.verdict,
+        "verdict": result.verdict,
         "sentence": sentence,
-        "metric": asked.metric,
-        "effect_percent": {"value": percent(found.effect), "low": percent(found.low), "high": percent(found.high)},
-        "margin_percent": percent(asked.margin),
-        "pairs": found.pairs,
-        "aa_percent": percent(found.noise),
+        "metric": pair.metric,
+        "effect_percent": {"value": percent(result.effect), "low": percent(result.low), "high": percent(result.high)},
+        "margin_percent": percent(pair.margin),
+        "pairs": result.pairs,
+        "aa_percent": percent(result.noise),
         "record": record,
     }
 
@@ -244,13 +252,14 @@ def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
     by_nsys = tracer.file == NSYS
     if by_nsys and not shutil.which(NSYS):
         raise ConfigError(
-            "--trace nsys: nsys is not on PATH; install it, or let the command write a trace of torch.profiler: --trace '{run}/trace.json' --trace-with --profile"
+            "--trace nsys: nsys is not on PATH; install it, or let the command write a trace of torch.profiler: --trace "
+            "'{run}/trace.json' --trace-with --profile"
         )
     traced = case if by_nsys else case.model_copy(update={"trace": Traced(file=tracer.file, arguments=list(tracer.words))})
-    found: dict[Variant, Walls] = {}
+    by_variant: dict[Variant, Walls] = {}
     with interruptible(), TemporaryDirectory(prefix="playbook-trace-") as name:
         for variant, run in resolve_all(traced, profile).items():
-            assert isinstance(run, Command)
+            assert isinstance(run, CommandVariant)
             folder = Path(name) / variant
             folder.mkdir()
             if by_nsys:
@@ -258,9 +267,9 @@ def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
             ended = run.ready(Path(name) / "cache", proves=True).launch(LocalLauncher(), folder, {}, case.budget.launch_timeout_s)
             if ended.outcome != "ok":
                 raise LaunchError(f"the traced launch of the {variant} failed: {ended.message}")
-            report = run.here / fill(_REPORT if by_nsys else tracer.file, {"run": str(folder)})
-            found[variant] = walls(timeline_from_file(report), _timed(folder))
-    return found
+            report = run.started_in / fill(_REPORT if by_nsys else tracer.file, {"run": str(folder)})
+            by_variant[variant] = walls(timeline_from_file(report), _timed(folder))
+    return by_variant
 
 
 def _timed(folder: Path) -> Tail:
@@ -271,14 +280,14 @@ def _timed(folder: Path) -> Tail:
     return Tail(strict["log_every"] * len(timed), strict["log_every"] * sum(timed))
 
 
-def _pair(text: str, option: str) -> tuple[str, str]:
+def _key_value(text: str, option: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ConfigError(f"{option} is '{text}'; expected {'NAME=VALUE' if option == '--env' else 'key=value'}")
     return name, value
 
 
-def _set(words: Sequence[str], key: str, value: str) -> list[str]:
+def _with_setting(words: Sequence[str], key: str, value: str) -> list[str]:
     """The command with another value of `key`: in the last `key=` or `--key=`, or the word after `--key`; added where it has none."""
     flags = {key} if key.startswith("-") else {f"--{key}", f"--{key.replace('_', '-')}"}
     out = list(words)

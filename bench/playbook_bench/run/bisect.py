@@ -1,10 +1,12 @@
 """Which commit, or which version of a package, made a run slower or made it fail: a binary search with the gate, or `ab`, as the judge.
 
-Every commit is compared with the good one in a series of its own, by the rules of the gate. A commit that cannot be judged (it does not read
-the configuration, fails in another way than the bad one, or differs by too little for the noise) is passed over, as `git bisect skip` does.
+Every commit is compared with the good one in a series of its own, by the rules of the gate. A commit that cannot be judged (it does not
+read the configuration, fails in another way than the bad one, or differs by too little for the noise) is passed over, as `git bisect skip`
+does.
 
-Each version of a package is installed into a virtual environment of its own and compared with the oldest one by `playbook ab`. Where pip takes
-wheels from, and which other packages it holds to a version, its own variables say: PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS, PIP_CONSTRAINT.
+Each version of a package is installed into a virtual environment of its own and compared with the oldest one by `playbook ab`. Where pip
+takes wheels from, and which other packages it holds to a version, its own variables say: PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS,
+PIP_CONSTRAINT.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook.records.case import Case, load_case
-from playbook_bench.judge.bisection import NONE, SLOWER, UNKNOWN, Found, Judged, search
+from playbook_bench.judge.bisection import NONE, SLOWER, UNKNOWN, BisectResult, Judged, search
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
 from playbook_bench.run import ab, confirm, gate
@@ -42,13 +44,14 @@ def run(
     bad: str,
     options: Options | None = None,
     progress: Progress | None = None,
-    told: Callable[[Judged, int], None] | None = None,
+    on_judged: Callable[[Judged, int], None] | None = None,
     root: Path | None = None,
     limits: gate.Limits | None = None,
-) -> Found:
+) -> BisectResult:
     """The first commit after `good`, up to `bad`, at which the case's baseline configuration is slower or fails.
 
-    The budget is for each commit, and so are the gate's `limits`. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
+    The budget is for each commit, and so are the gate's `limits`. `on_judged` hears of each judgement and of how many commits are left.
+    Merges are one step, with all they bring.
 
     Raises:
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
@@ -57,39 +60,39 @@ def run(
     options = options or Options()
     # What a launch takes beside its steps varies more than they do, and would leave good commits open.
     limits = replace(limits or gate.Limits(), allowed={"process": _ANY, **(limits.allowed if limits else {})})
-    found_case = case if isinstance(case, Case) else load_case(case)
-    repository = gate.repository_of(found_case, root)
+    loaded = case if isinstance(case, Case) else load_case(case)
+    repository = gate.repository_of(loaded, root)
     history, reference = commits(repository, good, bad), checkout.commit_of(repository, good)
 
     done: list[Judged] = []
 
     def judge(commit: str) -> Judged:
         fresh = replace(options, began=time.monotonic())
-        found = gate.run(found_case, reference, fresh, limits, progress, root=repository, judged=commit)
+        result = gate.run(loaded, reference, fresh, limits, progress, root=repository, judged=commit)
         try:
-            trouble = trouble_of(found)
+            trouble = trouble_of(result)
         except LaunchError:
             if not done:
                 raise
             trouble = UNKNOWN  # the good commit has run before, so this is chance, and hours of judgements must not be lost to it
-        done.append(Judged(commit, trouble, found.sentence))
+        done.append(Judged(commit, trouble, result.sentence))
         return done[-1]
 
     with local.interruptible():  # between two gates too, or SIGTERM would leave the commit's files behind
-        return search(history, judge, told)
+        return search(history, judge, on_judged)
 
 
-def trouble_of(found: gate.GateResult) -> str:
+def trouble_of(result: gate.GateResult) -> str:
     """What the gate found: none, slower, how the commit's runs ended, or unknown.
 
     Raises:
         LaunchError: the good commit's own runs fail, so that nothing can be compared with it.
     """
-    if found.status != "error":
-        return {"regression": SLOWER, "pass": NONE, "undecided": UNKNOWN, "too_noisy": UNKNOWN}[found.status]
-    failed = next((r for r in found.runs if r.outcome != "ok"), None)
+    if result.status != "error":
+        return {"regression": SLOWER, "pass": NONE, "undecided": UNKNOWN, "too_noisy": UNKNOWN}[result.status]
+    failed = next((r for r in result.runs if r.outcome != "ok"), None)
     if failed is not None and failed.variant == "baseline":
-        raise LaunchError(f"the good commit fails itself, so nothing can be compared with it: {found.sentence}")
+        raise LaunchError(f"the good commit fails itself, so nothing can be compared with it: {result.sentence}")
     return UNKNOWN if failed is None or failed.outcome in _LEFT_OPEN else failed.outcome
 
 
@@ -110,15 +113,15 @@ def subject(commit: str, root: Path | None = None) -> str:
     return checkout.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
 
 
-def as_json(found: Found, kind: str = "commit") -> dict[str, Any]:
+def as_json(result: BisectResult, kind: str = "commit") -> dict[str, Any]:
     """The result as plain data; `kind` is what was judged, commit or version."""
     return {
         "schema": "bisect/1",
-        "status": found.status,
-        "exit_code": found.exit_code,
-        "trouble": found.trouble,
-        "suspects": found.suspects,
-        "judged": [{kind: j.commit, "trouble": j.trouble, "sentence": j.sentence} for j in found.judged],
+        "status": result.status,
+        "exit_code": result.exit_code,
+        "trouble": result.trouble,
+        "suspects": result.suspects,
+        "judged": [{kind: j.commit, "trouble": j.trouble, "sentence": j.sentence} for j in result.judged],
     }
 
 
@@ -130,7 +133,7 @@ _INSTALL_S = 3600
 
 
 @dataclass(frozen=True)
-class Span:
+class PackageSpan:
     """A package and the versions from a good to a bad one, both included."""
 
     name: str
@@ -138,70 +141,72 @@ class Span:
     bad: str
 
 
-def span(text: str) -> Span:
+def package_span(text: str) -> PackageSpan:
     """`torch==2.10..2.12` as a span.
 
     Raises:
         ConfigError: it is none, or its versions do not rise.
     """
     match = _SPAN.fullmatch(text)
-    if match is None or _key(match[2]) >= _key(match[3]):
+    if match is None or _version_key(match[2]) >= _version_key(match[3]):
         raise ConfigError(f"--packages is '{text[:80]}'; expected NAME==GOOD..BAD with the older, good version first, as torch==2.10..2.12")
-    return Span(match[1], match[2], match[3])
+    return PackageSpan(match[1], match[2], match[3])
 
 
-def releases(asked: Span) -> list[str]:
+def releases(package: PackageSpan) -> list[str]:
     """The released versions of a span, oldest first; pre-releases are left out.
 
     Raises:
         ConfigError: pip does not list the package, or not both ends.
         LaunchError: pip cannot be run.
     """
-    listed = _LISTED.search(_pip("index", "versions", asked.name))
-    known = sorted({v for v in listed[1].split(", ") if re.fullmatch(_VERSION, v)} if listed else set(), key=_key)
-    inside = [v for v in known if _key(asked.good) <= _key(v) <= _key(asked.bad)]
-    if not inside or (_key(inside[0]), _key(inside[-1])) != (_key(asked.good), _key(asked.bad)):
+    listed = _LISTED.search(_pip("index", "versions", package.name))
+    versions = sorted({v for v in listed[1].split(", ") if re.fullmatch(_VERSION, v)} if listed else set(), key=_version_key)
+    inside = [v for v in versions if _version_key(package.good) <= _version_key(v) <= _version_key(package.bad)]
+    if not inside or (_version_key(inside[0]), _version_key(inside[-1])) != (_version_key(package.good), _version_key(package.bad)):
         raise ConfigError(
-            f"--packages: pip lists {', '.join(known[-20:]) or 'no version'} of {asked.name}; expected {asked.good} and {asked.bad} among them"
+            f"--packages: pip lists {', '.join(versions[-20:]) or 'no version'} of {package.name}; expected {package.good} and "
+            f"{package.bad} among them"
         )
     return inside
 
 
 def run_packages(
     words: Sequence[str],
-    asked: Span,
+    package: PackageSpan,
     requirements: Path | None,
     options: Options,
     progress: confirm.Progress,
     command: str,
     margin: float,
-    told: Callable[[Judged, int], None] | None = None,
-) -> Found:
-    """The first version after the good one under which the command is slower by more than `margin`, or fails. The budget is for each version.
+    on_judged: Callable[[Judged, int], None] | None = None,
+) -> BisectResult:
+    """The first version after the good one under which the command is slower by more than `margin`, or fails. The budget is for each
+    version.
 
     Raises:
         ConfigError: the versions are not there, or the command's program is in no environment.
         LaunchError: an environment of the good version cannot be made, or the command fails in it.
     """
-    good, *later = releases(asked)
+    good, *later = releases(package)
     with local.interruptible(), TemporaryDirectory(prefix="playbook-packages-") as folder:
-        baseline = _command(words, _environment(Path(folder), asked.name, good, requirements))
+        baseline = _command(words, _environment(Path(folder), package.name, good, requirements))
 
         def judge(version: str) -> Judged:
             try:
-                candidate = _command(words, _environment(Path(folder), asked.name, version, requirements))
+                candidate = _command(words, _environment(Path(folder), package.name, version, requirements))
             except LaunchError as e:
                 return Judged(version, UNKNOWN, str(e))
-            question = ab.Question(baseline, candidate, margin=margin, loss=None, any_work=True)
+            question = ab.CommandPair(baseline, candidate, margin=margin, loss=None, any_work=True)
             fresh = replace(options, profile=options.profile or detect.CPU, began=time.monotonic())
             outcome, answer = ab.compare(question, fresh, progress, command)
             failed = next((r for r in outcome.evidence.measured.runs if r.outcome != "ok"), None)
             sentence = outcome.evidence.derived.verdict.sentence
             if failed is not None and failed.variant == "baseline":
-                raise LaunchError(f"the command fails with {asked.name} {good} itself, so nothing can be compared with it: {sentence}")
+                raise LaunchError(f"the command fails with {package.name} {good} itself, so nothing can be compared with it: {sentence}")
             return Judged(version, _trouble(answer.verdict, failed.outcome if failed else None), sentence)
 
-        return search(later, judge, told)
+        return search(later, judge, on_judged)
 
 
 def _trouble(verdict: ab.Verdict, failed: str | None) -> str:
@@ -237,12 +242,12 @@ def _pip(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as e:
         raise LaunchError(f"pip cannot be run: {e}") from e
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise LaunchError(f"pip {words[-1]}: {said[-1][:300] if said else 'failed'}")
+        output = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise LaunchError(f"pip {words[-1]}: {output[-1][:300] if output else 'failed'}")
     return done.stdout
 
 
-def _key(version: str) -> tuple[int, ...]:
+def _version_key(version: str) -> tuple[int, ...]:
     """For order; zeros at the end do not count, as 2.10 and 2.10.0 are one."""
     parts = [int(p) for p in version.split(".")]
     while len(parts) > 1 and not parts[-1]:

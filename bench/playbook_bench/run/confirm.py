@@ -1,4 +1,6 @@
-"""Tests claims and stores the evidence. In this order: tasks, what the machine lacks, a series for each case, a verdict for each claim, its record, a trace."""
+"""Tests claims and stores the evidence. In this order: tasks, what the machine lacks, a series for each case, a verdict for each claim, its
+record, a trace.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
     tasks = [task for target in targets for task in tasks_of(target)]
     options = options or Options()
     if options.campaign:
-        tasks = [task for task in tasks if task.asked]
+        tasks = [task for task in tasks if task.counts]
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
     return _confirm(tasks, {}, options, progress or Quiet(), ["confirm", *targets] if from_file else [])
@@ -87,7 +89,8 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
 def bench_run(
     case_id: str | Case, options: Options | None = None, progress: Progress | None = None, command: str | None = None
 ) -> list[Outcome]:
-    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is the command line that repeats it.
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is the command
+    line that repeats it.
 
     Raises:
         PlaybookError, Interrupted: as `run`.
@@ -103,13 +106,20 @@ def bench_run(
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """The exit code for the claims that were asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
-    codes = {EXIT_CODES[o.status] for o in outcomes if o.asked}
+    """The exit code for the claims that were asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4
+    only when none applies.
+    """
+    codes = {EXIT_CODES[o.status] for o in outcomes if o.counts}
     return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
 
 
 def _confirm(
-    tasks: Sequence[Task], known: Mapping[str, Case], options: Options, progress: Progress, words: Sequence[str], command: str | None = None
+    tasks: Sequence[Task],
+    loaded: Mapping[str, Case],
+    options: Options,
+    progress: Progress,
+    words: Sequence[str],
+    command: str | None = None,
 ) -> list[Outcome]:
     """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks.
 
@@ -119,14 +129,14 @@ def _confirm(
     # A profile that is mistyped, or of other hardware, is a mistake and no verdict.
     restricted = requirements.restrict(machine, options.profile)
     progress.machine(machine)
-    cases = targets.checked(tasks, known, machine, options.profile)
+    cases = targets.checked(tasks, loaded, machine, options.profile)
     code = checkout.code_of(options.launcher, any(case.command for case in cases.values()))
     command = command or (options.command(words) if words else "")
-    asked = [command, *sorted(task.name for task in tasks), options.profile, options.pairs, options.seed, options.forks]
-    journal = options.journal or options.journal_of(map(str, asked), code)
+    identity = [command, *sorted(task.name for task in tasks), options.profile, options.pairs, options.seed, options.forks]
+    journal = options.journal or options.journal_of(map(str, identity), code)
     groups = _groups(tasks, cases) if options.campaign else sorted(_groups(tasks, cases), key=lambda group: group.is_timed(machine))
     earlier = [journal.outcomes(group.tasks, group.case, options.profile, options.pairs) if journal else [] for group in groups]
-    tested: list[_Tested] = []
+    tested: list[_TestedGroup] = []
     began = datetime.now(UTC).isoformat()
     with local.interruptible(resumes=journal is not None), closing(options.launcher):
         if options.nodes == 1 and (warning := detect.claim(restricted)):
@@ -139,7 +149,7 @@ def _confirm(
                 break
             for outcome in outcomes:
                 progress.finished(outcome)
-            tested.append(_Tested(outcomes) if outcomes else _test(group, machine, journal, options, progress, command))
+            tested.append(_TestedGroup(outcomes) if outcomes else _test(group, machine, journal, options, progress, command))
     if options.journal is None and journal and not any(each.unfinished for each in tested):
         journal.remove()
     if problems := [each.problem for each in tested if each.problem]:
@@ -165,15 +175,15 @@ class _Group:
 
 
 def _groups(tasks: Sequence[Task], cases: Mapping[str, Case]) -> list[_Group]:
-    found = {name: _Group(cases[name] if name else None, [], []) for name in dict.fromkeys(task.case for task in tasks)}
+    groups = {name: _Group(cases[name] if name else None, [], []) for name in dict.fromkeys(task.case for task in tasks)}
     for place, task in enumerate(tasks):
-        found[task.case].tasks.append(task)
-        found[task.case].places.append(place)
-    return list(found.values())
+        groups[task.case].tasks.append(task)
+        groups[task.case].places.append(place)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
-class _Tested:
+class _TestedGroup:
     """What has become of a group."""
 
     outcomes: list[Outcome]
@@ -183,7 +193,7 @@ class _Tested:
     """Why a record could not be stored."""
 
 
-def _test(group: _Group, machine: Machine, journal: Journal | None, options: Options, progress: Progress, command: str) -> _Tested:
+def _test(group: _Group, machine: Machine, journal: Journal | None, options: Options, progress: Progress, command: str) -> _TestedGroup:
     """Test one case's claims. Each verdict is shown before it is stored."""
     tasks, case = group.tasks, group.case
     records = [targets.record_of(task, case, machine, options.profile) for task in tasks]
@@ -191,16 +201,16 @@ def _test(group: _Group, machine: Machine, journal: Journal | None, options: Opt
     for task, settled in zip(tasks, claims(records, case, machine, journal, options, progress), strict=True):
         line = command or options.repeated(settled.measured)
         evidence = store.evidence_of(settled.measured, settled.derived, line, settled.seconds)
-        progress.finished(Outcome(evidence, store.place(evidence, options.results), task.asked))
+        progress.finished(Outcome(evidence, store.place(evidence, options.results), task.counts))
         path, lost = store.keep(evidence, options.results)
-        outcomes.append(Outcome(evidence, path, task.asked))
+        outcomes.append(Outcome(evidence, path, task.counts))
         unfinished |= settled.cut or outcomes[-1].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
         problem = lost or problem
     if journal and not unfinished:
         journal.settle({task.name: outcome.path for task, outcome in zip(tasks, outcomes, strict=True)})
     if case is not None and options.trace and not unfinished:
         _trace(case, [outcome.evidence for outcome in outcomes], options, progress)
-    return _Tested(outcomes, unfinished, problem)
+    return _TestedGroup(outcomes, unfinished, problem)
 
 
 def _trace(case: Case, records: Sequence[Evidence], options: Options, progress: Progress) -> None:
@@ -208,7 +218,7 @@ def _trace(case: Case, records: Sequence[Evidence], options: Options, progress: 
         progress.traced(trace)
 
 
-def _usual_s(tested: Sequence[_Tested], began: str) -> float:
+def _usual_s(tested: Sequence[_TestedGroup], began: str) -> float:
     """How long this command's launches usually took; 0 before the first."""
     runs = [run for each in tested for outcome in each.outcomes for run in outcome.evidence.measured.runs]
     return statistics.median([run.wall_s for run in runs if run.started > began] or [0.0])
@@ -218,7 +228,7 @@ def _usual_s(tested: Sequence[_Tested], began: str) -> float:
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledClaim:
     """What a record is made of."""
 
     measured: Measured
@@ -230,7 +240,7 @@ class Settled:
 
 def claims(
     records: Sequence[Measured], case: Case | None, machine: Machine, journal: Journal | None, options: Options, progress: series.Progress
-) -> list[Settled]:
+) -> list[SettledClaim]:
     """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
     launched = [record for record in records if targets.is_launched(record)]
     if not launched or case is None or launched[0].profile is None:
@@ -244,18 +254,18 @@ def claims(
     return [next(judged) if targets.is_launched(record) else _at_once(record) for record in records]
 
 
-def _at_once(record: Measured) -> Settled:
+def _at_once(record: Measured) -> SettledClaim:
     """The verdict of a claim that needs no run, or does not apply on this machine."""
-    return Settled(record, derive(record))
+    return SettledClaim(record, derive(record))
 
 
-def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Measured, Derived], bool]) -> list[Settled]:
+def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Measured, Derived], bool]) -> list[SettledClaim]:
     """The verdicts of the claims of a series: discarded launches, then pairs until all of them are settled.
 
     `suffices` says of an effect without a claim whether it is known well enough to stop.
     """
-    settled: dict[int, Settled] = {}
-    running.infeasible = frozenset(n for r in records if r.claim for n in effects.named(r.claim.expect.infeasible))
+    settled: dict[int, SettledClaim] = {}
+    running.infeasible = frozenset(n for r in records if r.claim for n in effects.variant_names(r.claim.expect.infeasible))
     counted = all(_metric(r, running.case).deterministic for r in records)
     if not (counted and _counted(running, records)):
         _timed(running, records, settled, suffices)
@@ -265,19 +275,20 @@ def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[M
 
 
 def _counted(running: Series, records: Sequence[Measured]) -> bool:
-    """Launch each variant once, and a command's twice; False where launches of a command differ in what is counted, which then takes a series.
+    """Launch each variant once, and a command's twice; False where launches of a command differ in what is counted, which then takes a
+    series.
 
     What was launched counts as discarded there.
     """
-    told = [_metric(record, running.case) for record in records]
-    running.oom_is_data = any(metric.name == "fits" for metric in told)
+    rows = [_metric(record, running.case) for record in records]
+    running.oom_is_data = any(metric.name == "fits" for metric in rows)
     twice = bool(running.case.command) and not running.oom_is_data
     running.expected = len(running.variants) * (2 if twice else 1)
     running.progress.series(running.case.id, running.expected)
     if twice and not _burn_in(running):
         return True
     series.measure_pairs(running, lambda s, n: True, schedule.once(list(running.variants)))
-    noisy = [m.name for m in told if not metrics.as_told(m, running.case, running.runs).deterministic]
+    noisy = [m.name for m in rows if not metrics.as_measured(m, running.case, running.runs).deterministic]
     if noisy:
         running.progress.note(f"{', '.join(noisy)} differs between launches of one command: comparing it over pairs, as times are")
         running.runs = [r.model_copy(update={"role": "burn_in", "pair": None}) for r in running.runs]
@@ -285,7 +296,7 @@ def _counted(running: Series, records: Sequence[Measured]) -> bool:
 
 
 def _timed(
-    running: Series, records: Sequence[Measured], settled: dict[int, Settled], suffices: Callable[[Measured, Derived], bool]
+    running: Series, records: Sequence[Measured], settled: dict[int, SettledClaim], suffices: Callable[[Measured, Derived], bool]
 ) -> None:
     """Run a series of a metric with noise: discarded launches, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
@@ -296,25 +307,25 @@ def _timed(
             f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
         )
 
-    def left() -> list[Derived]:
+    def open_claims() -> list[Derived]:
         """What is said so far of each claim that is not settled yet."""
         out = []
         for i, record in enumerate(records):
             if i not in settled:
-                found = _judge(running, record)
-                if _settles(found, suffices):
-                    settled[i] = found
+                judged = _judge(running, record)
+                if _settles(judged, suffices):
+                    settled[i] = judged
                 else:
-                    out.append(found.derived)
+                    out.append(judged.derived)
         return out
 
     # The first run of each variant shows whether they can be compared and ran what they should; if not, no pair is spent on them.
-    if not _burn_in(running) or not left():
+    if not _burn_in(running) or not open_claims():
         return
     series.note_if_short(running)
 
     def enough(s: Series, pairs: int) -> bool:
-        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or not left())
+        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or not open_claims())
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
@@ -324,7 +335,7 @@ def _timed(
         series.measure_pairs(running, enough)
 
 
-def _settles(judged: Settled, suffices: Callable[[Measured, Derived], bool]) -> bool:
+def _settles(judged: SettledClaim, suffices: Callable[[Measured, Derived], bool]) -> bool:
     reason = judged.derived.verdict.reason
     return suffices(judged.measured, judged.derived) if reason == "no_claim" else reason not in ("budget", "power")
 
@@ -344,10 +355,10 @@ def _steady(running: Series) -> bool:
     return running.measured().sharing > 0 or verdict.steady(running.plan, running.runs, running.alive)
 
 
-def _judge(running: Series, record: Measured) -> Settled:
+def _judge(running: Series, record: Measured) -> SettledClaim:
     measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
     derived = derive(measured)
-    return Settled(measured, derived, series.totals(running.launched), cut_by_time(measured, derived) and not running.own_time)
+    return SettledClaim(measured, derived, series.totals(running.launched), cut_by_time(measured, derived) and not running.own_time)
 
 
 def _metric(record: Measured, case: Case) -> metrics.Metric:

@@ -1,8 +1,8 @@
 """The regression gate: a case's baseline configuration at two commits, run as matched pairs. It fails closed.
 
-The commit that is compared with runs again in the same series: figures of another day are no baseline. Each tree resolves the trainer's file and
-the case's overrides with its own code. Where the case has an anchor, an older commit whose speed was accepted, the tree is compared with that too,
-so that small slowdowns add up.
+The commit that is compared with runs again in the same series: figures of another day are no baseline. Each tree resolves the trainer's
+file and the case's overrides with its own code. Where the case has an anchor, an older commit whose speed was accepted, the tree is
+compared with that too, so that small slowdowns add up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Request, Series, Silent
 from playbook_bench.variants import checkout
-from playbook_bench.variants.command import Command
+from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
 from playbook_trainer import revision
 from playbook_trainer.config.tree import flatten
@@ -104,10 +104,12 @@ def run(
     judged: str | Path | None = None,
     anchor: str | None = None,
 ) -> GateResult:
-    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with what is `judged` instead, a commit or a folder of files, on the case's baseline configuration.
+    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with what is `judged` instead, a commit or a folder
+    of files, on the case's baseline configuration.
 
     A case named by its file is that of the baseline: a change that edits its case too is judged by both, and the worse answer counts.
-    A case that launches a command is judged in the repository around the working folder, any other in that of this code, unless `root` names one.
+    A case that launches a command is judged in the repository around the working folder, any other in that of this code, unless `root`
+    names one.
 
     Raises:
         ConfigError: a reference or the case does not fit.
@@ -138,6 +140,7 @@ def _run(
     judged: str | Path | None,
     anchor: str | None,
 ) -> GateResult:
+    """The gate on one case: both commits, and the anchor, launched in one series, and the answer that follows."""
     case = _as_gate_case(case)
     metric = metrics.get(case.metric or "")
     machine = detect.detect()
@@ -161,7 +164,7 @@ def _run(
             progress.note(f"the commits resolve the configuration differently: {'; '.join(blank.differences)}")
         if warning := detect.claim(requirements.restrict(machine, profile)):
             progress.note(warning)
-        kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
+        journal = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
         deadline = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
         request = Request(
             f"{case.id}-gate",
@@ -171,18 +174,18 @@ def _run(
             variants,
             options,
             progress,
-            journal=kept,
+            journal=journal,
             deadline=deadline,
             looks=_looks(case, options.pairs),
         )
         with Series.open(request) as running:
             _measure(running, metric, limits)
-    if kept and options.journal is None and running.plan.stopped != "budget":
-        kept.remove()
-    found = _judge_all(running, metric, limits, blank, anchor, changed)
+    if journal and options.journal is None and running.plan.stopped != "budget":
+        journal.remove()
+    result = _judge_all(running, metric, limits, blank, anchor, changed)
     if not _changed(repository, baseline, judged):
-        found = replace(found, sentence=f"nothing changed since {baseline}, and any difference is noise; {found.sentence}")
-    return found
+        result = replace(result, sentence=f"nothing changed since {baseline}, and any difference is noise; {result.sentence}")
+    return result
 
 
 def _changed(repository: Path, baseline: str, judged: str | Path | None) -> bool:
@@ -194,7 +197,8 @@ def _changed(repository: Path, baseline: str, judged: str | Path | None) -> bool
 
 
 def repository_of(case: Case, root: Path | None) -> Path:
-    """The repository whose commits are compared: the one given, else that around the working folder for a command, and that of this code for our trainer.
+    """The repository whose commits are compared: the one given, else that around the working folder for a command, and that of this code
+    for our trainer.
 
     Raises:
         ConfigError: there is none.
@@ -207,9 +211,11 @@ def repository_of(case: Case, root: Path | None) -> Path:
 def _default_journal(
     case: Case, repository: Path, variants: Mapping[str, Runnable], references: Mapping[str, str], options: Options
 ) -> Journal | None:
-    """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by launches."""
+    """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by
+    launches.
+    """
     candidate = variants["candidate"]
-    state = candidate.files.tree if isinstance(candidate, Command) and candidate.files else checkout.state_of(repository)
+    state = candidate.files.tree if isinstance(candidate, CommandVariant) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
     words = ["gate", digest(case.model_dump(mode="json"), 16), str(options.pairs), str(options.seed)]
     return options.journal_of(words, [*commits, state])
@@ -224,14 +230,14 @@ def _files(stack: contextlib.ExitStack, root: Path, states: Mapping[str, str | P
 
 def _commands(case: Case, profile: str, repository: Path, states: Mapping[str, str | Path | None]) -> dict[str, Runnable]:
     """The command in the files of each state of the repository, in the folder that the gate was started in."""
-    here = Path.cwd().resolve() if Path.cwd().resolve().is_relative_to(repository) else repository
-    found: dict[str, Runnable] = {}
+    started_in = Path.cwd().resolve() if Path.cwd().resolve().is_relative_to(repository) else repository
+    variants: dict[str, Runnable] = {}
     for variant in (v for v in ("baseline", "candidate", "anchor") if v in states):
         state = states[variant]
         tree = checkout.tree_of(repository, str(state)) if state else checkout.working_tree(repository)
-        command = resolve(case, "baseline", profile, here, tree)
-        found[variant] = replace(command, variant=variant) if isinstance(command, Command) else command
-    return found
+        command = resolve(case, "baseline", profile, started_in, tree)
+        variants[variant] = replace(command, variant=variant) if isinstance(command, CommandVariant) else command
+    return variants
 
 
 def _as_gate_case(case: Case) -> Case:
@@ -241,7 +247,7 @@ def _as_gate_case(case: Case) -> Case:
     band = case.guardrails.loss.relative or Loss().relative
     first, delta = next(iter(case.variants.items()))
     activation, environment = case.activation.of(first), case.delta.environment.get(first, {})
-    own = {p: {"baseline": v[first], "candidate": v[first]} for p, v in case.variant_profiles.items() if first in v}
+    profile_deltas = {p: {"baseline": v[first], "candidate": v[first]} for p, v in case.variant_profiles.items() if first in v}
     return case.model_copy(
         update={
             "kind": "pair",
@@ -250,7 +256,7 @@ def _as_gate_case(case: Case) -> Case:
             "factors": [],
             "baseline": dict(delta),
             "candidate": dict(delta),
-            "variant_profiles": own,
+            "variant_profiles": profile_deltas,
             "delta": Delta(environment={"baseline": environment, "candidate": environment}),
             "activation": Activation(baseline=activation, candidate=activation),
             "guardrails": Guardrails(loss=Loss(relative=band)),
@@ -267,18 +273,18 @@ def _resolve(case: Case, profile: str, folders: Mapping[str, Path]) -> dict[str,
     shared = resolve_variant(case, "baseline", profile)
     trainer = trainer_path(case).relative_to(data_root("configs").resolve())
     paths = {v: checkout.import_path(t, list(folders.values())) for v, t in folders.items()}
-    found = {}
+    resolved = {}
     for variant in sorted(folders, reverse=True):  # candidate, baseline, anchor: the order of the launches is the schedule's own
         try:
             dump = checkout.resolve_in(folders[variant], paths[variant], trainer, overrides(case, "baseline", profile)[0])
         except LaunchError as e:
             raise LaunchError(f"the {variant} cannot be run: {e}") from e
-        train, wanted = dump.get("train", {}), shared.config.train
-        if (train.get("steps"), train.get("warmup_steps")) != (wanted.steps, wanted.warmup_steps):
-            raise LaunchError(f"the {variant} trains {train.get('steps')} steps and not {wanted.steps}; name them in the case's profile")
+        train, expected = dump.get("train", {}), shared.config.train
+        if (train.get("steps"), train.get("warmup_steps")) != (expected.steps, expected.warmup_steps):
+            raise LaunchError(f"the {variant} trains {train.get('steps')} steps and not {expected.steps}; name them in the case's profile")
         environment = {**shared.environment, "PYTHONPATH": paths[variant]}
-        found[variant] = replace(shared, variant=variant, environment=environment, resolved=dump)
-    return {v: found[v] for v in ("baseline", "candidate", "anchor") if v in found}
+        resolved[variant] = replace(shared, variant=variant, environment=environment, resolved=dump)
+    return {v: resolved[v] for v in ("baseline", "candidate", "anchor") if v in resolved}
 
 
 def _differences(variants: Mapping[str, Runnable]) -> list[str]:
@@ -328,8 +334,8 @@ def _discarded(runs: Sequence[Run]) -> list[guards.Pair]:
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
-    found, rest = _slowdown(running, metric, limits, reference), _rest(running, limits, reference)
-    return found is None or rest is None or _worst(found.answer, rest.answer) != "undecided"
+    steps, overhead = _slowdown(running, metric, limits, reference), _overhead(running, limits, reference)
+    return steps is None or overhead is None or _worst(steps.answer, overhead.answer) != "undecided"
 
 
 def _against(runs: Sequence[Run], reference: str) -> list[Run]:
@@ -339,23 +345,27 @@ def _against(runs: Sequence[Run], reference: str) -> list[Run]:
 
 
 def _slowdown(running: Series, metric: Metric, limits: Limits, reference: str) -> slowdown.Slowdown | None:
-    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value is missing."""
+    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value
+    is missing.
+    """
     blocks = guards.blocks_of(running.runs, list(running.variants))
     if len(blocks) < 2 or any(metric.value(run) is None for block in blocks for run in block.values()):
         return None
     rows = [[-value for value in row] for row in effects.rows_of(metric, blocks)]
-    return _judged(running, blocks, rows, reference, _limit(metric, limits))
+    return _judged_rows(running, blocks, rows, reference, _limit(metric, limits))
 
 
-def _rest(running: Series, limits: Limits, reference: str) -> slowdown.Slowdown | None:
-    """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is allowed."""
+def _overhead(running: Series, limits: Limits, reference: str) -> slowdown.Slowdown | None:
+    """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is
+    allowed.
+    """
     blocks = guards.blocks_of(running.runs, list(running.variants))
     if len(blocks) < 2:
         return None
-    return _judged(running, blocks, slowdown.rest_rows(blocks, reference, running.strict), reference, _allowed_rest(limits))
+    return _judged_rows(running, blocks, slowdown.overhead_rows(blocks, reference, running.strict), reference, _allowed_overhead(limits))
 
 
-def _judged(
+def _judged_rows(
     running: Series, blocks: Sequence[guards.Block], rows: Sequence[Sequence[float]], reference: str, limit: float
 ) -> slowdown.Slowdown:
     """How much larger the candidate's values are than those of an older commit. Shape: rows [blocks, variants]."""
@@ -368,7 +378,7 @@ def _limit(metric: Metric, limits: Limits) -> float:
     return math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
 
 
-def _allowed_rest(limits: Limits) -> float:
+def _allowed_overhead(limits: Limits) -> float:
     return limits.allowed.get("process", limits.limit)
 
 
@@ -379,24 +389,29 @@ def _worst(*answers: Status) -> Status:
 def _judge_all(
     running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None, changed: Mapping[str, Sequence[str]]
 ) -> GateResult:
-    """The answer against the baseline, and against the anchor; the worse of the two counts. `changed` are the trainer's files that differ from each."""
-    found = _judge(running, metric, limits, blank, "baseline", changed.get("baseline", ()))
-    if anchor is None or found.status == "error":
-        return found
+    """The answer against the baseline, and against the anchor; the worse of the two counts. `changed` are the trainer's files that differ
+    from each.
+    """
+    result = _judge(running, metric, limits, blank, "baseline", changed.get("baseline", ()))
+    if anchor is None or result.status == "error":
+        return result
     since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor", changed.get("anchor", ()))
-    status = _worst(found.status, since.status)
-    needed = [r.pairs_needed for r in (found, since) if r.status == "undecided"]
+    status = _worst(result.status, since.status)
+    needed = [r.pairs_needed for r in (result, since) if r.status == "undecided"]
     more = None if not needed or None in needed else max(n for n in needed if n is not None)
     return replace(
-        found,
+        result,
         status=status,
-        sentence=f"{found.sentence}; since the anchor {anchor[:12]}: {since.sentence}",
+        sentence=f"{result.sentence}; since the anchor {anchor[:12]}: {since.sentence}",
         anchor=since,
         pairs_needed=more,
     )
 
 
 def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str, changed: Sequence[str]) -> GateResult:
+    """The answer against one older commit, `reference`. In this order: what cannot be used or compared, costs, then steps and the time
+    beside them.
+    """
     runs = _against(running.runs, reference)
     blank = replace(blank, runs=list(running.runs))
     if problem := _problem(running, runs, metric):
@@ -406,7 +421,7 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     compared = pairs or _discarded(runs)
     if not compared:
         return replace(blank, status="undecided", sentence=cut)
-    if metric.deterministic and not metrics.as_told(metric, running.case, runs).deterministic:
+    if metric.deterministic and not metrics.as_measured(metric, running.case, runs).deterministic:
         text = f"{metric.name} differs between launches of one commit, so that a pair of them tells nothing; fix its seed, or gate a time"
         return replace(blank, status="undecided", sentence=text)
     alike = _comparable(running, runs, metric, compared, reference)
@@ -421,25 +436,25 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
-    found = _slowdown(running, metric, limits, reference)
+    steps = _slowdown(running, metric, limits, reference)
     effect, candidate = _effect(running, metric, runs), running.variants["candidate"]
     paths = revision.touched(changed, candidate.dump, candidate.ranks)
     blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, paths))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
-    rest = _rest(running, limits, reference)
-    if found is None or rest is None or len(pairs) < first:
+    overhead = _overhead(running, limits, reference)
+    if steps is None or overhead is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
-    sentence, needed = slowdown.in_words(found, metric, limits.limit, runs, len(pairs))
-    told = slowdown.rest_in_words(rest, _allowed_rest(limits))
-    if rest.answer != "pass":
-        sentence = f"{sentence}; {told}"
-        needed = max(needed or 0, rest.pairs_needed or 0) or None
+    sentence, needed = slowdown.in_words(steps, metric, limits.limit, runs, len(pairs))
+    overhead_text = slowdown.overhead_in_words(overhead, _allowed_overhead(limits))
+    if overhead.answer != "pass":
+        sentence = f"{sentence}; {overhead_text}"
+        needed = max(needed or 0, overhead.pairs_needed or 0) or None
     blocks = guards.blocks_of(running.runs, list(running.variants))
     carried, remark = effects.carry_over(running.runs, metric, blocks, _limit(metric, limits))
-    gates = [*blank.gates, Condition(name="process", ok=rest.answer == "pass", detail=told), *([carried] if carried else [])]
+    gates = [*blank.gates, Condition(name="process", ok=overhead.answer == "pass", detail=overhead_text), *([carried] if carried else [])]
     sentence = "; ".join(filter(None, (sentence, remark)))
-    return replace(blank, status=_worst(found.answer, rest.answer), sentence=sentence, pairs_needed=needed, gates=gates)
+    return replace(blank, status=_worst(steps.answer, overhead.answer), sentence=sentence, pairs_needed=needed, gates=gates)
 
 
 def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
@@ -449,22 +464,24 @@ def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
     return effects.as_pair(curve, rules, metric, None)
 
 
-def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, found: Comparison, dearer: str) -> GateResult:
+def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, effect: Comparison, dearer: str) -> GateResult:
     allowed = limits.allowed.get("metric", 0.0)
-    worse = slowdown.exact_worse(metric, found.baseline, found.candidate, allowed)
-    shown = f"{metric.name} {effects.show_effect(found)}" + (f", {100 * allowed:g} % is allowed" if allowed else "")
+    worse = slowdown.exact_worse(metric, effect.baseline, effect.candidate, allowed)
+    shown = f"{metric.name} {effects.show_effect(effect)}" + (f", {100 * allowed:g} % is allowed" if allowed else "")
     status: Status = "regression" if worse or dearer else "pass"
-    return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=found)
+    return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=effect)
 
 
 def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Sequence[guards.Pair], reference: str) -> list[Condition]:
-    """The conditions that make runs of two commits comparable, which one pair can show. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
+    """The conditions that make runs of two commits comparable, which one pair can show. Configurations may differ, since the difference is
+    printed first; against the anchor, so may losses.
+    """
     if reference == "anchor":
         return [guards.work(running.case, metric, pairs)]
     measured = running.measured().model_copy(update={"runs": list(runs)})
-    found = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
+    conditions = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
     # What is outside of steps has its own limit here (`_rest`), and steps that slow down are a regression whatever it does.
-    return [*(g for g in found if g.name not in ("configuration", "whole_launch")), slowdown.same_fields(pairs)]
+    return [*(g for g in conditions if g.name not in ("configuration", "whole_launch")), slowdown.same_fields(pairs)]
 
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:

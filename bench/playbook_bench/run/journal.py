@@ -30,12 +30,14 @@ from playbook_bench.run.targets import Task
 
 _SETTLED = "settled.jsonl"
 _SEAL = "sha256"
-_KEPT_S = 86_400.0
+_JOURNAL_LIFE_S = 86_400.0
 """Seconds for which a journal without `--journal` is kept for the same command to continue."""
 
 
 class SealedLines:
-    """A file of JSON objects, one a line, each with a hash of itself and of the hash before it: a line that was changed, moved or left out is noticed."""
+    """A file of JSON objects, one a line, each with a hash of itself and of the hash before it: a line that was changed, moved or left out
+    is noticed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +102,7 @@ class SealedLines:
 
 
 @dataclass(frozen=True)
-class Kept:
+class EarlierRun:
     """A run of an earlier command, with the environment behind its `strict_sha`."""
 
     run: Run
@@ -113,30 +115,30 @@ class SeriesJournal:
 
     lines: SealedLines
     seed: int
-    kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
+    runs: dict[tuple[Any, ...], list[EarlierRun]] = field(default_factory=dict)
     failed: Mapping[RunOutcome, int] = field(default_factory=dict)
     """How often launches of earlier commands failed, by outcome; they are launched again."""
 
-    def take(self, spec: RunSpec, config_sha: str) -> Kept | None:
+    def take(self, spec: RunSpec, config_sha: str) -> EarlierRun | None:
         """Take the earlier run that replaces this launch out of the journal; None if there is none."""
-        found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
-        return found.pop(0) if found else None
+        runs = self.runs.get((spec.variant, spec.role, spec.pair, config_sha))
+        return runs.pop(0) if runs else None
 
     def lacking(self, launches: Sequence[tuple[RunSpec, str]]) -> list[RunSpec]:
         """The launches, given with the hashes of their configurations, for which the journal has no earlier run."""
-        left = {key: len(found) for key, found in self.kept.items()}
+        available = {key: len(runs) for key, runs in self.runs.items()}
         out = []
         for spec, config_sha in launches:
             key = (spec.variant, spec.role, spec.pair, config_sha)
-            left[key] = left.get(key, 0) - 1
-            if left[key] < 0:
+            available[key] = available.get(key, 0) - 1
+            if available[key] < 0:
                 out.append(spec)
         return out
 
     @property
     def spent_s(self) -> float:
         """Seconds of the earlier runs that are not taken yet."""
-        return sum(k.run.wall_s for found in self.kept.values() for k in found)
+        return sum(k.run.wall_s for runs in self.runs.values() for k in runs)
 
     def add(self, run: Run, strict: Mapping[str, Any]) -> None:
         """Note a run that has just ended.
@@ -163,6 +165,11 @@ class Journal:
     """
 
     def __init__(self, folder: Path, place: Sequence[str], exported: Mapping[str, str] | None = None) -> None:
+        """Take the folder for this process, and read the verdicts that it holds.
+
+        Raises:
+            StoreError: as the class says.
+        """
         self.folder = folder
         self.place = list(place)
         self.exported = dict(exported or {})
@@ -190,14 +197,17 @@ class Journal:
         self._settled.add({key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
     def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[Outcome]:
-        """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still there."""
+        """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still
+        there.
+        """
         paths = [self.settled.get(task.name) for task in tasks]
-        there = [Outcome(store.load(p), p, t.asked) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
-        same = [answers(o.evidence.measured, t.claim, case, profile, pairs) for o, t in zip(there, tasks, strict=False)]
-        return there if len(same) == len(tasks) and all(same) else []
+        stored = [Outcome(store.load(p), p, t.counts) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
+        current = [answers(o.evidence.measured, t.claim, case, profile, pairs) for o, t in zip(stored, tasks, strict=False)]
+        return stored if len(current) == len(tasks) and all(current) else []
 
     def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
-        """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if not the case's own.
+        """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if
+        not the case's own.
 
         Raises:
             StoreError: it cannot be written, or its runs had other variables.
@@ -208,25 +218,26 @@ class Journal:
         lines = SealedLines(path)
         rows = lines.read()
         if rows and {k: rows[0].get(k) for k in header} == header and isinstance(rows[0].get("seed"), int):
-            kept = _whole_groups([k for k in map(_kept, rows[1:]) if k], variants or len(case.variants))
-            _check_exported(path, rows[0].get("exported") if kept else None, self.exported)
+            earlier = _whole_groups([k for k in map(_earlier_run, rows[1:]) if k], variants or len(case.variants))
+            _check_exported(path, rows[0].get("exported") if earlier else None, self.exported)
             failed = [outcome for row in rows[1:] for outcome in get_args(RunOutcome) if row.get("failed") == outcome]
-            runs = [{"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept]
+            runs = [{"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in earlier]
             lines.replace([rows[0] | {"exported": self.exported}, *({"failed": outcome} for outcome in failed), *runs])
-            return SeriesJournal(lines, rows[0]["seed"], _by_launch(kept), Counter(failed))
+            return SeriesJournal(lines, rows[0]["seed"], _by_launch(earlier), Counter(failed))
         lines.replace([header | {"seed": seed, "exported": self.exported}])
         return SeriesJournal(lines, seed)
 
 
 def of_command(results: Path, words: Sequence[str], place: Sequence[str], exported: Mapping[str, str]) -> Journal | None:
-    """The journal that a command keeps by itself, in `<results>/journal/`; None where the same command is at work there, or the folder cannot be written.
+    """The journal that a command keeps by itself, in `<results>/journal/`; None where the same command is at work there, or the folder
+    cannot be written.
 
     A command that is stopped leaves it, and the same command goes on from it within a day; one that ends removes it.
     """
     parent = results / "journal"
     folder = parent / digest([*words, *place, sorted(exported.items())], 16)
     for old in parent.glob("*"):
-        if time.time() - old.stat().st_mtime > _KEPT_S:
+        if time.time() - old.stat().st_mtime > _JOURNAL_LIFE_S:
             shutil.rmtree(old, ignore_errors=True)
     try:
         return Journal(folder, place, exported)
@@ -235,9 +246,11 @@ def of_command(results: Path, words: Sequence[str], place: Sequence[str], export
 
 
 def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None, pairs: int | None) -> bool:
-    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have been mended since."""
+    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have
+    been mended since.
+    """
 
-    def asked(of: ClaimRef | None) -> dict[str, Any] | None:
+    def content(of: ClaimRef | None) -> dict[str, Any] | None:
         return None if of is None else of.model_dump(mode="json", exclude={"card_sha"})
 
     was, plan = None if measured.case is None else measured.case.sha, measured.plan
@@ -245,7 +258,7 @@ def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profi
         return False
     if plan is not None and plan.stopped == "pairs" and plan.pairs_limit != pairs:
         return False
-    return asked(measured.claim) == asked(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
+    return content(measured.claim) == content(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
 
 
 def cut_by_time(measured: Measured, derived: Derived) -> bool:
@@ -265,30 +278,30 @@ def _check_exported(path: Path, then: Any, now: Mapping[str, str]) -> None:
     )
 
 
-def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
+def _whole_groups(runs: Sequence[EarlierRun], variants: int) -> list[EarlierRun]:
     """All but the last pair or block, where that was cut."""
-    if not kept:
+    if not runs:
         return []
-    last = kept[-1].run
+    last = runs[-1].run
     count = 0
-    while count < len(kept) and (kept[-1 - count].run.role, kept[-1 - count].run.pair) == (last.role, last.pair):
+    while count < len(runs) and (runs[-1 - count].run.role, runs[-1 - count].run.pair) == (last.role, last.pair):
         count += 1
     # A variant that does not fit, as its claim says, is not launched again: later blocks are whole without it.
-    dead = {k.run.variant for k in kept[:-count] if k.run.outcome != "ok"}
+    dead = {k.run.variant for k in runs[:-count] if k.run.outcome != "ok"}
     size = {"aa": 2, "measure": max(1, variants - len(dead))}.get(last.role, 1)
-    return list(kept[:-count] if count % size else kept)
+    return list(runs[:-count] if count % size else runs)
 
 
-def _by_launch(kept: Sequence[Kept]) -> dict[tuple[Any, ...], list[Kept]]:
-    found = defaultdict(list)
-    for k in kept:
-        found[k.run.variant, k.run.role, k.run.pair, k.run.config_sha].append(k)
-    return dict(found)
+def _by_launch(runs: Sequence[EarlierRun]) -> dict[tuple[Any, ...], list[EarlierRun]]:
+    by_launch = defaultdict(list)
+    for k in runs:
+        by_launch[k.run.variant, k.run.role, k.run.pair, k.run.config_sha].append(k)
+    return dict(by_launch)
 
 
-def _kept(line: Mapping[str, Any]) -> Kept | None:
+def _earlier_run(line: Mapping[str, Any]) -> EarlierRun | None:
     try:
         strict = line.get("strict")
-        return Kept(Run.model_validate(line.get("run")), strict if isinstance(strict, dict) else {})
+        return EarlierRun(Run.model_validate(line.get("run")), strict if isinstance(strict, dict) else {})
     except ValidationError:
         return None

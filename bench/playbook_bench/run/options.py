@@ -40,7 +40,8 @@ class Options:
     journal: Journal | None = None
     """What an earlier, stopped command with these options has left."""
     campaign: bool = False
-    """Run cases in the order of the targets and start none once the budget holds no usual launch any more, so that the next call continues there. Mechanism checks run only if named."""
+    """Run cases in the order of the targets and start none once the budget holds no usual launch any more, so that the next call continues
+    there. Mechanism checks run only if named."""
     trace: bool = False
     """Whether variants are traced once a timed verdict from GPUs is reached."""
     untraced: Mapping[str, Evidence] = field(default_factory=dict)
@@ -69,7 +70,9 @@ class Options:
         return isinstance(self.launcher, ForkLauncher)
 
     def journal_of(self, words: Iterable[str], code: Sequence[str] | None) -> Journal | None:
-        """The journal that a command of these words keeps by itself for these machines and this `code`; None where nothing tells what code it is."""
+        """The journal that a command of these words keeps by itself for these machines and this `code`; None where nothing tells what code
+        it is.
+        """
         if code is None:
             return None
         hosts = self.launcher.allocation.hosts if isinstance(self.launcher, SrunLauncher) else detect.place()

@@ -56,17 +56,17 @@ def prove(
         ConfigError: a case launches nothing, or cannot run on this machine.
         FileError: there is no such case, or its file is invalid.
     """
-    here = detect.detect()
+    whole_machine = detect.detect()
     todo: list[tuple[Case, str, Runnable]] = []
     for case in map(load_case, case_ids):
         if case.kind not in LAUNCHED_KINDS:
             raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
-        chosen = requirements.require_profile(case, here, profile)
+        chosen = requirements.require_profile(case, whole_machine, profile)
         todo += [(case, chosen, r) for r in resolve_all(case, chosen).values()]
     proofs: list[Proof] = []
     with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder:
         for i, (case, chosen, resolved) in enumerate(todo):
-            machine = requirements.restrict(here, chosen)
+            machine = requirements.restrict(whole_machine, chosen)
             environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
             threads = threads_per_rank(machine, [resolved])
             proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length)
@@ -78,6 +78,7 @@ def prove(
 def _launch(
     case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str], full_length: bool
 ) -> Proof:
+    """Launch a variant once, shortened unless `full_length`, and judge its receipt."""
     folder.mkdir()
     if isinstance(run, Resolved):
         environment = {"OMP_NUM_THREADS": str(threads), **environment}
@@ -90,14 +91,14 @@ def _launch(
         observed = read_run(folder).fields.get("observed")
     except ValueError as e:
         return Proof(case.id, run.variant, "crash", f"the run's files cannot be read: {e}", [], None)
-    checks = judge_run(case.activation, _Seen(run.variant, observed))
+    checks = judge_run(case.activation, _LaunchReceipt(run.variant, observed))
     return Proof(case.id, run.variant, "ok", "", checks, observed)
 
 
 def _compared(case: Case, proof: Proof, before: Sequence[Proof]) -> Proof:
     """The proof, with a failed check if the case's launches so far meet each other's rules too."""
     ended = [p for p in (*before, proof) if p.case == case.id and p.outcome == "ok"]
-    more = alike(case, [_Seen(p.variant, p.observed) for p in ended], [c for p in ended for c in p.checks])
+    more = alike(case, [_LaunchReceipt(p.variant, p.observed) for p in ended], [c for p in ended for c in p.checks])
     return replace(proof, checks=[*proof.checks, *more])
 
 
@@ -109,7 +110,7 @@ def _shortened(resolved: Resolved) -> Resolved:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LaunchReceipt:
     """A launch, as far as its receipt goes."""
 
     variant: Variant

@@ -49,22 +49,23 @@ def replay(path: Path) -> tuple[bool, list[str]]:
     """
     evidence, differences = store.load_checked(path)
     try:
-        again = _derive(path, evidence.measured)
+        rederived = _derive(path, evidence.measured)
     except PlaybookError:
         if differences:
             return False, differences
         raise
     tolerance = _FIGURE_TOLERANCE if evidence.measured.runs else _COMPUTED_TOLERANCE
-    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived", tolerance)
+    differences += _differences(evidence.derived.model_dump(mode="json"), rederived.model_dump(mode="json"), "derived", tolerance)
     return not differences, differences
 
 
 def unsound(records: Iterable[Record]) -> list[Finding]:
-    """What is wrong with records that are read as evidence: altered, in contradiction with themselves, or with a verdict that their runs do not give.
+    """What is wrong with records that are read as evidence: altered, in contradiction with themselves, or with a verdict that their runs do
+    not give.
 
     Statements that are computed, and not measured, are left to `playbook bench replay`: some of them train.
     """
-    found = []
+    findings = []
     for record in records:
         lines = list(record.problems)
         if isinstance(record.content, Evidence):
@@ -72,12 +73,12 @@ def unsound(records: Iterable[Record]) -> list[Finding]:
         case = record.content.measured.case if isinstance(record.content, Evidence) else None
         if isinstance(record.content, Evidence) and not lines and (case is None or case.content.kind in LAUNCHED_KINDS):
             try:
-                again = _derive(record.path, record.content.measured)
-                lines = _differences(record.content.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
+                rederived = _derive(record.path, record.content.measured)
+                lines = _differences(record.content.derived.model_dump(mode="json"), rederived.model_dump(mode="json"), "derived")
             except PlaybookError as e:
                 lines = [str(e)]
-        found += [Finding(str(record.path), 1, 1, f"{line}; restore the file, or run the case again") for line in lines[:3]]
-    return found
+        findings += [Finding(str(record.path), 1, 1, f"{line}; restore the file, or run the case again") for line in lines[:3]]
+    return findings
 
 
 def _derive(path: Path, measured: Measured) -> Derived:
@@ -97,14 +98,15 @@ def _differences(a: Any, b: Any, where: str, tolerance: float = _FIGURE_TOLERANC
     if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=tolerance, abs_tol=_FIGURE_TOLERANCE):
         return []
     if isinstance(a, str) and isinstance(b, str) and a != b and _FRACTION.sub("", a) == _FRACTION.sub("", b):
-        told = [[float(m.group()) for m in _FRACTION.finditer(text)] for text in (a, b)]
-        if not [d for x, y in zip(*told, strict=True) for d in _differences(x, y, where, tolerance)]:
+        fractions = [[float(m.group()) for m in _FRACTION.finditer(text)] for text in (a, b)]
+        if not [d for x, y in zip(*fractions, strict=True) for d in _differences(x, y, where, tolerance)]:
             return []
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
 
 
 def rejudge(path: Path, results: Path | None = None) -> Path | None:
-    """Judge a record's runs again by the newest rules for its design, as a new record that names the old one; None where verdict and figures are the same.
+    """Judge a record's runs again by the newest rules for its design, as a new record that names the old one; None where verdict and
+    figures are the same.
 
     A record that was made with an older playbook, and counts for nothing because it claims the rules of that one, is always judged anew.
 
@@ -118,17 +120,18 @@ def rejudge(path: Path, results: Path | None = None) -> Path | None:
     # Those of version 3 judge series that were planned with their looks, in their order and without an A/A.
     rules = VERSION if plan and plan.rules == VERSION else 2
     measured = evidence.measured.model_copy(update={"plan": plan.model_copy(update={"rules": rules})}) if plan else evidence.measured
-    again = _derive(path, measured)
-    if not problems and not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
+    rederived = _derive(path, measured)
+    if not problems and not _differences(evidence.derived.model_dump(mode="json"), rederived.model_dump(mode="json"), "derived"):
         return None
-    return store.write(store.evidence_of(measured, again, evidence.command, evidence.seconds, evidence), results or default_results())
+    return store.write(store.evidence_of(measured, rederived, evidence.command, evidence.seconds, evidence), results or default_results())
 
 
 def accept(path: Path) -> Path:
     """Copy a record that replays into `bench/results/<machine>/`.
 
     Raises:
-        StoreError: it does not replay, is of another claim than today's, is dated in the future, or is there already; or there is no repository here that could take it.
+        StoreError: it does not replay, is of another claim than today's, is dated in the future, or is there already; or there is no
+        repository here that could take it.
     """
     folder = data_root("results")
     if in_package(folder):
@@ -165,7 +168,8 @@ def _folder(evidence: Evidence, origin: str) -> str:
 
 
 def of_another_claim(evidence: Evidence, claims: Claims, words: bool = True) -> str:
-    """What sets the claim that was tested apart from the claim of that card and id as it stands today; "" where nothing does, or there is no such claim.
+    """What sets the claim that was tested apart from the claim of that card and id as it stands today; "" where nothing does, or there is
+    no such claim.
 
     With `words` off, a statement that is worded otherwise does not count.
     """
@@ -177,15 +181,16 @@ def of_another_claim(evidence: Evidence, claims: Claims, words: bool = True) -> 
 
 
 def _admissible(path: Path, words: bool) -> Evidence:
-    """The record, once it agrees with its hash, with itself, with its runs and with the claim as it stands, and is of no later day than today.
+    """The record, once it agrees with its hash, with itself, with its runs and with the claim as it stands, and is of no later day than
+    today.
 
     `words` asks for today's statement of the claim, too.
 
     Raises:
         StoreError: it does not.
     """
-    same, differences = replay(path)
-    if not same:
+    replays, differences = replay(path)
+    if not replays:
         raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
     evidence = store.load(path)
     if changed := of_another_claim(evidence, by_claim(load_all()), words):

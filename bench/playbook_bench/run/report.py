@@ -121,9 +121,9 @@ class TerminalProgress:
             return
         done = max(0, self._number - 1)
         spent = time.monotonic() - self._began
-        left = f"{_clock(spent / done * (self._total - done))} left" if done else ""
+        remaining = f"{_clock(spent / done * (self._total - done))} left" if done else ""
         bar = "#" * (_BAR * done // max(1, self._total))
-        line = f"{self._label}  launch {self._number} of {self._total}  {self._text}  {step}  {_clock(spent)}  {bar:<{_BAR}}  {left}"
+        line = f"{self._label}  launch {self._number} of {self._total}  {self._text}  {step}  {_clock(spent)}  {bar:<{_BAR}}  {remaining}"
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
@@ -141,24 +141,32 @@ class LaunchLines(TerminalProgress):
         self.close()
 
 
-def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
-    """A claim in one line where nothing was timed, else in three or four. `said` stands for the status of what no claim asked."""
+def print_outcome(outcome: Outcome, out: Console, status_word: str = "") -> None:
+    """A claim in one line where nothing was timed, else in three or four. `status_word` stands for the status of what no claim asked."""
     evidence, status = outcome.evidence, outcome.status
     sentence = _sentence(outcome)
-    word = Text(said or WORDS.get(status, status), style=_COLOURS[status])
-    found, curve = evidence.derived.comparison, evidence.derived.curve
+    word = Text(status_word or WORDS.get(status, status), style=_COLOURS[status])
+    comparison, curve = evidence.derived.comparison, evidence.derived.curve
     if curve is not None and evidence.measured.case is not None:
         _print_curve(outcome, curve, evidence.measured.case.content, out)
         out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
         return
-    if found is None or found.design == "deterministic":
-        how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
+    if comparison is None or comparison.design == "deterministic":
+        how = (
+            ""
+            if comparison is None
+            else f"{comparison.metric}  {_value(comparison.baseline)} -> {_value(comparison.candidate)} {comparison.unit}  "
+        )
         out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
         return
-    out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs{_aa(found)}, {_clock(evidence.seconds.total)}"))
-    shown = effects.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
-    out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
-    if clause := resolution.order_matters(found):
+    out.print(
+        Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {comparison.pairs} pairs{_aa(comparison)}, {_clock(evidence.seconds.total)}")
+    )
+    shown = effects.show_effect(comparison, between=True) + (_BETWEEN if comparison.look is None and comparison.low is not None else "")
+    out.print(
+        Text(f"{_INDENT}{comparison.metric}  {_value(comparison.baseline)} -> {_value(comparison.candidate)} {comparison.unit}  {shown}")
+    )
+    if clause := resolution.order_matters(comparison):
         out.print(Text(f"{_INDENT}{clause}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
@@ -166,7 +174,7 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
     for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
         out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
-    if limit := host_limit(found.model_dump()):
+    if limit := host_limit(comparison.model_dump()):
         out.print(Text(f"{_INDENT}{limit}"))
     if shares := _on_data(evidence):
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
@@ -176,9 +184,9 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
-def _aa(found: Comparison | Curve) -> str:
+def _aa(figures: Comparison | Curve) -> str:
     """What a record of rules before version 3 has besides its pairs."""
-    return "" if found.floor is None else " + A/A"
+    return "" if figures.floor is None else " + A/A"
 
 
 def print_waterfall(trace: TraceResult, out: Console) -> None:
@@ -273,7 +281,10 @@ def print_noise(noise: Noise, out: Console) -> None:
     """An A/A in one line, and what became of it."""
     aside = sum(r.pair is None for r in noise.baseline.runs) // 2
     pairs = len(noise.baseline.runs) // 2 - aside
-    text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, deviation {100 * noise.deviation:.2f} %"
+    text = (
+        f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, "
+        f"deviation {100 * noise.deviation:.2f} %"
+    )
     text += "; one pair was set aside, since a launch of it stood out" if aside else ""
     out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
     out.print(
@@ -306,15 +317,15 @@ def junit(result: GateResult) -> str:
 
 def markdown(result: GateResult) -> str:
     """The gate's answer as a table for the summary of a CI job."""
-    found = result.comparison
+    comparison = result.comparison
     rows = [
         ("answer", f"**{result.status}**"),
         ("why", in_markdown(plain(result.sentence))),
         ("profile", in_markdown(result.profile)),
         ("launches", str(len(result.runs))),
     ]
-    if found is not None:
-        rows += [(found.metric, f"{_value(found.baseline)} to {_value(found.candidate)} {found.unit}")]
+    if comparison is not None:
+        rows += [(comparison.metric, f"{_value(comparison.baseline)} to {_value(comparison.candidate)} {comparison.unit}")]
     lines = [f"| {name} | {text} |" for name, text in rows]
     title = f"### playbook gate: {in_markdown(result.case)} against {in_markdown(plain(result.reference))}"
     return "\n".join([title, "", "| | |", "|---|---|", *lines, ""])
@@ -338,12 +349,12 @@ def history(path: Path) -> pd.DataFrame:
     if not path.exists() and path.parent.is_dir():
         return pd.DataFrame(columns=list(_HISTORY))
     try:
-        found = pd.read_parquet(path)
+        table = pd.read_parquet(path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--history {path} cannot be read as Parquet: {str(e).splitlines()[0]}; name another file") from e
-    if missing := [name for name in _HISTORY if name not in found.columns]:
+    if missing := [name for name in _HISTORY if name not in table.columns]:
         raise ConfigError(f"--history {path} is no history of the gate: it has no column {missing[0]}; name another file")
-    return found
+    return table
 
 
 def add_to_history(path: Path, result: GateResult, commit: str) -> None:
@@ -354,16 +365,16 @@ def add_to_history(path: Path, result: GateResult, commit: str) -> None:
     """
     import pandas as pd
 
-    found, run = result.comparison, result.runs[0] if result.runs else None
+    comparison, run = result.comparison, result.runs[0] if result.runs else None
     row = {
         **{name: getattr(result, name) for name in ("case", "profile", "status", "exit_code", "limit", "sentence")},
-        **{name: getattr(found, name, None) for name in ("metric", "effect", "low", "high", "scale", "pairs")},
+        **{name: getattr(comparison, name, None) for name in ("metric", "effect", "low", "high", "scale", "pairs")},
         "created": datetime.now(UTC),
         "baseline": result.reference,
         "commit": commit,
         "strict_sha": run.strict_sha if run else None,
-        "baseline_value": found.baseline if found else None,
-        "candidate_value": found.candidate if found else None,
+        "baseline_value": comparison.baseline if comparison else None,
+        "candidate_value": comparison.candidate if comparison else None,
         "launches": len(result.runs),
     }
     before, content = history(path), io.BytesIO()
@@ -383,9 +394,10 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _claim_json(outcome: Outcome) -> dict[str, Any]:
+    """One verdict as plain data, with its figures and the path of its record."""
     evidence = outcome.evidence
     measured, derived = evidence.measured, evidence.derived
-    claim, found = measured.claim, derived.comparison
+    claim, comparison = measured.claim, derived.comparison
     return {
         "claim": claim.id if claim else None,
         "card": claim.card if claim else None,
@@ -397,7 +409,7 @@ def _claim_json(outcome: Outcome) -> dict[str, Any]:
         "status": derived.verdict.status,
         "reason": derived.verdict.reason,
         "sentence": derived.verdict.sentence,
-        "comparison": found.model_dump(mode="json") if found else None,
+        "comparison": comparison.model_dump(mode="json") if comparison else None,
         "curve": derived.curve.model_dump(mode="json") if derived.curve else None,
         "receipts": [c.model_dump(mode="json") for c in derived.receipts],
         "gates": [g.model_dump(mode="json") for g in derived.gates],
@@ -449,12 +461,12 @@ def _stolen(evidence: Evidence) -> str:
 
 def _medians(evidence: Evidence, value: Callable[[Run], float | None]) -> dict[str, float]:
     """The median of a figure over the matched runs of each variant that have it."""
-    found = {}
+    medians = {}
     for variant in ("baseline", "candidate"):
         each = [v for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (v := value(run)) is not None]
         if each:
-            found[variant] = statistics.median(each)
-    return found
+            medians[variant] = statistics.median(each)
+    return medians
 
 
 def _receipts(checks: Sequence[Check]) -> str:
@@ -462,12 +474,12 @@ def _receipts(checks: Sequence[Check]) -> str:
     for variant in ("baseline", "candidate"):
         lines = [c for c in checks if c.variant == variant]
         # A lower and an upper bound of one count are two rules that read alike.
-        shown = ", ".join(dict.fromkeys(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_seen(c)}" for c in lines))
+        shown = ", ".join(dict.fromkeys(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_observed_count(c)}" for c in lines))
         parts.append(f"{variant}: {shown or 'nothing declared'}")
     return "   ".join(parts)
 
 
-def _seen(check: Check) -> str:
+def _observed_count(check: Check) -> str:
     subject = check.rule.split(" ", 1)[1]
     if check.rule.startswith("forbid") and check.ok:
         return subject

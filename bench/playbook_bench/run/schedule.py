@@ -57,20 +57,22 @@ def aa(pairs: int, first: int = 0, variant: Variant = "baseline") -> list[RunSpe
 
 
 def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iterator[tuple[str, list[RunSpec]]]:
-    """The launches of a series as `design.order` draws them, two at a time (A is the first variant) or a block of all variants, each group with its label.
+    """The launches of a series as `design.order` draws them, two at a time (A is the first variant) or a block of all variants, each group
+    with its label.
 
-    A pair, or a block, is the n-th launch of each variant; the two launches of a pair need not be neighbours. No limit moves them: a second command goes on with them.
+    A pair, or a block, is the n-th launch of each variant; the two launches of a pair need not be neighbours. No limit moves them: a second
+    command goes on with them.
     """
-    known = list(variants)
+    names = list(variants)
     counted: Counter[int] = Counter()
-    drawn = design.order(seed, len(known), looks)
-    for at in range(0, len(drawn), len(known)):
-        group = drawn[at : at + len(known)]
+    drawn = design.order(seed, len(names), looks)
+    for at in range(0, len(drawn), len(names)):
+        group = drawn[at : at + len(names)]
         specs = []
         for v in group:
-            specs.append(RunSpec(known[v], "measure", counted[v]))
+            specs.append(RunSpec(names[v], "measure", counted[v]))
             counted[v] += 1
-        yield "".join("AB"[v] for v in group) if tuple(known) == PAIR else " ".join(known[v] for v in group), specs
+        yield "".join("AB"[v] for v in group) if tuple(names) == PAIR else " ".join(names[v] for v in group), specs
 
 
 def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
@@ -79,7 +81,9 @@ def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
 
 
 def contradictions(measured: Measured) -> list[str]:
-    """Where the order of a series that was planned with these looks is not the one that its seed gives; a metric that repeats takes one launch of each variant."""
+    """Where the order of a series that was planned with these looks is not the one that its seed gives; a metric that repeats takes one
+    launch of each variant.
+    """
     plan, case = measured.plan, measured.case
     if plan is None or case is None or plan.rules < _DRAWN_HERE or len(plan.order) < 2:
         return []

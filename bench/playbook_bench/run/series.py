@@ -33,7 +33,7 @@ from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
-from playbook_bench.run.journal import Journal, Kept, SeriesJournal
+from playbook_bench.run.journal import EarlierRun, Journal, SeriesJournal
 from playbook_bench.run.options import Options
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.variants.resolve import Runnable
@@ -112,7 +112,8 @@ class Series:
     progress: Progress
     deadline: float | None = None
     own_time: bool = False
-    """Whether the case's `budget.minutes` sets the deadline, instead of `--budget`. A command that continues a journal gets no new minutes."""
+    """Whether the case's `budget.minutes` sets the deadline, instead of `--budget`. A command that continues a journal gets no new
+    minutes."""
     telemetry: Telemetry | None = None
     runs: list[Run] = field(default_factory=list)
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -134,16 +135,17 @@ class Series:
     @classmethod
     @contextlib.contextmanager
     def open(cls, request: Request) -> Iterator[Self]:
-        """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs there.
+        """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs
+        there.
 
         Raises:
             StoreError: the folder or the journal cannot be written.
         """
         options, case = request.options, request.case
         seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-        kept = request.journal.series(case, request.profile, seed, len(request.variants)) if request.journal else None
-        own = None if request.own_s is None else time.monotonic() + request.own_s - (kept.spent_s if kept else 0.0)
-        deadline = min((moment for moment in (own, request.deadline) if moment is not None), default=None)
+        journal = request.journal.series(case, request.profile, seed, len(request.variants)) if request.journal else None
+        own_deadline = None if request.own_s is None else time.monotonic() + request.own_s - (journal.spent_s if journal else 0.0)
+        deadline = min((moment for moment in (own_deadline, request.deadline) if moment is not None), default=None)
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         work = local.new_folder(options.results / "work", request.name)
         try:
@@ -153,15 +155,15 @@ class Series:
                     profile=request.profile,
                     machine=requirements.restrict(request.machine, request.profile),
                     variants=request.variants,
-                    plan=schedule.plan(case, kept.seed if kept else seed, options.pairs, left_s, request.looks),
+                    plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, left_s, request.looks),
                     launcher=options.launcher,
                     work=work,
                     cache=options.results / "cache",
                     progress=request.progress,
                     deadline=deadline,
-                    own_time=own is not None and deadline == own,
+                    own_time=own_deadline is not None and deadline == own_deadline,
                     telemetry=telemetry,
-                    journal=kept,
+                    journal=journal,
                 )
         finally:
             (work / "telemetry.csv").unlink(missing_ok=True)
@@ -171,8 +173,8 @@ class Series:
     def run(self, spec: RunSpec) -> Run:
         """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again."""
         resolved = self.variants[spec.variant]
-        if self.journal and (kept := self.journal.take(spec, resolved.sha)):
-            return self._again(kept, resolved)
+        if self.journal and (earlier := self.journal.take(spec, resolved.sha)):
+            return self._again(earlier, resolved)
         folder = local.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
         settings = resolved.settings(threads_per_rank(self.machine, list(self.variants.values())), self.cache)
         environment = {**detect.visible_devices(self.machine, self.profile), **settings, **resolved.environment}
@@ -194,12 +196,12 @@ class Series:
             shutil.rmtree(folder, ignore_errors=True)
         return run
 
-    def _again(self, kept: Kept, resolved: Runnable) -> Run:
+    def _again(self, earlier: EarlierRun, resolved: Runnable) -> Run:
         """Take over a run of an earlier command, at its place in this series."""
-        run = kept.run.model_copy(update={"position": len(self.runs)})
+        run = earlier.run.model_copy(update={"position": len(self.runs)})
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         if run.strict_sha:
-            self.strict[run.strict_sha] = kept.strict
+            self.strict[run.strict_sha] = earlier.strict
         self._took[run.variant] = run.wall_s
         self.runs.append(run)
         self.launched.append(run)
@@ -225,7 +227,9 @@ class Series:
         return self.deadline is None or not due or time.monotonic() + self.seconds_for(due) <= self.deadline
 
     def seconds_for(self, specs: Sequence[RunSpec]) -> float:
-        """How long these launches will take: each as long as its variant's last one; a variant's first, as long as the longest of the others."""
+        """How long these launches will take: each as long as its variant's last one; a variant's first, as long as the longest of the
+        others.
+        """
         longest = max(self._took.values(), default=0.0)
         return sum(self._took.get(s.variant, longest) for s in specs)
 
@@ -253,15 +257,18 @@ class Series:
         )
 
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
-        """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs mostly idle."""
+        """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs
+        mostly idle.
+        """
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
         over, begin, end = outcome.window(result, folder)
-        found = self.telemetry.between(begin, end) if self.telemetry else {}
-        return (found | {"over": over} if found else {}) | ({} if stolen is None else {"stolen_percent": stolen})
+        readings = self.telemetry.between(begin, end) if self.telemetry else {}
+        return (readings | {"over": over} if readings else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
     def _record(
         self, spec: RunSpec, resolved: Runnable, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
     ) -> Run:
+        """The `Run` of a launch that has ended, from the files in its folder; files that cannot be read make it a crash."""
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         base: dict[str, Any] = {
             "run_id": folder.name,
@@ -277,13 +284,13 @@ class Series:
             "telemetry": meanwhile,
         }
         try:
-            seen = outcome.read_run(folder)
+            files = outcome.read_run(folder)
         except ValueError as e:
             text = confidential.hidden(f"the run's files cannot be read: {e}")
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
         if not base["steps_wanted"]:  # the first launch of a command that does not say how many steps it has
-            base["steps_wanted"] = sum(s.timed for s in seen.fields["samples"])
-        trainer = dict(seen.fingerprint.strict)
+            base["steps_wanted"] = sum(s.timed for s in files.fields["samples"])
+        trainer = dict(files.fingerprint.strict)
         strict = detect.strict_environment(self.machine, environment)
         strict |= {"packages": trainer.pop("packages")} if "packages" in trainer else {}  # those of the command's own interpreter
         strict |= {"trainer": trainer}
@@ -297,7 +304,7 @@ class Series:
             returncode=result.returncode,
             message=confidential.hidden(result.message),
             strict_sha=sha,
-            **seen.fields,
+            **files.fields,
         )
 
 
@@ -313,7 +320,9 @@ def threads_per_rank(machine: Machine, variants: Sequence[Runnable]) -> int:
 
 
 def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
-    """Launch `pairs` pairs of one variant, numbered from `first`. Stops at the first launch that fails, or when the budget has no room for a further pair."""
+    """Launch `pairs` pairs of one variant, numbered from `first`. Stops at the first launch that fails, or when the budget has no room for
+    a further pair.
+    """
     runs: list[Run] = []
     for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
         if not series.has_time_for([one, other]):
@@ -331,13 +340,14 @@ def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
 
 
 def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups: Iterable[tuple[str, list[RunSpec]]] | None = None) -> None:
-    """Launch pairs, or blocks of all variants, until `enough` says so where they are complete, a run fails, the limit is reached or the budget is spent.
+    """Launch pairs, or blocks of all variants, until `enough` says so where they are complete, a run fails, the limit is reached or the
+    budget is spent.
 
     `groups` are those of `blocks` unless given.
     """
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     order: list[str] = []
-    made = Counter[Variant]()
+    launched = Counter[Variant]()
     for label, specs in blocks(series) if groups is None else groups:
         due = [s for s in specs if s.variant in series.alive]
         if not series.alive:
@@ -349,8 +359,8 @@ def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups:
             run = series.run(spec)
             if run.outcome != "ok" and not series.tolerates(run):
                 return _stop(series, order, "failed")
-        made.update(spec.variant for spec in due)
-        each = [made[v] for v in series.alive]
+        launched.update(spec.variant for spec in due)
+        each = [launched[v] for v in series.alive]
         series.plan = series.plan.model_copy(update={"order": list(order)})
         if len(set(each)) == 1 and enough(series, each[0]):
             return _stop(series, order, "decided")
@@ -366,7 +376,8 @@ def note_if_short(running: Series) -> None:
         launches = f"the {len(running.to_come(specs))} launches to the first look"
         if running.own_time:
             running.progress.note(
-                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes "
+                "says how many it has"
             )
             return
         running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {_later(running, specs[: len(running.alive)])}")
@@ -375,7 +386,10 @@ def note_if_short(running: Series) -> None:
 def _later(running: Series, pair: Sequence[RunSpec]) -> str:
     """What a second command would go on from. Half a pair is never kept, so one whose budget holds no pair would come no further."""
     if running.journal is None and running.case.command:
-        return "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin in a git repository"
+        return (
+            "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin "
+            "in a git repository"
+        )
     if running.journal is None:
         return "with `playbook confirm --journal FOLDER` a second one goes on"
     least = (

@@ -31,7 +31,7 @@ class Outcome:
 
     evidence: Evidence
     path: Path
-    asked: bool = True
+    counts: bool = True
     """Whether it counts for the exit code. A mechanism check that ran because its claim was named does not."""
 
     @property
@@ -171,6 +171,11 @@ def load_baseline(path: Path) -> Baseline:
 
 
 def _load(path: Path, model: type[T]) -> tuple[T, str]:
+    """A file as a record of this model, and the hash that its content has.
+
+    Raises:
+        StoreError: the file cannot be read, or holds something else.
+    """
     name = f"{path} is no {model.__name__.lower()} record"
     try:
         content, sha = parse(path)

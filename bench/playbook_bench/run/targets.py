@@ -29,7 +29,7 @@ class Task:
 
     claim: ClaimRef | None
     case: str | None
-    asked: bool = True
+    counts: bool = True
 
     @property
     def name(self) -> str:
@@ -46,23 +46,23 @@ def tasks_of(target: str) -> list[Task]:
     """
     if target.endswith((".yaml", ".yml")):
         return _tasks_of_file(Path(target))
-    known = validate.load_all()
-    card = validate.card_of(target, known)
+    by_id = validate.load_all()
+    card = validate.card_of(target, by_id)
     match = _TARGET.match(f"{card}/{target}" if card else target)
     if match is None:
         raise ConfigError(
             f"'{target}' is neither a card nor a claim; write CARD, CARD/CLAIM or CLAIM, for example moe-dispatcher-choice/W9"
         )
-    if match["card"] not in known:
-        raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
-    tasks = tasks_of_card(known[match["card"]])
+    if match["card"] not in by_id:
+        raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], by_id)}")
+    tasks = tasks_of_card(by_id[match["card"]])
     if match["claim"] is None:
         return tasks
     ids = [t.claim.id for t in tasks if t.claim]
     chosen = [t for t in tasks if t.claim and match["claim"] in (t.claim.id, t.claim.mechanism_of)]
     if not chosen:
         raise ConfigError(f"card '{match['card']}' has no claim '{match['claim']}'{did_you_mean(match['claim'], ids)}")
-    return [replace(t, asked=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
+    return [replace(t, counts=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
 
 
 def tasks_of_card(card: model.Card) -> list[Task]:
@@ -70,8 +70,8 @@ def tasks_of_card(card: model.Card) -> list[Task]:
     sha = digest(card.model_dump(mode="json"), 16)
     out = []
     for claim in card.claims:
-        own: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
-        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **own), claim.case))
+        fields: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
+        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **fields), claim.case))
         check = claim.mechanism_check
         if check is not None:
             ref = ClaimRef(card=card.id, card_sha=sha, **_shared(check), kind="pair", mechanism_of=claim.id)
@@ -85,28 +85,29 @@ def _shared(claim: model.Claim | model.MechanismCheck) -> dict[str, Any]:
 
 def _tasks_of_file(path: Path) -> list[Task]:
     """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
-    found, card = [], load(path, model.Card)[0]
-    if taken := validate.clashes(path):
-        raise FileError(taken)
+    tasks, card = [], load(path, model.Card)[0]
+    if clash := validate.clashes(path):
+        raise FileError(clash)
     for task in tasks_of_card(card):
-        own = beside(path, task.case) if task.case else None
-        found.append(Task(task.claim, str(own)) if own else task)
-    return found
+        beside_card = beside(path, task.case) if task.case else None
+        tasks.append(Task(task.claim, str(beside_card)) if beside_card else task)
+    return tasks
 
 
 # What is known of a claim before any run: whether it fits its case, and what this machine lacks for it.
 
 
-def checked(tasks: Sequence[Task], known: Mapping[str, Case], machine: Machine, wanted: str | None) -> dict[str, Case]:
-    """The cases of the tasks, those that are `known` and the others loaded, once each fits its claims and can be resolved for the profile that would run.
+def checked(tasks: Sequence[Task], loaded: Mapping[str, Case], machine: Machine, requested: str | None) -> dict[str, Case]:
+    """The cases of the tasks, those that are `loaded` and the others loaded, once each fits its claims and can be resolved for the profile
+    that would run.
 
     Raises:
         FileError: a case is invalid.
         ConfigError: a claim and its case do not fit, or a configuration cannot be resolved.
     """
-    cases = {**known, **{name: load_case(name) for name in {t.case for t in tasks if t.case} - known.keys()}}
+    cases = {**loaded, **{name: load_case(name) for name in {t.case for t in tasks if t.case} - loaded.keys()}}
     for case in cases.values():
-        if case.kind in LAUNCHED_KINDS and (profile := requirements.choose_profile(case, machine, wanted)):
+        if case.kind in LAUNCHED_KINDS and (profile := requirements.choose_profile(case, machine, requested)):
             resolve_all(case, profile)  # what is wrong with one case's configuration is said before the runs of another
     for task in tasks:
         _check(task, cases)
@@ -128,39 +129,41 @@ def _check(task: Task, cases: Mapping[str, Case]) -> None:
     if claim.expect.op not in model.OPS[case.kind]:
         expected = ", ".join(model.OPS[case.kind])
         raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")
-    problems = [] if case.kind == "pair" else effects.problems(claim.expect, list(case.variants), case.kind)
+    problems = [] if case.kind == "pair" else effects.claim_problems(claim.expect, list(case.variants), case.kind)
     if problems:
         raise ConfigError(f"claim {claim.id}, case {case.id}: {'; '.join(problems)}")
-    for variant, told in (("baseline", claim.comparison.baseline), ("candidate", claim.comparison.candidate)):
-        if told != case.compared(variant):
+    for variant, stated in (("baseline", claim.comparison.baseline), ("candidate", claim.comparison.candidate)):
+        if stated != case.compared(variant):
             raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
 
 
-def record_of(task: Task, case: Case | None, machine: Machine, wanted: str | None) -> Measured:
-    """The record of a claim before any run, on the profile that is `wanted`, or else the largest that fits."""
+def record_of(task: Task, case: Case | None, machine: Machine, requested: str | None) -> Measured:
+    """The record of a claim before any run, on the profile that is `requested`, or else the largest that fits."""
     missing: list[Missing] = []
-    profile = requirements.choose_profile(case, machine, wanted) if case and case.profiles else None
+    profile = requirements.choose_profile(case, machine, requested) if case and case.profiles else None
     kind: str = case.kind if case else task.claim.kind if task.claim else ""
-    here = requirements.restrict(machine, profile)
-    known = requirements.facts(here)
+    restricted = requirements.restrict(machine, profile)
+    run_facts = requirements.facts(restricted)
     if case is not None and (case.requires or case.kind in LAUNCHED_KINDS):
         missing += requirements.unmet_requirements(case.requires, trains=not case.command)
     if case is not None and case.kind in LAUNCHED_KINDS:
         if profile is None:
-            offered = f"profile {wanted}" if wanted else f"profile for {machine.name}"
+            offered = f"profile {requested}" if requested else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {offered}; it has {', '.join(case.profiles)}"))
         else:
             variants = resolve_all(case, profile).values()
             missing += [m for m in dict.fromkeys(m for v in variants for m in v.missing()) if m not in missing]
             *_, last = variants
-            known = last.facts(here)
+            run_facts = last.facts(restricted)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == detect.CPU
-        missing = requirements.unmet_scope(task.claim.scope, known, waive) + missing
+        missing = requirements.unmet_scope(task.claim.scope, run_facts, waive) + missing
     if case is None and not missing:
         missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
     content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
-    return Measured(claim=task.claim, case=content, machine=here, profile=profile, facts=known, missing=missing, context=detect.context())
+    return Measured(
+        claim=task.claim, case=content, machine=restricted, profile=profile, facts=run_facts, missing=missing, context=detect.context()
+    )
 
 
 def is_launched(record: Measured) -> bool:

@@ -56,8 +56,8 @@ def run(
 ) -> TraceResult:
     """Trace every variant of a case, and write the record to `<results>/traces/<case>-<profile>-<id>.json`.
 
-    `launcher` starts the ranks where Kineto observes: forked ones always, for nsys has to start a process itself. `progress` gets one line per
-    stage. A launch that fails is an outcome in the record.
+    `launcher` starts the ranks where Kineto observes: forked ones always, for nsys has to start a process itself. `progress` gets one line
+    per stage. A launch that fails is an outcome in the record.
 
     Raises:
         ConfigError: the case has nothing to launch, or not on this machine.
@@ -67,9 +67,9 @@ def run(
     case = case or load_case(case_id)
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; there is nothing to trace")
-    here = detect.detect()
-    chosen = requirements.require_profile(case, here, profile)
-    machine = requirements.restrict(here, chosen)
+    whole_machine = detect.detect()
+    chosen = requirements.require_profile(case, whole_machine, profile)
+    machine = requirements.restrict(whole_machine, chosen)
     launcher = launcher or LocalLauncher()
     forks = isinstance(launcher, ForkLauncher)
     collector: Collector = "nsys" if machine.gpus and not forks and shutil.which("nsys") else "kineto"
@@ -78,9 +78,9 @@ def run(
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}
     with interruptible():
-        found = configurations(case, chosen)
-        threads = threads_per_rank(machine, [*found.values()])
-        for variant, resolved in found.items():
+        variants = configurations(case, chosen)
+        threads = threads_per_rank(machine, [*variants.values()])
+        for variant, resolved in variants.items():
             say(f"{variant}: tracing {resolved.config.profile.steps} steps on {resolved.ranks} ranks with {collector}")
             environment = {
                 **detect.visible_devices(machine, chosen),
@@ -112,7 +112,7 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | fligh
     Raises:
         PlaybookError: there is no report, or it is damaged.
     """
-    seen, dumps, unread, alone = [], [], [], None
+    summaries, dumps, unread, alone = [], [], [], None
     for name, each in reports.contents(path):
         if isinstance(each, PlaybookError):
             unread.append(each)
@@ -121,17 +121,19 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | fligh
         elif isinstance(each, dict):
             dumps.append((name, each))
         else:
-            seen.append(ranks.summary(name, each))
-            framed = len(seen) == 1 and each.ops and any(span.name == STEP for span in each.spans)
+            summaries.append(ranks.summary(name, each))
+            framed = len(summaries) == 1 and each.ops and any(span.name == STEP for span in each.spans)
             alone = build(each) if framed else None
     notes = [f"not read: {error}" for error in unread]
     if dumps:
-        return flight.hang(dumps, [*notes, *([f"{len(seen)} traces beside the dumps are not part of this answer"] if seen else [])])
-    if not seen:
+        return flight.hang(
+            dumps, [*notes, *([f"{len(summaries)} traces beside the dumps are not part of this answer"] if summaries else [])]
+        )
+    if not summaries:
         raise unread[0] if unread else PlaybookError(f"{path}: holds no trace; expected a report of nsys or Chrome traces")
-    if len(seen) == 1:
-        return replace(seen[0].walls, notes=(*seen[0].walls.notes, *notes)), alone
-    return ranks.compare(seen, notes)
+    if len(summaries) == 1:
+        return replace(summaries[0].walls, notes=(*summaries[0].walls.notes, *notes)), alone
+    return ranks.compare(summaries, notes)
 
 
 def between(before: Path, after: Path) -> Difference:
@@ -147,7 +149,9 @@ def between(before: Path, after: Path) -> Difference:
 
 
 def follow_up(case: Case, records: Sequence[Evidence], options: Options, note: Callable[[str], None]) -> TraceResult | None:
-    """Trace the variants once more where a timed verdict from GPUs has been reached: what its effect is made of. A trace changes no verdict."""
+    """Trace the variants once more where a timed verdict from GPUs has been reached: what its effect is made of. A trace changes no
+    verdict.
+    """
     measured = records[0].measured
     if not any(r.timed_on_gpus for r in records) or case.command or isinstance(options.launcher, SrunLauncher):
         return None

@@ -35,11 +35,11 @@ def run(case: Case) -> Statement:
     Raises:
         ConfigError: there is no such function, or its arguments do not fit.
     """
-    name, known = case.function or "", _functions(case.kind)
-    if name not in known:
-        raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, known)}")
+    name, functions = case.function or "", _functions(case.kind)
+    if name not in functions:
+        raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, functions)}")
     try:
-        holds, sentence, figures = known[name](**case.arguments)
+        holds, sentence, figures = functions[name](**case.arguments)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
         raise ConfigError(f"case '{case.id}': {name} does not take these arguments: {type(e).__name__}: {e}") from e
     return bool(holds), sentence, json.loads(json.dumps(figures))

@@ -56,10 +56,11 @@ def batch_pressure(*, gpus: int, pp: int, tp: int, micro_batch_size: int, global
     grows = all(b["accumulation"] > a["accumulation"] for a, b in pairwise(rows))
     shrinks = all(b["batch_at_first_accumulation"] < a["batch_at_first_accumulation"] for a, b in pairwise(rows))
     first, last = rows[0], rows[-1]
-    kept, shrunk = first["accumulation"], last["batch_at_first_accumulation"]
+    first_accumulation, shrunk = first["accumulation"], last["batch_at_first_accumulation"]
     sentence = (
         f"from {first['seq_len']} to {last['seq_len']} tokens on {gpus} GPUs, dp goes {first['dp']} -> {last['dp']}: a global batch of"
-        f" {global_batch_size} takes {kept} -> {last['accumulation']} micro-batches per rank, or at {kept} it shrinks to {shrunk}"
+        f" {global_batch_size} takes {first_accumulation} -> {last['accumulation']} micro-batches per rank, or at {first_accumulation} "
+        f"it shrinks to {shrunk}"
     )
     return grows and shrinks and len(rows) > 1, sentence, {"rows": rows}
 
@@ -72,8 +73,8 @@ def dp_floor(*, gpus: int, pp: int, tp: int, seq_lens: Sequence[int]) -> Stateme
     rows = []
     for seq_len in seq_lens:
         cp = cp_for(seq_len)
-        rest, over = divmod(gpus, tp * pp * cp)
-        rows.append({"seq_len": seq_len, "cp": cp, "dp": 0 if over else rest})
+        dp, over = divmod(gpus, tp * pp * cp)
+        rows.append({"seq_len": seq_len, "cp": cp, "dp": 0 if over else dp})
     dps = [row["dp"] for row in rows]
     halves = all(b == a // 2 for a, b in pairwise(dps) if a)
     floor = next((row for row in rows if row["dp"] == 1), None)
@@ -176,7 +177,10 @@ def interleaving(*, pp: int, vpp: Sequence[int], microbatches: Sequence[int]) ->
         f"{group[0]['microbatches']} micro-batches: " + ", ".join(f"{r['bubble']:.1%} at vpp {r['vpp']}" for r in group)
         for group in by_count
     ]
-    sentence = f"pp {pp}, share of the step spent idle, {'; '.join(parts)}; boundaries between chunks {rows[0]['boundaries']} -> {rows[-1]['boundaries']}"
+    sentence = (
+        f"pp {pp}, share of the step spent idle, {'; '.join(parts)}; boundaries between chunks {rows[0]['boundaries']} -> "
+        f"{rows[-1]['boundaries']}"
+    )
     return holds, sentence, {"rows": rows}
 
 
@@ -228,7 +232,8 @@ def hot_inside(
     figures = {"axis_bytes": of_axis, "pp_bytes": of_pp, "axis_inside_s": inner, "pp_inside_s": outer}
     name = axis if of_axis >= of_pp else "pp"
     sentence = (
-        f"{model}, {axis} {degree} x pp {pp}, domains of {domain}: a microbatch sends {of_axis / 1e6:.0f} MB on {axis} and {of_pp / 1e6:.0f} MB"
+        f"{model}, {axis} {degree} x pp {pp}, domains of {domain}: a microbatch sends {of_axis / 1e6:.0f} MB on {axis} and "
+        f"{of_pp / 1e6:.0f} MB"
         f" on pp; with {name} inside the domain that takes {hot_first * 1e3:.2f} ms, with the other one {cold_first * 1e3:.2f} ms"
     )
     return hot_first < cold_first, sentence, figures
@@ -276,15 +281,15 @@ def rows_per_rank(*, tokens: int, experts: int, top_k: int, ranks: int, batches:
     """
     draw = random.Random(seed)
     capacity = math.ceil(capacity_factor * tokens * top_k / experts)
-    held, dropped, shapes = experts // ranks, 0, set()
+    per_rank, dropped, shapes = experts // ranks, 0, set()
     for _ in range(batches):
         load = Counter(e for _ in range(tokens) for e in draw.sample(range(experts), top_k))
-        shapes.add(sum(load[e] for e in range(held)))
+        shapes.add(sum(load[e] for e in range(per_rank)))
         dropped += sum(max(0, n - capacity) for n in load.values())
     share = dropped / (batches * tokens * top_k)
     sentence = (
-        f"a rank with {held} of {experts} experts gets {len(shapes)} different numbers of rows in {batches} batches without dropping;"
-        f" padded to {capacity} rows per expert it always gets {held * capacity}, and {share:.1%} of the copies are dropped"
+        f"a rank with {per_rank} of {experts} experts gets {len(shapes)} different numbers of rows in {batches} batches without dropping;"
+        f" padded to {capacity} rows per expert it always gets {per_rank * capacity}, and {share:.1%} of the copies are dropped"
     )
     return len(shapes) > batches / 2, sentence, {"different": len(shapes), "batches": batches, "dropped": share}
 
@@ -303,10 +308,10 @@ def refused_together(*, megatron_core: str, rows: Sequence[Mapping[str, Any]]) -
         unknown = [message for _, message in label_problems(settings, table)]
         if unknown:
             raise ValueError("; ".join(unknown))
-        found = excluded(settings, {})
-        reasons[words] = found
-        if bool(found) != row["refused"]:
-            wrong.append(f"{words} is {'refused' if found else 'accepted'}")
+        exclusions = excluded(settings, {})
+        reasons[words] = exclusions
+        if bool(exclusions) != row["refused"]:
+            wrong.append(f"{words} is {'refused' if exclusions else 'accepted'}")
     refused = sum(bool(r) for r in reasons.values())
     sentence = f"megatron-core {megatron_core} refuses {refused} of {len(rows)} settings" + (
         f"; against the claim: {'; '.join(wrong)}" if wrong else ""

@@ -67,8 +67,8 @@ def rounded(values: Sequence[float], kind: Format) -> list[float]:
 
 def _rounding_error(name: str, values: Sequence[float]) -> float:
     """Root mean square error of the format on these values, as a share of their root mean square."""
-    kept = rounded(values, FORMATS[name])
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(values, kept, strict=True)) / sum(a * a for a in values))
+    quantized = rounded(values, FORMATS[name])
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(values, quantized, strict=True)) / sum(a * a for a in values))
 
 
 def coarser(*, formats: Sequence[str], factor: float, count: int = 8192, seed: int = 0) -> Statement:
@@ -83,8 +83,8 @@ def coarser(*, formats: Sequence[str], factor: float, count: int = 8192, seed: i
     draw = random.Random(seed)
     values = [draw.gauss(0.0, 1.0) for _ in range(count)]
     errors = {f: _rounding_error(f, values) for f in formats}
-    found = list(errors.values())
-    holds = all(b >= factor * a for a, b in pairwise(found))
+    losses = list(errors.values())
+    holds = all(b >= factor * a for a, b in pairwise(losses))
     sentence = "rounding error, relative to the numbers: " + ", ".join(f"{f} {e:.1%}" for f, e in errors.items())
     return holds, sentence, {"errors": errors, "count": count}
 

@@ -1,4 +1,6 @@
-"""Rules that the harness, a dry run and megatron-core enforce: records, layouts and settings that are refused, and the search that finds a commit."""
+"""Rules that the harness, a dry run and megatron-core enforce: records, layouts and settings that are refused, and the search that finds a
+commit.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +62,8 @@ def planted(metric: str, tokens: int, data: str, delta: Delta | None = None) -> 
 
 
 def _run(variant: Variant, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:
+    """A planted launch: `_STEPS` steps of `step_s` seconds, each with `1000 * tokens` tokens, on data with that hash."""
+
     # A ripple of 0.1 % from step to step and run to run: equal figures to the last digit are nothing that a machine gives.
     def seconds(step: int) -> float:
         return step_s * (1 + 0.001 * ((7 * step + 3 * position) % 5 - 2) + 1e-6 * position)
@@ -96,7 +100,9 @@ def _judge(measured: Measured) -> Verdict:
 
 
 def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> Statement:
-    """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do not."""
+    """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do
+    not.
+    """
     statuses = {
         "equal work": _judge(planted(metric, 1, "same")),
         "unequal work": _judge(planted(metric, factor, "same")),
@@ -128,13 +134,13 @@ def bisect_finds_the_commit(commits: int = 12) -> Statement:
                         commit, bisection.UNKNOWN if i in unjudged else trouble if i >= first else bisection.NONE, "planted"
                     )
 
-                found = bisection.search(history, judge)
-                most = max(most, len(found.judged)) if not unjudged else most
+                result = bisection.search(history, judge)
+                most = max(most, len(result.judged)) if not unjudged else most
                 judged = [i for i in range(commits) if i not in unjudged]
                 last_good = max((i for i in judged if i < first), default=-1)
                 expected = history[last_good + 1 : min(i for i in judged if i >= first) + 1]
-                if found.suspects != expected or found.trouble != trouble:
-                    wrong.append(f"planted at {first} ({trouble}): {found.suspects}")
+                if result.suspects != expected or result.trouble != trouble:
+                    wrong.append(f"planted at {first} ({trouble}): {result.suspects}")
     least = commits.bit_length() + 1
     holds = not wrong and most <= least
     sentence = f"{commits} commits: each planted one is found with at most {most} judgements" if holds else f"wrong: {'; '.join(wrong[:3])}"
@@ -149,19 +155,19 @@ def layouts_are_judged_by_dry_run(config: str, gpus: int, legal: Mapping[str, An
     path = data_root("configs") / f"{config}.yaml"
     report = dry_run(load(path, legal), gpus)
     peak = max(s.peak for s in report.stages)
-    said: dict[str, str | None] = {}
+    refusals: dict[str, str | None] = {}
     for fault in illegal:
         name = ", ".join(f"{k}={v}" for k, v in fault.items())
         try:
             dry_run(load(path, {**legal, **fault}), gpus)
-            said[name] = None
+            refusals[name] = None
         except ConfigError as e:
-            said[name] = str(e)
-    missed = [name for name, message in said.items() if message is None]
+            refusals[name] = str(e)
+    missed = [name for name, message in refusals.items() if message is None]
     sentence = f"{report.layout['model']} on {gpus} GPUs, {len(report.stages)} stages: {peak / GIB:.1f} GiB on the fullest rank; " + (
         f"accepted although wrong: {'; '.join(missed)}" if missed else f"all {len(illegal)} faults are refused"
     )
-    return bool(illegal) and not missed and peak > 0, sentence, {"layout": report.layout, "peak_bytes": peak, "refused": said}
+    return bool(illegal) and not missed and peak > 0, sentence, {"layout": report.layout, "peak_bytes": peak, "refused": refusals}
 
 
 _BASE: Mapping[str, Any] = {
@@ -185,22 +191,23 @@ _RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}
 def megatron_core_refuses(rows: Sequence[Mapping[str, Any]]) -> Statement:
     """Whether megatron-core's `TransformerConfig` refuses exactly the settings that `rows` mark as refused, for dropless routing.
 
-    Each row has `settings`, fields of that class, and `refused`. Source: megatron-core, `transformer/transformer_config.py`, `__post_init__`.
+    Each row has `settings`, fields of that class, and `refused`. Source: megatron-core, `transformer/transformer_config.py`,
+    `__post_init__`.
     """
     config = _class()
-    said = {}
+    refusals = {}
     for row in rows:
         words = ", ".join(f"{k} {v}" for k, v in row["settings"].items())
-        said[words] = _refusal(config, {**_BASE, **row["settings"]})
+        refusals[words] = _refusal(config, {**_BASE, **row["settings"]})
     wrong = [
-        f"{words} is {'refused: ' + said[words] if said[words] else 'accepted'}"
-        for words, row in zip(said, rows, strict=True)
-        if bool(said[words]) != row["refused"]
+        f"{words} is {'refused: ' + refusals[words] if refusals[words] else 'accepted'}"
+        for words, row in zip(refusals, rows, strict=True)
+        if bool(refusals[words]) != row["refused"]
     ]
-    refused = sum(map(bool, said.values()))
+    refused = sum(map(bool, refusals.values()))
     # Neither the version nor its words: a record replays beside another version that judges alike.
     sentence = f"megatron-core refuses {refused} of {len(rows)} settings" + (f"; against the claim: {'; '.join(wrong)}" if wrong else "")
-    return not wrong, sentence, {"refused": {words: bool(why) for words, why in said.items()}}
+    return not wrong, sentence, {"refused": {words: bool(why) for words, why in refusals.items()}}
 
 
 def _class() -> Any:
@@ -216,9 +223,9 @@ def _class() -> Any:
 
 def _refusal(config: Any, settings: Mapping[str, Any]) -> str:
     """What the class says against the settings; nothing where it takes them."""
-    known = config.__dataclass_fields__
+    known_fields = config.__dataclass_fields__
     # The class changes lists that it is given.
-    fields = {k if k in known else _RENAMED.get(k, k): [*v] if isinstance(v, list) else v for k, v in settings.items()}
+    fields = {k if k in known_fields else _RENAMED.get(k, k): [*v] if isinstance(v, list) else v for k, v in settings.items()}
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:

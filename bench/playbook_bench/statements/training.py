@@ -71,8 +71,8 @@ def _records(data: bytes) -> Iterator[bytes]:
     """
     at, parts = 7, b""
     while at + 7 <= len(data):
-        if (left := 32_768 - at % 32_768) < 7:
-            at += left
+        if (remaining := 32_768 - at % 32_768) < 7:
+            at += remaining
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         parts += data[at + 7 : at + 7 + length]
@@ -83,7 +83,8 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def finetune_saves_and_evaluates(words: Sequence[str] = (), checkpoint_format: str = "") -> Statement:
-    """Whether a run from saved weights evaluates, leaves a checkpoint (of that format, where one is named), and is continued from it by a second run.
+    """Whether a run from saved weights evaluates, leaves a checkpoint (of that format, where one is named), and is continued from it by a
+    second run.
 
     `words` override the configuration of all runs.
     """
@@ -96,8 +97,8 @@ def finetune_saves_and_evaluates(words: Sequence[str] = (), checkpoint_format: s
             "finetune": (*common, "train.steps=4"),
             "resume": (*common, "train.steps=6"),
         }
-        for run, own in runs.items():
-            problem = train("qwen3_vl_moe_tiny", root / run, "data.seq_len=256", *words, *own)
+        for run, overrides in runs.items():
+            problem = train("qwen3_vl_moe_tiny", root / run, "data.seq_len=256", *words, *overrides)
             if problem:
                 return False, f"{run}: {problem}", {}
         summaries = {run: json.loads((root / run / "summary.json").read_text(encoding="utf-8")) for run in runs}
@@ -115,7 +116,8 @@ _CONFIG = "qwen3_vl_moe_tiny"
 
 
 def first_step_from_trained_weights(steps: int, rate: float, least_ratio: float) -> Statement:
-    """Whether the gradient norm of the first step on images is so many times that of the first on text alone, once the decoder has learned text for `steps` steps.
+    """Whether the gradient norm of the first step on images is so many times that of the first on text alone, once the decoder has learned
+    text for `steps` steps.
 
     The tower stays as it was drawn, so decoder and tower do not fit each other, as in a model whose weights were put together.
     """

@@ -1,4 +1,6 @@
-"""Statements about time that is used and lost, by counting: published figures, the interval between saves, reinforcement learning, sharding, logits."""
+"""Statements about time that is used and lost, by counting: published figures, the interval between saves, reinforcement learning,
+sharding, logits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def mfu_falls_as_throughput_rises(*, rows: Sequence[Mapping[str, Any]]) -> State
 
     A row has: model, gpu, `bf16_tflops` and `fp8_tflops` (model FLOPs per second and GPU), `bf16_peak` and `fp8_peak`.
     """
-    found = [
+    computed = [
         {
             **row,
             "gain": row["fp8_tflops"] / row["bf16_tflops"] - 1,
@@ -32,8 +34,8 @@ def mfu_falls_as_throughput_rises(*, rows: Sequence[Mapping[str, Any]]) -> State
         }
         for row in rows
     ]
-    parts = [f"{r['model']} on {r['gpu']}: {r['gain']:+.1%} throughput, MFU {r['bf16_mfu']:.1%} -> {r['fp8_mfu']:.1%}" for r in found]
-    return bool(found) and all(r["gain"] > 0 and r["fp8_mfu"] < r["bf16_mfu"] for r in found), "; ".join(parts), {"rows": found}
+    parts = [f"{r['model']} on {r['gpu']}: {r['gain']:+.1%} throughput, MFU {r['bf16_mfu']:.1%} -> {r['fp8_mfu']:.1%}" for r in computed]
+    return bool(computed) and all(r["gain"] > 0 and r["fp8_mfu"] < r["bf16_mfu"] for r in computed), "; ".join(parts), {"rows": computed}
 
 
 _PATCH = 16
@@ -59,10 +61,10 @@ def vision_left_out(*, model: str, samples: Sequence[Mapping[str, Any]], at_leas
         pairs = sum(n * n for n in patches)
         tower = flops.BACKWARD * sum(flops.vision_forward(shape.vision, shape.hidden, sum(patches), pairs).values())
         rows.append({"tokens": tokens, "patches": sum(patches), "left_out": tower / (tower + decoder)})
-    found = [row["left_out"] for row in rows]
-    holds = all(at_least <= share <= at_most for share in found)
+    shares = [row["left_out"] for row in rows]
+    holds = all(at_least <= share <= at_most for share in shares)
     sentence = (
-        f"{model}: without its vision tower {min(found):.0%} to {max(found):.0%} of the model FLOPs of {len(rows)} samples are left out; "
+        f"{model}: without its vision tower {min(shares):.0%} to {max(shares):.0%} of the model FLOPs of {len(rows)} samples are left out; "
         f"claimed {at_least:.0%} to {at_most:.0%}"
     )
     return holds, sentence, {"rows": rows}
@@ -70,15 +72,15 @@ def vision_left_out(*, model: str, samples: Sequence[Mapping[str, Any]], at_leas
 
 def published_utilization(*, rows: Sequence[Mapping[str, Any]], at_least: float, at_most: float) -> Statement:
     """Whether published rates, as shares of the data sheet's dense BF16 peak, lie within the two bounds."""
-    found = []
+    computed = []
     for row in rows:
         peak = peaks.dense_bf16(row["gpu"])
         if peak is None:
             raise ValueError(f"the peak of '{row['gpu']}' is not in the table")
-        found.append({**row, "peak": peak.name, "share": row["tflops_per_gpu"] * 1e12 / peak.flops_per_s})
-    holds = all(at_least <= row["share"] <= at_most for row in found)
-    words = ", ".join(f"{row['tflops_per_gpu']:g} TFLOP/s on {row['gpu']} are {row['share']:.1%} of {row['peak']}" for row in found)
-    return holds, f"{words}; claimed {at_least:.0%} to {at_most:.0%}", {"rows": found}
+        computed.append({**row, "peak": peak.name, "share": row["tflops_per_gpu"] * 1e12 / peak.flops_per_s})
+    holds = all(at_least <= row["share"] <= at_most for row in computed)
+    words = ", ".join(f"{row['tflops_per_gpu']:g} TFLOP/s on {row['gpu']} are {row['share']:.1%} of {row['peak']}" for row in computed)
+    return holds, f"{words}; claimed {at_least:.0%} to {at_most:.0%}", {"rows": computed}
 
 
 _MANY = 10
@@ -86,16 +88,18 @@ _MANY = 10
 
 
 def published_runs_predicted(*, leave_one_out: bool, bounds: Mapping[str, Sequence[float]]) -> Statement:
-    """Whether each figure of `playbook plan check` on the shipped table lies within its two bounds; with `leave_one_out`, scaled to the others.
+    """Whether each figure of `playbook plan check` on the shipped table lies within its two bounds; with `leave_one_out`, scaled to the
+    others.
 
-    Figures: `median_error`, `p90_error`, `covered`, `width` (median of high over low), `winner_within_5_percent`, `mean_regret`, `impossible` (runs
-    that are said not to fit), and `behind_constant_mfu` (groups of more than ten runs whose 90th percentile a constant share of the peak beats).
+    Figures: `median_error`, `p90_error`, `covered`, `width` (median of high over low), `winner_within_5_percent`, `mean_regret`,
+    `impossible` (runs that are said not to fit), and `behind_constant_mfu` (groups of more than ten runs whose 90th percentile a constant
+    share of the peak beats).
     """
-    found = _figures(leave_one_out)
-    told = {name: {"value": found[name], "at_least": low, "at_most": high} for name, (low, high) in bounds.items()}
-    holds = all(f["at_least"] <= f["value"] <= f["at_most"] for f in told.values())
-    words = ", ".join(f"{name} {f['value']:.3g} [{f['at_least']:g}, {f['at_most']:g}]" for name, f in told.items())
-    return holds, f"{found['runs']} published runs: {words}", {"runs": found["runs"], **told}
+    figures = _figures(leave_one_out)
+    checked = {name: {"value": figures[name], "at_least": low, "at_most": high} for name, (low, high) in bounds.items()}
+    holds = all(f["at_least"] <= f["value"] <= f["at_most"] for f in checked.values())
+    words = ", ".join(f"{name} {f['value']:.3g} [{f['at_least']:g}, {f['at_most']:g}]" for name, f in checked.items())
+    return holds, f"{figures['runs']} published runs: {words}", {"runs": figures["runs"], **checked}
 
 
 @cache
@@ -112,8 +116,8 @@ def _figures(leave_one_out: bool) -> dict[str, Any]:
 def save_interval(
     *, waits_s: Sequence[float], failures_h: Sequence[float], slack: float, at_h: float, before_s: float, after_s: float, gain: float
 ) -> Statement:
-    """Whether Young's interval loses at most `slack` more of the time than the best interval, for each wait per save and each time between failures;
-    and whether, with `at_h` hours between failures, a wait of `after_s` in place of `before_s` loses at least `gain` less.
+    """Whether Young's interval loses at most `slack` more of the time than the best interval, for each wait per save and each time between
+    failures; and whether, with `at_h` hours between failures, a wait of `after_s` in place of `before_s` loses at least `gain` less.
 
     Sources: Young 1974 for the interval sqrt(2 x wait x time between failures); Daly 2006 for what is lost at any interval.
     """
@@ -163,9 +167,9 @@ def published_rl_walls(*, rows: Sequence[Mapping[str, Any]]) -> Statement:
 
     A row has: `source`, `phases` (by names of `rl_step.PHASES`), `step` (of the same unit; the sum, if not given) and `wall`.
     """
-    found = [{**row, "computed": rl_step.diagnose(rl_step.Step(row.get("step"), row["phases"]))["wall"]} for row in rows]
-    words = "; ".join(f"{r['source']}: {r['computed']}" + ("" if r["computed"] == r["wall"] else f", not {r['wall']}") for r in found)
-    return bool(found) and all(r["computed"] == r["wall"] for r in found), words, {"rows": found}
+    diagnosed = [{**row, "computed": rl_step.diagnose(rl_step.Step(row.get("step"), row["phases"]))["wall"]} for row in rows]
+    words = "; ".join(f"{r['source']}: {r['computed']}" + ("" if r["computed"] == r["wall"] else f", not {r['wall']}") for r in diagnosed)
+    return bool(diagnosed) and all(r["computed"] == r["wall"] for r in diagnosed), words, {"rows": diagnosed}
 
 
 def engine_room(*, model: str, gpu_gib: float, share: float, tps: Sequence[int], at_least: float) -> Statement:
@@ -185,9 +189,11 @@ def engine_room(*, model: str, gpu_gib: float, share: float, tps: Sequence[int],
 def full_sharding_break_even(
     *, models: Sequence[str], gb_per_s: float, tflops: float, seq_len: int, at_least: float, at_most: float
 ) -> Statement:
-    """Tokens that a GPU must compute in each micro-batch for full sharding's transfers to hide behind it, for each model, whether within the two bounds.
+    """Tokens that a GPU must compute in each micro-batch for full sharding's transfers to hide behind it, for each model, whether within
+    the two bounds.
 
-    Two gathers of bf16 parameters and a scatter of fp32 gradients, (n - 1) / n taken as one, at `gb_per_s` for each GPU; computing at `tflops`.
+    Two gathers of bf16 parameters and a scatter of fp32 gradients, (n - 1) / n taken as one, at `gb_per_s` for each GPU; computing at
+    `tflops`.
     """
     rows: list[dict[str, Any]] = []
     for model in models:
@@ -200,33 +206,42 @@ def full_sharding_break_even(
 
 
 def sharding_inside_nodes(*, gpus: int, per_node: int, microbatches: int, at_least: float) -> Statement:
-    """Whether sharding inside each node and copies across nodes sends at least so many times fewer bytes over a node's links than sharding over all.
+    """Whether sharding inside each node and copies across nodes sends at least so many times fewer bytes over a node's links than sharding
+    over all.
 
-    Over all: each micro-batch gathers bf16 parameters twice and scatters fp32 gradients, and a ring crosses each node's edge once with all of them.
-    Inside: an all-reduce of fp32 gradients crosses it, once a step. Bytes for each parameter that cross an edge; `n` nodes.
+    Over all: each micro-batch gathers bf16 parameters twice and scatters fp32 gradients, and a ring crosses each node's edge once with all
+    of them. Inside: an all-reduce of fp32 gradients crosses it, once a step. Bytes for each parameter that cross an edge; `n` nodes.
     """
     nodes = gpus // per_node
     everywhere = microbatches * (2 * _BF16 + _FP32) * (gpus - 1) / gpus
     inside = 2 * _FP32 * (nodes - 1) / nodes
-    words = f"{everywhere:.2f} against {inside:.2f} bytes for each parameter leave a node of {per_node}, {microbatches} micro-batches on {gpus} GPUs"
+    words = (
+        f"{everywhere:.2f} against {inside:.2f} bytes for each parameter leave a node of {per_node}, {microbatches} micro-batches on "
+        f"{gpus} GPUs"
+    )
     return everywhere / inside >= at_least, f"{words}: {everywhere / inside:.1f} times fewer", {"over_all": everywhere, "inside": inside}
 
 
 def tokens_between_nodes(*, model: str, nodes: int, at_least: float) -> Statement:
-    """Whether sending a token once to each node of its experts moves at least so many times fewer copies than once to each expert, with random routing.
+    """Whether sending a token once to each node of its experts moves at least so many times fewer copies than once to each expert, with
+    random routing.
 
     Copies that stay in a token's own node are left out of both.
     """
     shape, away = find(model), (nodes - 1) / nodes
-    each, once = shape.top_k * away, distinct(nodes, shape.top_k) * away
-    return each / once >= at_least, f"{model} on {nodes} nodes: {each:.2f} copies of a token, or {once:.2f}", {"each": each, "once": once}
+    per_expert, per_node = shape.top_k * away, distinct(nodes, shape.top_k) * away
+    return (
+        per_expert / per_node >= at_least,
+        f"{model} on {nodes} nodes: {per_expert:.2f} copies of a token, or {per_node:.2f}",
+        {"each": per_expert, "once": per_node},
+    )
 
 
 def published_rates(*, rows: Sequence[Mapping[str, Any]], reference: float, at_most: float) -> Statement:
     """Whether each published rate is at most so large a share of the `reference`. A row has: `source` and `rate`, in one unit."""
-    found = [{**row, "share": row["rate"] / reference} for row in rows]
-    words = ", ".join(f"{r['source']} {r['rate']:g} ({r['share']:.0%})" for r in found)
-    return bool(found) and all(r["share"] <= at_most for r in found), f"of {reference:g}: {words}", {"rows": found}
+    computed = [{**row, "share": row["rate"] / reference} for row in rows]
+    words = ", ".join(f"{r['source']} {r['rate']:g} ({r['share']:.0%})" for r in computed)
+    return bool(computed) and all(r["share"] <= at_most for r in computed), f"of {reference:g}: {words}", {"rows": computed}
 
 
 def logits_of_a_row(*, vocab: int, tokens: int, chunk: int, copies_bytes: int, at_least_gib: float, at_most_gib: float) -> Statement:

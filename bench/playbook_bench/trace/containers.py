@@ -45,11 +45,11 @@ _MAX_HEADERS = 1 << 20
 class Unpacked(io.RawIOBase):
     """The bytes of one file, unpacked, up to what is left of a limit. `cut`: the packed data ended before its end."""
 
-    def __init__(self, name: str, read: Callable[[int], bytes], left: list[int], head: bytes = b"") -> None:
+    def __init__(self, name: str, read: Callable[[int], bytes], budget: list[int], head: bytes = b"") -> None:
         self.name, self.cut = name, False
         self.quota: int | None = None
         """What may be read on, where less than the limit."""
-        self._read, self._left, self._head = read, left, head
+        self._read, self._budget, self._head = read, budget, head
 
     def peek(self, size: int) -> bytes:
         """The next bytes, which stay to be read."""
@@ -74,6 +74,11 @@ class Unpacked(io.RawIOBase):
         return self._filled(size)
 
     def _filled(self, size: int) -> bytes:
+        """Up to `size` bytes more, counted against the quota and the limit of the archive; none at the end, or where the file is cut.
+
+        Raises:
+            PlaybookError: the file is damaged, or larger than the limit.
+        """
         if self.cut:
             return b""
         try:
@@ -90,8 +95,8 @@ class Unpacked(io.RawIOBase):
             self.quota -= len(data)
             if self.quota < 0:
                 raise PlaybookError(f"{self.name}: a header is larger than {_MAX_HEADERS >> 20} MiB; the archive is damaged")
-        self._left[0] -= len(data)
-        if self._left[0] < 0:
+        self._budget[0] -= len(data)
+        if self._budget[0] < 0:
             raise PlaybookError(f"{self.name}: is larger than {MAX_BYTES >> 30} GiB unpacked; trace fewer steps (profile.steps)")
         return data
 
@@ -131,32 +136,35 @@ def one(path: Path) -> Iterator[Unpacked]:
         yield each
 
 
-def _inside(name: str, stream: IO[bytes], left: list[int]) -> Iterator[Unpacked]:
+def _inside(name: str, stream: IO[bytes], budget: list[int]) -> Iterator[Unpacked]:
     head = stream.read(len(_ZIP))
     stream.seek(0)
     if head == _ZIP:
-        yield from _of_zip(name, stream, left)
+        yield from _of_zip(name, stream, budget)
         return
-    plain = _unpacked(name, stream.read, left)
+    plain = _unpacked(name, stream.read, budget)
     if plain.peek(tarfile.BLOCKSIZE)[_TAR_AT:].startswith(b"ustar"):
-        yield from _of_tar(name, plain, left)
+        yield from _of_tar(name, plain, budget)
     else:
         yield plain
 
 
-def _of_zip(name: str, stream: IO[bytes], left: list[int]) -> Iterator[Unpacked]:
+def _of_zip(name: str, stream: IO[bytes], budget: list[int]) -> Iterator[Unpacked]:
     try:
         archive = zipfile.ZipFile(stream)
         members = sorted((m for m in archive.infolist() if _wanted(m.filename) and not m.is_dir()), key=lambda m: m.filename)
         _check(name, len(members))
         for member in members:
             with archive.open(member) as f:
-                yield _unpacked(f"{name}: {_shown(member.filename)}", f.read, left)
+                yield _unpacked(f"{name}: {_shown(member.filename)}", f.read, budget)
     except (*_BROKEN, *_DAMAGED) as e:
         raise PlaybookError(f"{name}: is a damaged or encrypted .zip ({_shown(str(e))}); pack it anew") from e
 
 
-def _of_tar(name: str, stream: Unpacked, left: list[int]) -> Iterator[Unpacked]:
+def _of_tar(name: str, stream: Unpacked, budget: list[int]) -> Iterator[Unpacked]:
+    """Members of a .tar, read as a stream: a header may name any size, so that what lies between members is limited to `_MAX_HEADERS`
+    bytes.
+    """
     count = 0
     try:
         stream.quota = _MAX_HEADERS
@@ -169,7 +177,7 @@ def _of_tar(name: str, stream: Unpacked, left: list[int]) -> Iterator[Unpacked]:
                 if _wanted(member.name):
                     count += 1
                     _check(name, count)
-                    yield _unpacked(f"{name}: {_shown(member.name)}", partial(_little, f), left)
+                    yield _unpacked(f"{name}: {_shown(member.name)}", partial(_little, f), budget)
                 while f.read(_CHUNK):  # so that what is read before the next member is its header
                     pass
                 stream.quota = _MAX_HEADERS
@@ -202,20 +210,20 @@ def _shown(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)[-120:]
 
 
-def _unpacked(name: str, read: Callable[[int], bytes], left: list[int]) -> Unpacked:
+def _unpacked(name: str, read: Callable[[int], bytes], budget: list[int]) -> Unpacked:
     """The bytes behind what the head says they are packed with."""
-    packed = Unpacked(name, read, left)
+    packed = Unpacked(name, read, budget)
     head = packed.peek(max(map(len, _HEADS)))
     match next((kind for magic, kind in _HEADS.items() if head.startswith(magic)), None):
         case "gzip":
-            return Unpacked(name, gzip.GzipFile(fileobj=packed).read1, left)
+            return Unpacked(name, gzip.GzipFile(fileobj=packed).read1, budget)
         case "xz":
-            return Unpacked(name, _Xz(packed).read, left)
+            return Unpacked(name, _Xz(packed).read, budget)
         case "zstd":
             with tables_wanted():
                 import pyarrow as pa
 
-            return Unpacked(name, partial(_little, pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), "zstd")), left)
+            return Unpacked(name, partial(_little, pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), "zstd")), budget)
         case _:
             return packed
 

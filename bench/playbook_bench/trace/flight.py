@@ -1,7 +1,8 @@
 """PyTorch's flight recorder: of a run that hangs, which rank never came to which collective.
 
-Source: the dump of `torch.distributed`, version 2 (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`): one file for each rank, whose entries
-number a group's collectives by `collective_seq_id`. A collective that a rank has and another member of its group has not is what they wait for.
+Source: the dump of `torch.distributed`, version 2 (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`): one file for each rank, whose
+entries number a group's collectives by `collective_seq_id`. A collective that a rank has and another member of its group has not is what
+they wait for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStanding:
     """How far one rank came. `dump`: whether it left one."""
 
     rank: int
@@ -62,7 +63,7 @@ class Hang:
     ranks: tuple[int, ...]
     """Whom to look at: who is missing, calls something else, has not started it, or all inside."""
     waiting: tuple[int, ...]
-    standings: tuple[Standing, ...]
+    standings: tuple[RankStanding, ...]
     notes: tuple[str, ...]
 
 
@@ -95,19 +96,19 @@ def hang(dumps: Sequence[tuple[str, Mapping[str, Any]]], notes: Iterable[str] = 
     open_ = _opened(calls, members)
     everyone = sorted({*by_rank, *(r for each in members.values() for r in each)})
     standings = tuple(_standing(rank, calls.get(rank)) for rank in everyone)
-    said = [*notes, *(f"rank {s.rank} left no dump" for s in standings if not s.dump)][: _LISTED * 2]
+    remarks = [*notes, *(f"rank {s.rank} left no dump" for s in standings if not s.dump)][: _LISTED * 2]
     cause, chosen, ranks = _cause(open_, calls)
     if chosen is None:
         peers = tuple(rank for rank, each in calls.items() if any(c.sent and not c.done for c in each))
         if not peers:
-            return Hang("No collective is open: every call of every rank is done.", "none", "", "", (), (), standings, tuple(said))
+            return Hang("No collective is open: every call of every rank is done.", "none", "", "", (), (), standings, tuple(remarks))
         named = "; ".join(f"rank {s.rank} in {s.open[0]}" for s in standings if s.rank in peers and s.open)
-        return Hang(f"Ranks wait for peers to send or to receive: {named}.", "peers", "", "", peers, peers, standings, tuple(said))
+        return Hang(f"Ranks wait for peers to send or to receive: {named}.", "peers", "", "", peers, peers, standings, tuple(remarks))
     waiting = tuple(rank for rank, call in chosen.calls.items() if not call.done and rank not in ranks)
     call = next(iter(chosen.calls.values()))
     label = f"{call.name} {chosen.sequence} of {chosen.group}"
     sentence = _sentence(cause, label, ranks, waiting, chosen, {s.rank: s for s in standings})
-    return Hang(sentence, cause, chosen.group, label, ranks, waiting, standings, tuple(said))
+    return Hang(sentence, cause, chosen.group, label, ranks, waiting, standings, tuple(remarks))
 
 
 def _numbered(dumps: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[int, Mapping[str, Any]]:
@@ -163,9 +164,9 @@ def _sizes(value: Any) -> str:
 
 def _where(frames: Any) -> str:
     """The innermost line outside torch."""
-    known = [f for f in frames[:64] if isinstance(f, dict)] if isinstance(frames, list | tuple) else []
-    outside = [f for f in known if "/torch/" not in _text(f.get("filename"), 400)]
-    for frame in (outside or known)[:1]:
+    valid = [f for f in frames[:64] if isinstance(f, dict)] if isinstance(frames, list | tuple) else []
+    outside = [f for f in valid if "/torch/" not in _text(f.get("filename"), 400)]
+    for frame in (outside or valid)[:1]:
         return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_int(frame.get('line')) or 0} {_text(frame.get('name'))}"
     return ""
 
@@ -191,20 +192,22 @@ def _opened(calls: Mapping[int, list[_Call]], members: Mapping[str, set[int]]) -
     """For each group its first collective that is not done on all ranks. What a rank's buffer has dropped is done."""
     out = []
     for group, ranks in members.items():
-        own = {rank: {c.sequence: c for c in reversed(calls.get(rank, [])) if c.group == group and not c.sent} for rank in ranks}
-        last = {rank: max(each, default=-1) for rank, each in own.items()}
-        sequences = sorted({c.sequence for each in own.values() for c in each.values()})
+        by_sequence = {rank: {c.sequence: c for c in reversed(calls.get(rank, [])) if c.group == group and not c.sent} for rank in ranks}
+        last = {rank: max(each, default=-1) for rank, each in by_sequence.items()}
+        sequences = sorted({c.sequence for each in by_sequence.values() for c in each.values()})
         for sequence in sequences:
-            there = {rank: each[sequence] for rank, each in sorted(own.items()) if sequence in each}
+            present = {rank: each[sequence] for rank, each in sorted(by_sequence.items()) if sequence in each}
             missing = tuple(sorted(rank for rank in ranks if last[rank] < sequence))
-            if any(not c.done for c in there.values()):
-                out.append(_Open(group, sequence, there, missing, tuple(sorted(ranks))))
+            if any(not c.done for c in present.values()):
+                out.append(_Open(group, sequence, present, missing, tuple(sorted(ranks))))
                 break
     return out
 
 
 def _cause(open_: Sequence[_Open], calls: Mapping[int, list[_Call]]) -> tuple[str, _Open | None, tuple[int, ...]]:
-    """The cause, its collective, and the ranks to look at: first where ranks call different things, then where one is missing that itself waits nowhere."""
+    """The cause, its collective, and the ranks to look at: first where ranks call different things, then where one is missing that itself
+    waits nowhere.
+    """
     for each in open_:
         kinds: defaultdict[str, list[int]] = defaultdict(list)
         for rank, call in each.calls.items():
@@ -224,13 +227,13 @@ def _cause(open_: Sequence[_Open], calls: Mapping[int, list[_Call]]) -> tuple[st
     return ("inside", open_[0], tuple(open_[0].calls)) if open_ else ("none", None, ())
 
 
-def _standing(rank: int, calls: list[_Call] | None) -> Standing:
+def _standing(rank: int, calls: list[_Call] | None) -> RankStanding:
     if not calls:
-        return Standing(rank, calls is not None, "", (), "")
+        return RankStanding(rank, calls is not None, "", (), "")
     waits = [c for c in calls if not c.done]
     shown = tuple(f"{c.name} {c.sequence} of {c.group}" for c in waits[:_LISTED])
     last = calls[-1]
-    return Standing(rank, True, f"{last.name} {last.sequence} of {last.group}", shown, (waits[0] if waits else last).where)
+    return RankStanding(rank, True, f"{last.name} {last.sequence} of {last.group}", shown, (waits[0] if waits else last).where)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -239,15 +242,19 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _sentence(
-    cause: str, label: str, ranks: Sequence[int], waiting: Sequence[int], chosen: _Open, standings: Mapping[int, Standing]
+    cause: str, label: str, ranks: Sequence[int], waiting: Sequence[int], chosen: _Open, standings: Mapping[int, RankStanding]
 ) -> str:
+    """The answer in words: what `ranks` did, at which collective (`label`), and who waits for them."""
     who = _ranks(ranks)
     who = who[0].upper() + who[1:]
     match cause:
         case "different":
             other = {rank: call for rank, call in chosen.calls.items() if rank not in ranks}
             usual = next(iter(other.values())).what if other else ""
-            return f"{who} call{'s' if len(ranks) == 1 else ''} {chosen.calls[ranks[0]].what} as collective {chosen.sequence} of {chosen.group}, where {_ranks(list(other))} call{'s' if len(other) == 1 else ''} {usual}."
+            return (
+                f"{who} call{'s' if len(ranks) == 1 else ''} {chosen.calls[ranks[0]].what} as collective {chosen.sequence} of "
+                f"{chosen.group}, where {_ranks(list(other))} call{'s' if len(other) == 1 else ''} {usual}."
+            )
         case "missing":
             first = standings[ranks[0]]
             did = (
@@ -257,6 +264,9 @@ def _sentence(
             )
             return f"{who} never came to {label}, in which {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}; {did}."
         case "not started":
-            return f"{who} called {label} and {'has' if len(ranks) == 1 else 'have'} not started it: earlier work of the GPU is not done; {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in it."
+            return (
+                f"{who} called {label} and {'has' if len(ranks) == 1 else 'have'} not started it: earlier work of the GPU is not done; "
+                f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in it."
+            )
         case _:
             return f"All members have come to {label} and none gets out of it: look at the network and the GPUs of {_ranks(ranks)}."

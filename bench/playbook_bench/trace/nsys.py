@@ -77,6 +77,7 @@ def _guarded(db: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _timeline(db: sqlite3.Connection, path: Path, ranges: bool) -> Timeline:
+    """The timeline of the process that ran the steps, from the tables of an open export; without `ranges`, of the busiest process."""
     tables = _tables(db)
     _check(tables, path, ranges)
     strings = _strings(db, tables)
@@ -106,8 +107,8 @@ def _tables(db: sqlite3.Connection) -> dict[str, set[str]]:
         for n, sql in db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
         if "VIRTUAL" not in str(sql)[:20].upper()
     ]
-    wanted = {*_NEEDED, *_COPIES, _GRAPHS, "StringIds"}
-    return {n: {str(row[1]) for row in db.execute(f'PRAGMA table_info("{n}")')} for n in names if n in wanted}
+    needed = {*_NEEDED, *_COPIES, _GRAPHS, "StringIds"}
+    return {n: {str(row[1]) for row in db.execute(f'PRAGMA table_info("{n}")')} for n in names if n in needed}
 
 
 def _check(tables: dict[str, set[str]], path: Path, ranges: bool) -> None:
@@ -148,8 +149,13 @@ def _times(path: Path, table: str, *values: object) -> tuple[int, ...]:
 
 
 def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], path: Path) -> list[Span]:
+    """NVTX ranges by thread, in nanoseconds; a range that nothing closed lasts until the latest time in the table.
+
+    Raises:
+        PlaybookError: a time or a thread is no number.
+    """
     text_id = "textId" if "textId" in tables["NVTX_EVENTS"] else "NULL"
-    found: list[tuple[int, str, int, int | None]] = []
+    ranges: list[tuple[int, str, int, int | None]] = []
     latest = 0
     for start, end, kind, text, number, thread in _rows(
         db, "NVTX_EVENTS", ["start", "end", "eventType", "text", text_id, "globalTid"], path
@@ -162,9 +168,9 @@ def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[in
         begin, tid = _times(path, "NVTX_EVENTS", start, thread)
         until = None if end is None else _times(path, "NVTX_EVENTS", end)[0]
         latest = max(latest, begin, until or 0)
-        found.append((tid, name[:200], begin, until))
+        ranges.append((tid, name[:200], begin, until))
     # A range that nothing closed lasts until the trace ends.
-    return [Span(tid, name, begin, latest if until is None else until) for tid, name, begin, until in found]
+    return [Span(tid, name, begin, latest if until is None else until) for tid, name, begin, until in ranges]
 
 
 def _process(spans: list[Span]) -> int:

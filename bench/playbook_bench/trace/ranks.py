@@ -19,7 +19,8 @@ from playbook_bench.trace.table import NS_PER_MS, Timeline
 from playbook_bench.trace.walls import Stretch, Walls, of_stretch, stretch
 
 _HOLDS_UP = 0.05
-"""Share of the step by which the least and the most waiting rank must differ for one to hold up the others: GPUs of one kind differ in clocks by a few percent."""
+"""Share of the step by which the least and the most waiting rank must differ for one to hold up the others: GPUs of one kind differ in
+clocks by a few percent."""
 _RANK = re.compile(r"rank[-_ ]?(\d{1,6})", re.IGNORECASE)
 _TELLING = 0.5
 """Share of a difference that its largest part must have to be named as its cause."""
@@ -28,7 +29,7 @@ _Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RankSummary:
     """One rank's part: its walls, and the durations of its collectives by kind and group, in order. Units: nanoseconds."""
 
     name: str
@@ -39,7 +40,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankTime:
     """What one rank does in a step. Units: milliseconds of a step."""
 
     rank: int
@@ -78,19 +79,19 @@ class Ranks:
     holds_up: bool
     """Whether the others wait so much longer that the rank that waits least holds them up."""
     span_ms: float
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankTime, ...]
     collectives: tuple[Group, ...]
     notes: tuple[str, ...]
 
 
-def summary(name: str, timeline: Timeline) -> _Seen:
+def summary(name: str, timeline: Timeline) -> _RankSummary:
     """What the comparison needs of a rank, so that its timeline can go.
 
     Raises:
         PlaybookError: nothing ran in it.
     """
     part = stretch(timeline)
-    return _Seen(name, timeline.rank, of_stretch(timeline, part), *_collectives(part))
+    return _RankSummary(name, timeline.rank, of_stretch(timeline, part), *_collectives(part))
 
 
 def _collectives(part: Stretch) -> tuple[dict[_Key, list[int]], dict[_Key, int]]:
@@ -103,34 +104,35 @@ def _collectives(part: Stretch) -> tuple[dict[_Key, list[int]], dict[_Key, int]]
     return sent, {key: length(subtract(union(each), compute)) for key, each in runs.items()}
 
 
-def compare(seen: Iterable[_Seen], notes: Iterable[str] = ()) -> Ranks:
+def compare(summaries: Iterable[_RankSummary], notes: Iterable[str] = ()) -> Ranks:
     """The ranks beside one another.
 
     Raises:
         PlaybookError: they have no GPU.
     """
-    by_rank = _numbered(list(seen))
+    by_rank = _numbered(list(summaries))
     if any(s.walls.wall == "no GPU" for s in by_rank.values()):
         raise PlaybookError(
-            "ranks are compared by their GPUs' collectives, and there is a trace without GPU; trace a run on GPUs, each rank into its own file"
+            "ranks are compared by their GPUs' collectives, and there is a trace without GPU; trace a run on GPUs, each rank into its "
+            "own file"
         )
-    said = list(notes)
-    waiting, transfer = _waits(by_rank, said)
+    remarks = list(notes)
+    waiting, transfer = _waits(by_rank, remarks)
     ranks = tuple(_rank(n, s, waiting[n], transfer[n]) for n, s in by_rank.items())
     least = min(ranks, key=lambda r: (r.waiting_ms, r.rank))
     span = median(r.span_ms for r in ranks)
     holds = max(r.waiting_ms for r in ranks) - least.waiting_ms > _HOLDS_UP * span
-    return Ranks(_sentence(least, ranks, holds, by_rank), least.rank, holds, span, ranks, _groups(by_rank), tuple(dict.fromkeys(said)))
+    return Ranks(_sentence(least, ranks, holds, by_rank), least.rank, holds, span, ranks, _groups(by_rank), tuple(dict.fromkeys(remarks)))
 
 
-def _numbered(seen: list[_Seen]) -> dict[int, _Seen]:
+def _numbered(summaries: list[_RankSummary]) -> dict[int, _RankSummary]:
     """By the rank that the trace states, else by the one in the file's name, else by order."""
-    stated = [s.rank if s.rank is not None else int(m[1]) if (m := _RANK.search(s.name.rpartition("/")[2])) else -1 for s in seen]
-    numbers = stated if len(set(stated)) == len(seen) and min(stated) >= 0 else list(range(len(seen)))
-    return dict(sorted(zip(numbers, seen, strict=True)))
+    stated = [s.rank if s.rank is not None else int(m[1]) if (m := _RANK.search(s.name.rpartition("/")[2])) else -1 for s in summaries]
+    numbers = stated if len(set(stated)) == len(summaries) and min(stated) >= 0 else list(range(len(summaries)))
+    return dict(sorted(zip(numbers, summaries, strict=True)))
 
 
-def _members(by_rank: Mapping[int, _Seen]) -> dict[_Key, list[int]]:
+def _members(by_rank: Mapping[int, _RankSummary]) -> dict[_Key, list[int]]:
     members: defaultdict[_Key, list[int]] = defaultdict(list)
     for n, s in by_rank.items():
         for key in s.sent:
@@ -138,8 +140,10 @@ def _members(by_rank: Mapping[int, _Seen]) -> dict[_Key, list[int]]:
     return dict(members)
 
 
-def _least(by_rank: Mapping[int, _Seen], key: _Key, members: list[int]) -> tuple[float, bool]:
-    """What the transfers of a group take in a step, in nanoseconds: the shortest of each collective, or where ranks have not equally many, the shortest sum."""
+def _least(by_rank: Mapping[int, _RankSummary], key: _Key, members: list[int]) -> tuple[float, bool]:
+    """What the transfers of a group take in a step, in nanoseconds: the shortest of each collective, or where ranks have not equally many,
+    the shortest sum.
+    """
     runs = [by_rank[n].sent[key] for n in members]
     steps = [by_rank[n].walls.num_steps for n in members]
     if len({len(r) for r in runs}) == 1 and len(set(steps)) == 1:
@@ -147,7 +151,7 @@ def _least(by_rank: Mapping[int, _Seen], key: _Key, members: list[int]) -> tuple
     return min(sum(r) / s for r, s in zip(runs, steps, strict=True)), False
 
 
-def _waits(by_rank: Mapping[int, _Seen], notes: list[str]) -> tuple[dict[int, float], dict[int, float]]:
+def _waits(by_rank: Mapping[int, _RankSummary], notes: list[str]) -> tuple[dict[int, float], dict[int, float]]:
     """Milliseconds of a step that each rank waits in its collectives, and that it transfers."""
     waiting, transfer = dict.fromkeys(by_rank, 0.0), dict.fromkeys(by_rank, 0.0)
     for key, members in _members(by_rank).items():
@@ -164,13 +168,13 @@ def _waits(by_rank: Mapping[int, _Seen], notes: list[str]) -> tuple[dict[int, fl
     return waiting, transfer
 
 
-def _rank(number: int, s: _Seen, waiting: float, transfer: float) -> Rank:
+def _rank(number: int, s: _RankSummary, waiting: float, transfer: float) -> RankTime:
     w = s.walls
     idle = [None if share is None else share * w.span_ms for share in (w.host_idle, w.data_wait)]
-    return Rank(number, s.name, w.span_ms, w.computing * w.span_ms, waiting, transfer, w.exposed * w.span_ms, idle[0], idle[1], w.wall)
+    return RankTime(number, s.name, w.span_ms, w.computing * w.span_ms, waiting, transfer, w.exposed * w.span_ms, idle[0], idle[1], w.wall)
 
 
-def _groups(by_rank: Mapping[int, _Seen]) -> tuple[Group, ...]:
+def _groups(by_rank: Mapping[int, _RankSummary]) -> tuple[Group, ...]:
     """The most exposed first."""
     out = []
     for key, members in _members(by_rank).items():
@@ -181,7 +185,7 @@ def _groups(by_rank: Mapping[int, _Seen]) -> tuple[Group, ...]:
     return tuple(sorted(out, key=lambda g: -g.exposed_ms))
 
 
-def _sentence(least: Rank, ranks: tuple[Rank, ...], holds: bool, by_rank: Mapping[int, _Seen]) -> str:
+def _sentence(least: RankTime, ranks: tuple[RankTime, ...], holds: bool, by_rank: Mapping[int, _RankSummary]) -> str:
     most = max(ranks, key=lambda r: r.waiting_ms)
     if not holds:
         return (
@@ -195,7 +199,7 @@ def _sentence(least: Rank, ranks: tuple[Rank, ...], holds: bool, by_rank: Mappin
     )
 
 
-def _cause(least: Rank, ranks: tuple[Rank, ...], by_rank: Mapping[int, _Seen]) -> str:
+def _cause(least: RankTime, ranks: tuple[RankTime, ...], by_rank: Mapping[int, _RankSummary]) -> str:
     """What it does longer than the median of the others."""
     others = [r for r in ranks if r is not least]
     longer = {

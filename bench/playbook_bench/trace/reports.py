@@ -39,7 +39,8 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     ranks = list(islice(contents(path, ranges), 2))
     if len(ranks) > 1:
         raise PlaybookError(
-            f"{path}: holds several files; expected one rank's: playbook bench trace --file {path} compares them and names the one that waits least"
+            f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them and names the "
+            "one that waits least"
         )
     for _, timeline in ranks:
         if isinstance(timeline, PlaybookError):
@@ -66,7 +67,8 @@ def memory_from_file(path: Path) -> snapshot.Snapshot:
 
 
 def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline | dict[str, Any] | PlaybookError]]:
-    """Each trace, dump of the flight recorder, or memory snapshot, of a file, an archive or a folder by its name, or why it cannot be read. A `.nsys-rep` is exported first, by the nsys on this machine.
+    """Each trace, dump of the flight recorder, or memory snapshot, of a file, an archive or a folder by its name, or why it cannot be read.
+    A `.nsys-rep` is exported first, by the nsys on this machine.
 
     Raises:
         PlaybookError: there is no such file, or none in the folder, or the archive is damaged.
@@ -76,7 +78,10 @@ def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline |
             yield str(file), _tried(partial(_of_nsys, file, ranges))
             continue
         for stream in containers.files(file):
-            yield stream.name, _tried(partial(_of_stream, stream, ranges))
+            try:
+                yield from _of_stream(stream, ranges)
+            except PlaybookError as e:
+                yield stream.name, e
 
 
 def _files(path: Path) -> list[Path]:
@@ -104,24 +109,28 @@ def _starts(path: Path, head: bytes) -> bool:
         raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
 
 
-def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str, Any]:
+def _of_stream(stream: containers.Unpacked, ranges: bool) -> list[tuple[str, Timeline | dict[str, Any]]]:
+    """What a file holds by its name: one trace or dump, or the traces of several ranks that were merged."""
     head = stream.peek(len(nsys.SQLITE_MAGIC))
     if head == nsys.SQLITE_MAGIC:
         with tempfile.NamedTemporaryFile(suffix=".sqlite") as f:
             shutil.copyfileobj(stream, f)
             f.flush()
-            return nsys.read(Path(f.name), ranges)
+            return [(stream.name, nsys.read(Path(f.name), ranges))]
     if head.startswith(containers.HEAD):
-        return _dump(containers.load_pickle(stream), stream.name)
+        return [(stream.name, _dump(containers.load_pickle(stream), stream.name))]
     document = kineto.Document(stream)
-    timeline = kineto.of_document(document, stream)
-    return _dump(document.head, stream.name) if "entries" in document.head else timeline
+    timelines = kineto.of_document(document, stream)
+    if "entries" in document.head:
+        return [(stream.name, _dump(document.head, stream.name))]
+    return [(f"{stream.name}: {name}" if name else stream.name, timeline) for name, timeline in timelines]
 
 
 def _dump(document: Any, name: str) -> dict[str, Any]:
     if not (flight.is_dump(document) or snapshot.is_snapshot(document)):
         raise PlaybookError(
-            f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, which has segments"
+            f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, "
+            "which has segments"
         )
     plain: dict[str, Any] = document
     return plain
@@ -134,7 +143,8 @@ def _of_nsys(path: Path, ranges: bool) -> Timeline:
         raise PlaybookError(f"{path}: there is no such file; expected a report of nsys, its SQLite export, or a Chrome trace")
     if not shutil.which("nsys"):
         raise PlaybookError(
-            f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and give the .sqlite"
+            f"{path}: only nsys reads its reports, and it is not on PATH here; where it is, run nsys export --type sqlite {path}, and "
+            "give the .sqlite"
         )
     with tempfile.TemporaryDirectory() as folder:
         return nsys.read(exported(path, Path(folder) / "trace.sqlite"), ranges)

@@ -1,7 +1,7 @@
 """PyTorch's memory snapshots: what was allocated at the peak, by the planner's parts and by the lines that asked for it.
 
-Source: the format of `torch.cuda.memory._dump_snapshot`. What was allocated before the record began is known by its free, or by its block at the
-end. A part is told by the functions that an allocation was made in; an allocation without them is `unrecorded`.
+Source: the format of `torch.cuda.memory._dump_snapshot`. What was allocated before the record began is known by its free, or by its block
+at the end. A part is told by the functions that an allocation was made in; an allocation without them is `unrecorded`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
         re.compile(r":(__init__|_apply|to|to_empty|cuda|reset_parameters|from_pretrained|load_state_dict|_load_\w+|materialize\w*)$"),
     ),
 )
-"""By the file and function of any of an allocation's frames, the first part that fits. What is computed forward inside the backward pass is computed again: an activation."""
+"""By the file and function of any of an allocation's frames, the first part that fits. What is computed forward inside the backward pass is
+computed again: an activation."""
 
 
 class _Allocation(NamedTuple):
@@ -40,7 +41,7 @@ class _Allocation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Site:
+class AllocationSite:
     """What one line of the program holds at the peak. Units: bytes."""
 
     where: str
@@ -60,7 +61,7 @@ class Snapshot:
     reserved: int
     """What the allocator held of the GPU at the end."""
     parts: dict[str, int]
-    sites: tuple[Site, ...]
+    sites: tuple[AllocationSite, ...]
     notes: tuple[str, ...]
 
 
@@ -131,7 +132,7 @@ def _peak(blocks: Mapping[int, _Allocation], trace: Any) -> list[_Allocation]:
     """What is allocated when most is."""
     live: dict[int, _Allocation] = {}
     before: dict[int, _Allocation] = {}
-    seen: set[int] = set()
+    touched: set[int] = set()
     now = most = 0
     most_at = -1
     for i, (allocates, address, what) in enumerate(_events(trace)):
@@ -140,13 +141,13 @@ def _peak(blocks: Mapping[int, _Allocation], trace: Any) -> list[_Allocation]:
             now += what.size
         elif address in live:
             now -= live.pop(address).size
-        elif address not in seen:
+        elif address not in touched:
             before[address] = what._replace(frames=None)
             now -= what.size
-        seen.add(address)
+        touched.add(address)
         if now > most:
             most, most_at = now, i
-    before |= {address: block for address, block in blocks.items() if address not in seen}
+    before |= {address: block for address, block in blocks.items() if address not in touched}
     at_peak = dict(before)
     for i, (allocates, address, what) in enumerate(_events(trace)):
         if i > most_at:
@@ -164,18 +165,19 @@ def _text(value: Any) -> str:
 
 def _part(frames: Any) -> tuple[str, str]:
     """The planner's part of an allocation, and the innermost line outside torch."""
-    known = [(_text(f.get("filename")), _int(f.get("line")) or 0, _text(f.get("name"))) for f in _dicts(frames)][:_FRAMES]
-    known = [f for f in known if f[0] or f[2]]
-    if not known:
+    lines = [(_text(f.get("filename")), _int(f.get("line")) or 0, _text(f.get("name"))) for f in _dicts(frames)][:_FRAMES]
+    lines = [f for f in lines if f[0] or f[2]]
+    if not lines:
         return UNRECORDED, ""
-    words = [f"{file}:{name}" for file, _, name in known]
+    words = [f"{file}:{name}" for file, _, name in lines]
     part = next((part for part, pattern in _PARTS if any(pattern.search(word) for word in words)), OTHER)
-    outside = [f for f in known if f[0].endswith(".py") and "/torch/" not in f[0]] or [f for f in known if f[0].endswith(".py")] or known
+    outside = [f for f in lines if f[0].endswith(".py") and "/torch/" not in f[0]] or [f for f in lines if f[0].endswith(".py")] or lines
     file, line, name = outside[0]
     return part, f"{file.rpartition('/')[2]}:{line} {name[:60]}"
 
 
 def _answer(document: Mapping[str, Any], device: int, live: list[_Allocation], recorded: bool) -> Snapshot:
+    """The answer from the allocations that are live at the peak: bytes by part and by line, and what the GPU had reserved."""
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     memo: dict[int, tuple[str, str]] = {}
@@ -188,7 +190,9 @@ def _answer(document: Mapping[str, Any], device: int, live: list[_Allocation], r
     parts: Counter[str] = Counter()
     for (part, _), size in sizes.items():
         parts[part] += size
-    sites = tuple(Site(where or "(no stack)", part, size, counts[part, where]) for (part, where), size in sizes.most_common(_SITES))
+    sites = tuple(
+        AllocationSite(where or "(no stack)", part, size, counts[part, where]) for (part, where), size in sizes.most_common(_SITES)
+    )
     segments = [s for s in _dicts(document["segments"]) if (_int(s.get("device")) or 0) == device]
     peak, reserved = sum(parts.values()), sum(_size(s.get("total_size")) for s in segments)
     notes = (

@@ -102,6 +102,7 @@ class Stacks:
             self._sweep(thread, members)
 
     def _sweep(self, thread: int, spans: list[Span]) -> None:
+        """Follow the begins and ends of a thread's ranges, and note which are open after each moment."""
         spans.sort(key=lambda s: (s.start, -s.end))
         # At one moment, ends come before starts: a range that ends where another begins does not enclose it.
         edges = sorted([(s.start, 1, i) for i, s in enumerate(spans)] + [(s.end, 0, i) for i, s in enumerate(spans)])
@@ -165,26 +166,26 @@ def close_backward(spans: Sequence[Span]) -> list[Span]:
     return out
 
 
-def _parts(own: Path_) -> Path_:
+def _parts(open_ranges: Path_) -> Path_:
     """The parts among open ranges; a part inside itself counts once."""
-    names = [n.removesuffix(BACKWARD) for n in own if n not in CONTAINERS]
+    names = [n.removesuffix(BACKWARD) for n in open_ranges if n not in CONTAINERS]
     return tuple(n for i, n in enumerate(names) if i == 0 or n != names[i - 1])
 
 
-def place(own: Path_, main: Path_, hint: Path_) -> Place:
+def place(open_ranges: Path_, main: Path_, hint: Path_) -> Place:
     """Phase and path of a moment, from the ranges open on its own thread and on the main thread."""
-    parts = _parts(own)
-    in_backward = "backward" in own or "backward" in main or any(n.endswith(BACKWARD) for n in own)
+    parts = _parts(open_ranges)
+    in_backward = "backward" in open_ranges or "backward" in main or any(n.endswith(BACKWARD) for n in open_ranges)
     if in_backward:
-        last = max((i for i, n in enumerate(own) if n == "backward" or n.endswith(BACKWARD)), default=-1)
-        if any(n in MODEL_RANGES for n in own[last + 1 :]):
+        last = max((i for i, n in enumerate(open_ranges) if n == "backward" or n.endswith(BACKWARD)), default=-1)
+        if any(n in MODEL_RANGES for n in open_ranges[last + 1 :]):
             # A forward range entered during the backward pass: activation recomputation. It starts wherever the first saved tensor is
             # asked for, so the part around it in the backward pass says nothing; only the tower does.
-            inside = _parts(own[last + 1 :])
+            inside = _parts(open_ranges[last + 1 :])
             tower = tuple(n for n in parts[:1] if n in _TOWERS and n not in inside)
             return Place("recompute", tower + inside)
         return Place("backward", parts or hint)
-    if "forward" in own or "forward" in main or any(n in MODEL_RANGES for n in own):
+    if "forward" in open_ranges or "forward" in main or any(n in MODEL_RANGES for n in open_ranges):
         return Place("forward", parts)
     return Place("other", parts)
 
@@ -226,16 +227,16 @@ def _window(spans: Sequence[Span], ops: Sequence[Op], main: int, notes: list[str
 
 def _placed(ops: Sequence[Op], stacks: Stacks, main: int, window: Interval) -> tuple[list[Op], list[Place]]:
     """The operations inside the window, clipped to it, and where each belongs."""
-    kept: list[Op] = []
+    inside: list[Op] = []
     places: list[Place] = []
     for op in ops:
         start, end = max(op.start, window[0]), min(op.end, window[1])
         if end <= start:
             continue
-        kept.append(op._replace(start=start, end=end))
+        inside.append(op._replace(start=start, end=end))
         above = stacks.at(main, op.launch) if op.thread != main else ()
         places.append(place(stacks.at(op.thread, op.launch), above, op.hint))
-    return kept, places
+    return inside, places
 
 
 def exclusive(ops: Sequence[Op]) -> list[int]:
@@ -279,20 +280,21 @@ class _Table:
     """The sums behind the rows, in nanoseconds over all steps."""
 
     def __init__(self, ops: list[Op], places: list[Place], window: Interval, num_steps: int) -> None:
+        """Sum up operations by place. `ops` and `places` belong together; `window` is in nanoseconds."""
         self.ops, self.places, self.window, self.num_steps = ops, places, window, num_steps
         self.shares = exclusive(ops)
         compute = union((o.start, o.end) for o in ops if o.kind == "compute")
         comm = [i for i, o in enumerate(ops) if o.kind == "communication"]
         self.exposed = {i: subtract([(ops[i].start, ops[i].end)], _near(compute, ops[i])) for i in comm}
         self.comm_ms = self._ms(length(union((ops[i].start, ops[i].end) for i in comm)))
-        self.exposed_ms = self._ms(length(union(x for found in self.exposed.values() for x in found)))
+        self.exposed_ms = self._ms(length(union(x for placed in self.exposed.values() for x in placed)))
         self.inside: defaultdict[Place, list[int]] = defaultdict(list)
         """Operations per row; an operation counts in each part around it."""
-        for i, found in enumerate(places):
-            for depth in range(1, len(found.path) + 1):
-                self.inside[Place(found.phase, found.path[:depth])].append(i)
-            if not found.path:
-                self.inside[found].append(i)
+        for i, placed in enumerate(places):
+            for depth in range(1, len(placed.path) + 1):
+                self.inside[Place(placed.phase, placed.path[:depth])].append(i)
+            if not placed.path:
+                self.inside[placed].append(i)
         self.count: Counter[Place] = Counter()
         self.host: Counter[Place] = Counter()
 
@@ -301,13 +303,13 @@ class _Table:
 
     def enter(self, stacks: Stacks, main: int) -> None:
         """Count the ranges entered inside the window, and their time on the host."""
-        for span, own in stacks.entered:
+        for span, stack in stacks.entered:
             start, end = max(span.start, self.window[0]), min(span.end, self.window[1])
-            inside_itself = len(own) > 1 and own[-2] == span.name
+            inside_itself = len(stack) > 1 and stack[-2] == span.name
             if span.name in CONTAINERS or inside_itself or end <= start:
                 continue
             above = stacks.at(main, span.start) if span.thread != main else ()
-            key = place(own, above, ())
+            key = place(stack, above, ())
             self.count[key] += 1
             self.host[key] += end - start
 
@@ -343,10 +345,10 @@ class _Table:
         """The largest operations that no part encloses."""
         busy: Counter[tuple[str, Phase]] = Counter()
         count: Counter[tuple[str, Phase]] = Counter()
-        for op, found, share in zip(self.ops, self.places, self.shares, strict=True):
-            if not found.path:
-                busy[op.name, found.phase] += share
-                count[op.name, found.phase] += 1
+        for op, placed, share in zip(self.ops, self.places, self.shares, strict=True):
+            if not placed.path:
+                busy[op.name, placed.phase] += share
+                count[op.name, placed.phase] += 1
         return [
             UnattributedOp(name=n[:200], phase=p, count=count[n, p] / self.num_steps, busy_ms=self._ms(ns))
             for (n, p), ns in busy.most_common(_WORST_LISTED)

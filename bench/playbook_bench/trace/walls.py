@@ -1,4 +1,5 @@
-"""What holds a step back, from the trace of any trainer: which wall it runs into, by stated thresholds, and what changed between two traces.
+"""What holds a step back, from the trace of any trainer: which wall it runs into, by stated thresholds, and what changed between two
+traces.
 
 Source: idle time is the host's where the next kernel was launched only after the device had run dry, the test of HolisticTraceAnalysis
 (https://hta.readthedocs.io, "Idle Time Breakdown", host wait), here on the union of all streams.
@@ -22,17 +23,20 @@ Wall = Literal[
 ]
 
 DATA_WAIT = 0.10
-"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is above what tracing itself adds."""
+"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is
+above what tracing itself adds."""
 HOST_BOUND = 0.10
-"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us
-for each operator), so a smaller share may be the profiler's own."""
+"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU
+bounds (1 to 3 us for each operator), so a smaller share may be the profiler's own."""
 UNKNOWN_IDLE = 0.10
-"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the trace: as much as of
-the idle time whose cause is known."""
+"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the
+trace: as much as of the idle time whose cause is known."""
 EXPOSED = 0.15
-"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the slowest rank."""
+"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a
+collective also waits for the slowest rank."""
 BUSY = 0.80
-"""Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its threshold says enough."""
+"""Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its
+threshold says enough."""
 MOST = 0.50
 """Share of the computing time that a class of kernels needs to name the wall: more than all others together."""
 
@@ -45,7 +49,8 @@ _UPDATE = re.compile(r"adam|sgd|lamb(?!da)|(^|_)lion|adagrad|adafactor|Pointwise
 _FEWEST_UPDATES = 2
 """Fewer mark no step: a trace may begin or end in the middle of one."""
 _LAUNCH_NS = 10_000
-"""From a launching call's begin to its kernel's, at most, where the device has nothing else to do: 5 us, and as much again for the profiler."""
+"""From a launching call's begin to its kernel's, at most, where the device has nothing else to do: 5 us, and as much again for the
+profiler."""
 _UNKNOWN = -(1 << 63)
 """The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
 _PRODUCTS = frozenset({"products", "grouped products", "attention"})
@@ -53,7 +58,9 @@ _PRODUCTS = frozenset({"products", "grouped products", "attention"})
 
 @dataclass(frozen=True)
 class ClassTime:
-    """Time of one class of kernels. Units: milliseconds for each step; where streams overlap, computation counts first, so that the classes add up to the busy time."""
+    """Time of one class of kernels. Units: milliseconds for each step; where streams overlap, computation counts first, so that the classes
+    add up to the busy time.
+    """
 
     name: str
     ms: float
@@ -121,8 +128,8 @@ def stretch(trace: Timeline, tail: Tail | None = None) -> Stretch:
     notes = [note for note in trace.notes if "left out" not in note]
     if not any(op.end > op.start for op in ops):
         raise PlaybookError(
-            "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run makes steps"
-            + "".join(f" ({note})" for note in notes if "cut off" in note)
+            "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run "
+            "makes steps" + "".join(f" ({note})" for note in notes if "cut off" in note)
         )
     if trace.unlaunched:
         notes.append(
@@ -216,8 +223,8 @@ def _steps(trace: Timeline) -> list[Span]:
 def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tail | None, notes: list[str]) -> tuple[Interval, int]:
     """Whole steps by the GPU's own marks, or what stands for them; and their number.
 
-    The host runs ahead: its mark of a step's begin may lie in the work of the step before. On the GPU a step begins with the first kernel that
-    was launched in it, so that from the first of these begins to the last lie whole steps, one fewer than there are marks.
+    The host runs ahead: its mark of a step's begin may lie in the work of the step before. On the GPU a step begins with the first kernel
+    that was launched in it, so that from the first of these begins to the last lie whole steps, one fewer than there are marks.
     """
     begins = [] if trace.measures == "host" else _begins(trace, ops, steps)
     if len(begins) > 1 and begins[-1] > begins[0]:
@@ -237,7 +244,9 @@ def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tai
 
 
 def _begins(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span]) -> list[int]:
-    """When the GPU began each step: with the first kernel launched in it, or where launches are not in the trace, by the profiler's marks on the busiest stream."""
+    """When the GPU began each step: with the first kernel launched in it, or where launches are not in the trace, by the profiler's marks
+    on the busiest stream.
+    """
     hosts = sorted((s.start, s.end) for s in steps)
     starts = [s for s, _ in hosts]
     first: dict[int, int] = {}
@@ -270,8 +279,8 @@ def _updates(ops: Sequence[Op]) -> list[int]:
 
 def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
     """When some thread of the rank fetched data; None where no range tells."""
-    found = [s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name)]
-    return union((max(s.start, window[0]), min(s.end, window[1])) for s in found) if found else None
+    ranges = [s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name)]
+    return union((max(s.start, window[0]), min(s.end, window[1])) for s in ranges) if ranges else None
 
 
 def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
@@ -287,7 +296,9 @@ def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
 
 
 def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
-    """Whether the operation that ends an idle gap was launched after the gap began, or ran as soon as a launch can; a gap that nothing ends is the host's too."""
+    """Whether the operation that ends an idle gap was launched after the gap began, or ran as soon as a launch can; a gap that nothing ends
+    is the host's too.
+    """
     i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
     return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > min(gap[0], gap[1] - _LAUNCH_NS)
 
@@ -306,9 +317,9 @@ def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, .
     """Classes, the largest first."""
     time: Counter[str] = Counter()
     count: Counter[str] = Counter()
-    for op, own in zip(ops, exclusive(ops), strict=True):
+    for op, share in zip(ops, exclusive(ops), strict=True):
         kind = {"communication": "collectives", "copy": "copies"}.get(op.kind) or kernel_class(op.name)
-        time[kind] += own
+        time[kind] += share
         count[kind] += 1
     return tuple(ClassTime(name, ns / NS_PER_MS / num_steps, ns / span, count[name] / num_steps) for name, ns in time.most_common())
 
@@ -347,19 +358,41 @@ def _sentence(
     largest = classes[0].name if classes else "nothing"
     match wall:
         case "data wait":
-            return f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, prefetching, or cheaper collation."
+            return (
+                f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
+                "prefetching, or cheaper collation."
+            )
         case "host-bound":
-            return f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, torch.compile, fused kernels, or larger micro-batches."
+            return (
+                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, "
+                "torch.compile, fused kernels, or larger micro-batches."
+            )
         case "idle of unknown cause":
-            return f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for waits between streams and for other ranks."
+            return (
+                f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next "
+                "kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for "
+                "waits between streams and for other ranks."
+            )
         case "exposed communication":
-            return f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, or another layout or dispatcher."
+            return (
+                f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, "
+                "or another layout or dispatcher."
+            )
         case "memory-bound kernels":
-            return f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try fusion, by torch.compile or fused norms, rotary and optimizer."
+            return (
+                f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try "
+                "fusion, by torch.compile or fused norms, rotary and optimizer."
+            )
         case "compute-bound":
-            return f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer FLOPs (recomputation, padding) or faster ones (FP8)."
+            return (
+                f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer "
+                "FLOPs (recomputation, padding) or faster ones (FP8)."
+            )
         case "no GPU":
-            return f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for {waited or 0:.0%}."
+            return (
+                f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for "
+                f"{waited or 0:.0%}."
+            )
         case "mixed":
             idle = f"idle {1 - shares['busy']:.0%}, exposed communication {shares['exposed']:.0%}, computing {shares['computing']:.0%}"
             return f"Mixed: no single cause is above its threshold ({idle}; the largest class is {largest})."
@@ -413,9 +446,9 @@ def _parts(walls: Walls) -> dict[str, tuple[float, float]]:
     """Time and number of operations by class, and idle time by cause, that no two share."""
     parts = {c.name: (c.ms, c.count) for c in walls.classes}
     causes = {name: share for name, key in _IDLE.items() if (share := getattr(walls, key))}
-    left = max(0.0, walls.idle - sum(causes.values()))
-    if left * walls.span_ms > 1e-6:
-        causes["idle"] = left
+    unexplained = max(0.0, walls.idle - sum(causes.values()))
+    if unexplained * walls.span_ms > 1e-6:
+        causes["idle"] = unexplained
     return parts | {name: (share * walls.span_ms, 0.0) for name, share in causes.items()}
 
 

@@ -64,15 +64,15 @@ def repository(root: Path | None) -> Path:
         ConfigError: it is no repository of its own, or this command was started in another one, whose changes it would not see.
     """
     tree = (root or repo_root()).resolve()
-    around, here = top(tree), None if root else top(Path.cwd())
+    around, cwd_top = top(tree), None if root else top(Path.cwd())
     if around not in (None, tree):
         raise ConfigError(
             f"playbook runs from {tree}, which is no checkout of its own but a folder in {around}; both commits would run what is "
             "installed. Install it from the checkout that is to be judged: pip install -e"
         )
-    if here not in (None, tree):
+    if cwd_top not in (None, tree):
         raise ConfigError(
-            f"this folder belongs to the repository {here}, and playbook runs from {tree}, whose commits it would compare; "
+            f"this folder belongs to the repository {cwd_top}, and playbook runs from {tree}, whose commits it would compare; "
             "start it there, or install it from this checkout: pip install -e; for your own trainer, write a case of kind command "
             "(docs/guide/your-trainer.md)"
         )
@@ -81,7 +81,8 @@ def repository(root: Path | None) -> Path:
 
 @contextlib.contextmanager
 def files_of(root: Path, reference: str) -> Iterator[Path]:
-    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree; a folder that a killed process left, the next one removes.
+    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree; a folder that a killed process left, the next one
+    removes.
 
     Raises:
         ConfigError: the reference is no commit of this repository.
@@ -95,16 +96,18 @@ def files_of(root: Path, reference: str) -> Iterator[Path]:
         with _locked(folder):
             tree.mkdir()
             for words in (["read-tree", commit], ["checkout-index", "--all", "--quiet", f"--prefix={tree}/"]):
-                made = git(root, words, index)
-                if made.returncode:
-                    raise LaunchError(f"git cannot write the files of {reference}: {made.stderr.strip()[:500]}")
+                done = git(root, words, index)
+                if done.returncode:
+                    raise LaunchError(f"git cannot write the files of {reference}: {done.stderr.strip()[:500]}")
             yield tree
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """A lock on the folder until this process ends, however it does. Its file has its name once it is locked, and never where no lock can be had."""
+    """A lock on the folder until this process ends, however it does. Its file has its name once it is locked, and never where no lock can
+    be had.
+    """
     lock = (folder / f".{_LOCK}").open("wb")
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,11 +129,11 @@ def commit_of(root: Path, reference: str) -> str:
     Raises:
         ConfigError: git cannot read the repository, or the reference is no commit of it, or of what a shallow clone has of it.
     """
-    found = None if reference.startswith("-") else git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
-    if found is not None and found.returncode == 0:
-        return found.stdout.strip()
-    if found is not None and found.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
-        raise ConfigError(f"git cannot read {root}: {' '.join(found.stderr.split())[:500]}")
+    done = None if reference.startswith("-") else git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
+    if done is not None and done.returncode == 0:
+        return done.stdout.strip()
+    if done is not None and done.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
+        raise ConfigError(f"git cannot read {root}: {' '.join(done.stderr.split())[:500]}")
     shallow = git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
     advice = (
         "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
@@ -144,8 +147,8 @@ def _text_at(root: Path, reference: str, path: Path) -> str | None:
     Raises:
         ConfigError: as `commit_of`.
     """
-    found = git(root, ["show", f"{commit_of(root, reference)}:{path.as_posix()}"])
-    return found.stdout if found.returncode == 0 else None
+    done = git(root, ["show", f"{commit_of(root, reference)}:{path.as_posix()}"])
+    return done.stdout if done.returncode == 0 else None
 
 
 def case_at(root: Path, reference: str, file: Path) -> Case | None:
@@ -167,13 +170,15 @@ def case_at(root: Path, reference: str, file: Path) -> Case | None:
 
 
 def anchor_of(case: str, root: Path, reference: str) -> str | None:
-    """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was none."""
+    """The commit that the repository's file of anchors names for the case, as a commit has that file; as the tree has it, where there was
+    none.
+    """
     path = Path(KINDS["baselines"]) / _ANCHORS
     text = _text_at(root, reference, path)
     if text is None and (root / path).is_file():
         text = (root / path).read_text(encoding="utf-8")
-    found = validate(*parse(text, str(path)), Anchors, str(path)).anchors.get(case) if text else None
-    return found.commit if found else None
+    anchor = validate(*parse(text, str(path)), Anchors, str(path)).anchors.get(case) if text else None
+    return anchor.commit if anchor else None
 
 
 def state_of(root: Path) -> str:
@@ -192,7 +197,9 @@ def source_of(folder: Path) -> str | None:
 
 
 def code_of(launcher: object, commands: bool) -> list[str] | None:
-    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source around here; None without git, where nobody can tell whether their files are as they were."""
+    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source
+    around here; None without git, where nobody can tell whether their files are as they were.
+    """
     words = [str(w) for w in (*getattr(launcher, "command", ()), detect.trainer_digest())]
     if commands:
         source = source_of(Path.cwd())
@@ -236,8 +243,8 @@ def import_path(tree: Path, others: Sequence[Path]) -> str:
     Not the sources of `others`, or of the tree that runs this.
     """
     ours = {path for other in (*others, repo_root()) for path in sources(other)}
-    given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return os.pathsep.join([*sources(tree), *(p for p in given if p not in ours)])
+    inherited = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join([*sources(tree), *(p for p in inherited if p not in ours)])
 
 
 def resolve_in(tree: Path, path: str, trainer: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,30 +258,30 @@ def resolve_in(tree: Path, path: str, trainer: Path, overrides: Mapping[str, Any
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment, timeout=_GIT_TIMEOUT_S, check=False)
         if done.returncode == 0:
-            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return found
-        why = done.stderr
+            configuration: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return configuration
+        message = done.stderr
     except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as e:
-        why = str(e)
-    last = next((line.strip() for line in reversed(why.splitlines()) if line.strip()), "no message")
+        message = str(e)
+    last = next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "no message")
     raise LaunchError(f"its code does not read {_CONFIGS / trainer} with the case's overrides: {last[:500]}")
 
 
 def top(folder: Path) -> Path | None:
     """The top folder of the repository that a folder lies in; None where git knows of none."""
-    found = git(folder, ["rev-parse", "--show-toplevel"])
-    return Path(found.stdout.removesuffix("\n")).resolve() if found.returncode == 0 else None
+    done = git(folder, ["rev-parse", "--show-toplevel"])
+    return Path(done.stdout.removesuffix("\n")).resolve() if done.returncode == 0 else None
 
 
 # The files of a commit, or of the working tree, in a folder of their own, made ready to run once for each state of the files.
 
 _PREPARE_S = 3600.0
-_KEPT_S = 7 * 86_400.0
+_UNUSED_S = 7 * 86_400.0
 _READY = "ready"
 
 
 @dataclass(frozen=True)
-class Files:
+class TreeFiles:
     """One state of a repository's files, by the hash of its tree, with what is laid over them and what makes them ready."""
 
     repository: Path
@@ -288,15 +295,15 @@ class Files:
     def place(self, cache: Path) -> tuple[Path, dict[str, str]]:
         """The folder to run in, and the variables that let its packages come before those that are installed."""
         top = self.prepared(cache)
-        own = [str(top / part) for part in ("src", ".") if (top / part).is_dir()]
-        given = [
+        parts = [str(top / part) for part in ("src", ".") if (top / part).is_dir()]
+        inherited = [
             p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not Path(p).resolve().is_relative_to(self.repository)
         ]
         try:
             inside = _inside(top, str(self.inside))
         except ValueError as e:
             raise LaunchError(f"the folder of the command: {e}") from e
-        return inside, {"PYTHONPATH": os.pathsep.join([*own, *given])}
+        return inside, {"PYTHONPATH": os.pathsep.join([*parts, *inherited])}
 
     def prepared(self, cache: Path) -> Path:
         """The files in their folder, prepared; made where they are not there yet.
@@ -312,32 +319,32 @@ class Files:
             if ready.is_file():
                 os.utime(ready)
                 return top
-            _forget(parent)
+            _remove_unused(parent)
             shutil.rmtree(folder, ignore_errors=True)
             top.mkdir(parents=True)
-            _write(self.repository, self.tree, top, folder / "index")
+            _write_tree(self.repository, self.tree, top, folder / "index")
             for path, text in self.overlay:
-                _lay(top, path, text)
+                _overlay_file(top, path, text)
             if self.prepare:
                 _prepare([word.replace("{root}", str(self.repository)) for word in self.prepare], top, folder / "prepare.log")
             ready.touch()
         return top
 
 
-def files(here: Path, tree: str | None, revision: str | None, prepare: Sequence[str], overlay: Mapping[str, str]) -> Files:
-    """The files of a tree's hash, or of a revision, or of the working tree, of the repository around `here`.
+def files(folder: Path, tree: str | None, revision: str | None, prepare: Sequence[str], overlay: Mapping[str, str]) -> TreeFiles:
+    """The files of a tree's hash, or of a revision, or of the working tree, of the repository around `folder`.
 
     Raises:
         ConfigError: there is no repository, the revision is no commit, or a file that is laid over cannot be read.
     """
-    repository = around(here)
+    repository = around(folder)
     if tree is None:
         tree = tree_of(repository, revision) if revision else working_tree(repository)
     try:
         texts = tuple((path, _inside(repository, source).read_text(encoding="utf-8")) for path, source in sorted(overlay.items()))
     except (OSError, ValueError) as e:
         raise ConfigError(f"a file of the variant cannot be read: {e}") from e
-    return Files(repository, here.resolve().relative_to(repository), tree, tuple(prepare), texts)
+    return TreeFiles(repository, folder.resolve().relative_to(repository), tree, tuple(prepare), texts)
 
 
 def _inside(top: Path, path: str) -> Path:
@@ -346,13 +353,13 @@ def _inside(top: Path, path: str) -> Path:
     Raises:
         ValueError: it lies elsewhere.
     """
-    found = (top / path).resolve()
-    if not found.is_relative_to(top.resolve()):
-        raise ValueError(f"'{path}' leads out of the repository to {found}; expected a path inside it, through no link out of it")
-    return found
+    target = (top / path).resolve()
+    if not target.is_relative_to(top.resolve()):
+        raise ValueError(f"'{path}' leads out of the repository to {target}; expected a path inside it, through no link out of it")
+    return target
 
 
-def _lay(top: Path, path: str, text: str) -> None:
+def _overlay_file(top: Path, path: str, text: str) -> None:
     """Write a file into the tree; a link that was committed in its place is replaced, and none is followed out of the tree."""
     try:
         parent = _inside(top, str(Path(path).parent))
@@ -365,15 +372,15 @@ def _lay(top: Path, path: str, text: str) -> None:
         raise LaunchError(f"the file {path} of the variant cannot be written: {e}") from e
 
 
-def around(here: Path) -> Path:
+def around(folder: Path) -> Path:
     """The repository that a folder lies in.
 
     Raises:
         ConfigError: there is none.
     """
-    repository = top(here)
+    repository = top(folder)
     if repository is None:
-        raise ConfigError(f"{here} lies in no git repository, so there are no commits and no copies of its files; start it in one")
+        raise ConfigError(f"{folder} lies in no git repository, so there are no commits and no copies of its files; start it in one")
     return repository
 
 
@@ -401,11 +408,11 @@ def working_tree(repository: Path) -> str:
     return done.stdout.strip()
 
 
-def _write(repository: Path, tree: str, target: Path, index: Path) -> None:
+def _write_tree(repository: Path, tree: str, target: Path, index: Path) -> None:
     for words in (["read-tree", tree], ["checkout-index", "--all", "--quiet", f"--prefix={target}/"]):
-        made = git(repository, words, {"GIT_INDEX_FILE": str(index)})
-        if made.returncode:
-            raise LaunchError(f"git cannot write the files of {tree[:12]}: {made.stderr.strip()[:500]}")
+        done = git(repository, words, {"GIT_INDEX_FILE": str(index)})
+        if done.returncode:
+            raise LaunchError(f"git cannot write the files of {tree[:12]}: {done.stderr.strip()[:500]}")
 
 
 def _prepare(words: Sequence[str], top: Path, log: Path) -> None:
@@ -423,8 +430,8 @@ def _prepare(words: Sequence[str], top: Path, log: Path) -> None:
         raise LaunchError(f"prepare ({' '.join(words)[:200]}) ended with exit code {done.returncode}: {tail(log)[-500:]}")
 
 
-def _forget(parent: Path) -> None:
+def _remove_unused(parent: Path) -> None:
     """Remove what nobody has used for a week."""
     for ready in parent.glob(f"*/{_READY}"):
-        if time.time() - ready.stat().st_mtime > _KEPT_S:
+        if time.time() - ready.stat().st_mtime > _UNUSED_S:
             shutil.rmtree(ready.parent, ignore_errors=True)

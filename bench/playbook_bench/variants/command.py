@@ -17,11 +17,11 @@ from playbook_bench.launch.outcome import Result
 from playbook_bench.logs import reading
 from playbook_bench.machine import requirements
 from playbook_bench.variants import checkout
-from playbook_bench.variants.program import Program, keep, start
+from playbook_bench.variants.program import Program, keep_trace, start
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandVariant:
     """One variant, ready to launch; see `playbook_bench.variants.resolve.Runnable`."""
 
     variant: Variant
@@ -31,13 +31,13 @@ class Command:
     environment: dict[str, str]
     declared: Mapping[str, Any]
     """What the case says of it, as plain data."""
-    told: Steps
+    step_settings: Steps
     patterns: tuple[str, ...] = ()
     """What to count in the lines that it prints."""
     traced: Traced | None = None
-    files: checkout.Files | None = None
+    files: checkout.TreeFiles | None = None
     """The files that it runs in; those of `here`, where None."""
-    here: Path = Path()
+    started_in: Path = Path()
     tokens: int | None = None
     """Of a step of the whole job; None where its log is to tell them."""
     longer: bool = False
@@ -46,8 +46,10 @@ class Command:
     """Where files of commits are kept."""
 
     @classmethod
-    def of(cls, case: Case, variant: Variant, values: Mapping[str, Any], ranks: int, here: Path, tree: str | None = None) -> Command:
-        """The variant with `values` of profile and deltas, started in `here`, or there in the files of its revision, or of `tree`.
+    def of(
+        cls, case: Case, variant: Variant, values: Mapping[str, Any], ranks: int, started_in: Path, tree: str | None = None
+    ) -> CommandVariant:
+        """The variant with `values` of profile and deltas, started in `started_in`, or there in the files of its revision, or of `tree`.
 
         Raises:
             ConfigError: its revision is no commit of the repository here, or the gate has chosen another one.
@@ -58,26 +60,26 @@ class Command:
         overlay, revision = dict(values.get("files", {})), values.get("revision")
         if tree and revision:
             raise ConfigError(f"case '{case.id}': '{variant}' names a revision; the gate chooses commits by itself, leave it out there")
-        files = checkout.files(here, tree, revision, case.prepare, overlay) if tree or revision or overlay else None
-        root = files.repository if files else here
+        files = checkout.files(started_in, tree, revision, case.prepare, overlay) if tree or revision or overlay else None
+        root = files.repository if files else started_in
         plain = {k: v for k, v in values.items() if k not in DELTAS}
-        known = {**plain, "root": str(root)}
-        words = tuple(fill(text, known) for text in (*case.command, *values.get("arguments", [])))
+        placeholders = {**plain, "root": str(root)}
+        words = tuple(fill(text, placeholders) for text in (*case.command, *values.get("arguments", [])))
         environment = {**values.get("environment", {}), **case.delta.environment.get(variant, {})}
-        told = case.steps or Steps()
+        step_settings = case.steps or Steps()
         rules = [rule for name in case.variants for receipt in [case.activation.of(name)] for rule in (*receipt.require, *receipt.forbid)]
-        declared = {"command": case.command, "steps": told.model_dump(mode="json"), **values}
+        declared = {"command": case.command, "steps": step_settings.model_dump(mode="json"), **values}
         return cls(
             variant,
             words,
             ranks,
-            {k: fill(v, known) for k, v in environment.items()},
+            {k: fill(v, placeholders) for k, v in environment.items()},
             declared,
-            told.model_copy(update={"file": fill(told.file, known)}) if told.file else told,
+            step_settings.model_copy(update={"file": fill(step_settings.file, placeholders)}) if step_settings.file else step_settings,
             tuple(dict.fromkeys(r.log for r in rules if r.log is not None)),
             case.trace,
             files,
-            here,
+            started_in,
             values.get("step_tokens"),
         )
 
@@ -97,7 +99,9 @@ class Command:
         return 0
 
     def timed_steps(self, first: int) -> int:
-        """As many as the first launch had; after a longer warm-up half of them. Only a log tells, since a line of it may be of several steps."""
+        """As many as the first launch had; after a longer warm-up half of them. Only a log tells, since a line of it may be of several
+        steps.
+        """
         return first - first // 2 if self.longer else first
 
     @property
@@ -117,11 +121,11 @@ class Command:
         """Nothing that can be known before it runs."""
         return []
 
-    def extended(self) -> Command:
+    def extended(self) -> CommandVariant:
         """The same number of steps, of which half of the timed ones become warm-up."""
         return replace(self, longer=True)
 
-    def ready(self, cache: Path, proves: bool) -> Command:
+    def ready(self, cache: Path, proves: bool) -> CommandVariant:
         """What one launch runs: with the arguments that leave a trace, where it `proves`."""
         return replace(self, cache=cache, proves=proves and self.traced is not None)
 
@@ -141,29 +145,31 @@ class Command:
         """
         if type(launcher) is not LocalLauncher:
             raise ConfigError("a command is started as it stands; leave out --fork and --launcher, and start ranks in the command itself")
-        cwd, own = self.here, dict[str, str]()
-        source = checkout.source_of(self.here) if self.files is None else self.files.tree
+        cwd, paths = self.started_in, dict[str, str]()
+        source = checkout.source_of(self.started_in) if self.files is None else self.files.tree
         if self.files is not None:
             try:
-                cwd, own = self.files.place(self.cache)
+                cwd, paths = self.files.place(self.cache)
             except LaunchError as e:
                 return Result("crash", None, f"its files cannot be made ready: {e}", time.time(), 0.0)
-        given = {"run": str(folder)}
+        placeholders = {"run": str(folder)}
         traced = self.traced if self.proves else None
         program = Program(
-            words=[fill(word, given) for word in (*self.words, *(traced.arguments if traced else []))],
+            words=[fill(word, placeholders) for word in (*self.words, *(traced.arguments if traced else []))],
             cwd=cwd,
-            environment={**environment, **own, **{k: fill(v, given) for k, v in self.environment.items()}},
+            environment={**environment, **paths, **{k: fill(v, placeholders) for k, v in self.environment.items()}},
             source=source,
             ranks=self.ranks,
             timeout_s=timeout_s,
-            told=self.told.model_copy(update={"file": fill(self.told.file, given)}) if self.told.file else self.told,
+            step_settings=self.step_settings.model_copy(update={"file": fill(self.step_settings.file, placeholders)})
+            if self.step_settings.file
+            else self.step_settings,
             tokens=self.tokens,
             longer=self.longer,
             patterns=self.patterns,
-            trace=cwd / fill(traced.file, given) if traced else None,
+            trace=cwd / fill(traced.file, placeholders) if traced else None,
         )
         result = start(program, folder, on_step)
         if program.trace and result.outcome == "ok":
-            keep(program.trace, self.cache.parent / "traces", folder.name)
+            keep_trace(program.trace, self.cache.parent / "traces", folder.name)
         return result

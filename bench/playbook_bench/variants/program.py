@@ -1,7 +1,9 @@
-"""Launches a command, and writes the files of a run from its log and its trace: those of our trainer, as `docs/trainer-files.md` describes them.
+"""Launches a command, and writes the files of a run from its log and its trace: those of our trainer, as `docs/trainer-files.md` describes
+them.
 
-The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it started ends
-with it, in sessions of their own too: the harness adopts them. What it prints is kept up to a limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
+The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it
+started ends with it, in sessions of their own too: the harness adopts them. What it prints is kept up to a limit. Its exit code alone says
+nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from playbook.errors import LaunchError, LogError, PlaybookError
 from playbook.processes import adopting
 from playbook.records.commands import Steps
 from playbook_bench import logs
-from playbook_bench.launch.local import GRACE_S, Rank, end, held, started
+from playbook_bench.launch.local import GRACE_S, Rank, deferred_signals, end, started
 from playbook_bench.launch.outcome import Result, out_of_memory, tail
 from playbook_bench.logs import StepLog
 from playbook_bench.logs.checks import in_bursts
@@ -51,7 +53,7 @@ _COLLECTIVES = {
 """By name, what the names of kernels and operators hold."""
 
 
-def seen(trace: Path) -> dict[str, Any]:
+def trace_counts(trace: Path) -> dict[str, Any]:
     """The numbers of kernels, ranges and collectives in a trace, as a receipt has them.
 
     Raises:
@@ -72,21 +74,21 @@ def seen(trace: Path) -> dict[str, Any]:
     }
 
 
-def keep(trace: Path, folder: Path, run: str) -> Path:
+def keep_trace(trace: Path, folder: Path, run: str) -> Path:
     """A copy of a launch's trace that stays beside the records, by the run's id; JSON is packed.
 
     Raises:
         LaunchError: it cannot be written.
     """
     packs = trace.suffix == ".json"
-    kept = folder / f"{run}-{trace.name}{'.gz' if packs else ''}"
+    copy = folder / f"{run}-{trace.name}{'.gz' if packs else ''}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with trace.open("rb") as source, gzip.open(kept, "wb", 5) if packs else kept.open("wb") as target:
+        with trace.open("rb") as source, gzip.open(copy, "wb", 5) if packs else copy.open("wb") as target:
             shutil.copyfileobj(source, target)
     except OSError as e:
-        raise LaunchError(f"the trace {kept} cannot be kept: {e.strerror or e}; choose another folder with --results") from e
-    return kept
+        raise LaunchError(f"the trace {copy} cannot be kept: {e.strerror or e}; choose another folder with --results") from e
+    return copy
 
 
 def _collective(name: str) -> str | None:
@@ -112,7 +114,7 @@ class Program:
     """Of its files: the commit with what is changed, or the hash of their tree."""
     ranks: int
     timeout_s: float
-    told: Steps
+    step_settings: Steps
     tokens: int | None = None
     """Of a step of the whole job; None where its log is to tell them."""
     longer: bool = False
@@ -122,7 +124,7 @@ class Program:
     @property
     def steps_file(self) -> Path | None:
         """The file that tells the steps, as seen from where the command runs; None where it prints them."""
-        return self.cwd / self.told.file if self.told.file else None
+        return self.cwd / self.step_settings.file if self.step_settings.file else None
 
 
 def start(program: Program, folder: Path, on_step: Callable[[int], None] | None = None) -> Result:
@@ -132,8 +134,8 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
         LaunchError: it cannot be started, or the run's folder cannot be written.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment}
-    printed = _Printed(folder / "rank0.log")
-    left = {path: _state(path) for path in _left(program)}
+    printed = _PrintedOutput(folder / "rank0.log")
+    states = {path: _state(path) for path in _expected_files(program)}
     began, clock = time.time(), time.monotonic()
     stopped, process = "", None
     kill_orphans = adopting()
@@ -143,17 +145,17 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
         printed.start()
         stopped = _wait(process, printed, program.timeout_s, on_step)
     finally:
-        with held() as came:
-            end([process] if process else [], GRACE_S, came)
+        with deferred_signals() as signals:
+            end([process] if process else [], GRACE_S, signals)
             kill_orphans()
         printed.finish()
     wall = time.monotonic() - clock
     if stopped:
         return Result("hang", None, f"{stopped}\n{tail(printed.path)}", began, wall)
-    if process.own:
-        return _failed(process.own, printed.path, began, wall)
+    if process.exit_code:
+        return _failed(process.exit_code, printed.path, began, wall)
     try:
-        for path, before in left.items():
+        for path, before in states.items():
             if before and _state(path) == before:
                 raise LogError(
                     f"{path} is as it was before the launch, which has not written it; name it below {{run}}, a new folder of each launch"
@@ -164,7 +166,7 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     return Result("ok", 0, "", began, wall)
 
 
-class _Printed:
+class _PrintedOutput:
     """What a process prints: kept up to a limit, with the moment at which each line came."""
 
     def __init__(self, path: Path) -> None:
@@ -203,7 +205,7 @@ class _Printed:
                     log.flush()
 
 
-def _wait(process: Rank, printed: _Printed, timeout_s: float, on_step: Callable[[int], None] | None) -> str:
+def _wait(process: Rank, printed: _PrintedOutput, timeout_s: float, on_step: Callable[[int], None] | None) -> str:
     """Until it has ended; why it must be ended, or nothing."""
     deadline = time.monotonic() + timeout_s
     while process.process.poll() is None:
@@ -228,35 +230,35 @@ def _failed(code: int, log: Path, began: float, wall: float) -> Result:
     return Result(outcome, code, f"it ended with {how}: {last[:300]}\n{text}", began, wall)  # type: ignore[arg-type]
 
 
-def _write(program: Program, folder: Path, printed: _Printed, environment: Mapping[str, str], wall: float) -> None:
+def _write(program: Program, folder: Path, printed: _PrintedOutput, environment: Mapping[str, str], wall: float) -> None:
     """The run's metrics.jsonl and summary.json.
 
     Raises:
         PlaybookError: the log does not tell the steps that it must, or a trace cannot be read.
     """
-    found = _with_tokens(_read_steps(program.told, program.steps_file, printed), program.tokens)
-    rows = _rows(found, program.told, program.longer)
+    log = _with_tokens(_read_steps(program.step_settings, program.steps_file, printed), program.tokens)
+    rows = _rows(log, program.step_settings, program.longer)
     first = next(i for i, row in enumerate(rows) if row["timed"])
     warm_up, timed = (math.fsum(r["seconds"] for r in rows if r["timed"] is which) for which in (False, True))
     receipt = {"logs": _count(printed.path, program.patterns)}
     if program.trace is not None:
-        receipt |= seen(program.trace)
+        receipt |= trace_counts(program.trace)
     strict = {
-        **_seen_by(program.words, program.cwd, environment),
-        "log": found.adapter,
-        "log_clock": found.clock,
-        "log_every": found.every,
-        "not_told": sorted({"tokens", "loss"} & set(found.unknown)),
+        **_interpreter_of(program.words, program.cwd, environment),
+        "log": log.adapter,
+        "log_clock": log.clock,
+        "log_every": log.every,
+        "not_told": sorted({"tokens", "loss"} & set(log.unknown)),
         "world_size": program.ranks,
     }
     summary = {
         "outcome": "ok",
-        "seconds": {"start_up": max(0.0, wall - found.every * (warm_up + timed)), "warm_up": warm_up, "timed": timed, "total": wall},
+        "seconds": {"start_up": max(0.0, wall - log.every * (warm_up + timed)), "warm_up": warm_up, "timed": timed, "total": wall},
         "env": {"strict": strict},
         "source_sha": program.source,
         "world_size": program.ranks,
         "receipt": receipt,
-        "metrics": figures(found, first, wall),
+        "metrics": figures(log, first, wall),
     }
     try:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -265,34 +267,34 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
         raise LaunchError(f"the run folder {folder} cannot be written: {e.strerror or e}; choose another with --results") from e
 
 
-def _left(program: Program) -> list[Path]:
+def _expected_files(program: Program) -> list[Path]:
     """The files that a launch is to leave."""
     return [path for path in (program.steps_file, program.trace) if path is not None]
 
 
 def _state(path: Path) -> dict[Path, tuple[int, int]]:
     """When the file, or each of a folder's, was changed, and its size; empty where there is none."""
-    found = {}
+    states = {}
     for each in path.iterdir() if path.is_dir() else [path]:
         with contextlib.suppress(OSError):
             stat = each.stat()
-            found[each] = (stat.st_mtime_ns, stat.st_size)
-    return found
+            states[each] = (stat.st_mtime_ns, stat.st_size)
+    return states
 
 
-def _read_steps(told: Steps, file: Path | None, printed: _Printed) -> StepLog:
+def _read_steps(step_settings: Steps, file: Path | None, printed: _PrintedOutput) -> StepLog:
     """The steps that a launch told, all that were declared.
 
     Raises:
         LogError: there are others, or they cannot be read.
     """
     if file is not None:
-        found = logs.read(file, told.log, steps=told.count)
+        log = logs.read(file, step_settings.log, steps=step_settings.count)
     else:
-        found = logs.read(printed.path, told.log, steps=told.count, arrivals=printed.arrivals)
-    if len(found.steps) <= told.first_timed(len(found.steps), found.every):
-        raise LogError(f"its log has {len(found.steps)} lines of steps, of which none is left after the warm-up; run more steps")
-    return found
+        log = logs.read(printed.path, step_settings.log, steps=step_settings.count, arrivals=printed.arrivals)
+    if len(log.steps) <= step_settings.first_timed(len(log.steps), log.every):
+        raise LogError(f"its log has {len(log.steps)} lines of steps, of which none is left after the warm-up; run more steps")
+    return log
 
 
 def _with_tokens(log: StepLog, tokens: int | None) -> StepLog:
@@ -311,8 +313,9 @@ def _with_tokens(log: StepLog, tokens: int | None) -> StepLog:
     return replace(log, steps=steps, unknown=tuple(name for name in log.unknown if name != "tokens"))
 
 
-def _rows(found: StepLog, told: Steps, longer: bool) -> list[dict[str, Any]]:
-    first = told.first_timed(len(found.steps), found.every, longer)
+def _rows(log: StepLog, step_settings: Steps, longer: bool) -> list[dict[str, Any]]:
+    """The steps of a log as lines of metrics.jsonl; those after the warm-up, which is longer if `longer`, are timed."""
+    first = step_settings.first_timed(len(log.steps), log.every, longer)
     return [
         {
             "step": step.step,
@@ -325,7 +328,7 @@ def _rows(found: StepLog, told: Steps, longer: bool) -> list[dict[str, Any]]:
             "grad_norm": step.grad_norm,
             "peak_memory_bytes": round(step.memory_bytes or 0),
         }
-        for i, step in enumerate(found.steps)
+        for i, step in enumerate(log.steps)
     ]
 
 
@@ -334,11 +337,11 @@ def _count(log: Path, patterns: Sequence[str]) -> dict[str, int]:
     if not patterns:
         return {}
     each = {pattern: re.compile(pattern) for pattern in patterns}
-    found: Counter[str] = Counter(dict.fromkeys(patterns, 0))
+    counts: Counter[str] = Counter(dict.fromkeys(patterns, 0))
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            found.update(pattern for pattern, compiled in each.items() if compiled.search(line[:_LONG_LINE]))
-    return dict(found)
+            counts.update(pattern for pattern, compiled in each.items() if compiled.search(line[:_LONG_LINE]))
+    return dict(counts)
 
 
 # The clock of a command's log, held against two that the command does not write: the arrival of its lines, and the launch's wall time.
@@ -351,37 +354,40 @@ _BIAS = 0.01
 _ON_GRID = 1e-3
 _TWO_VALUES = 0.9
 """Where two values make up this share of the steps, they vary by less than the rounding, which then does not average out.
-Source: B. Widrow, I. Kollar, Quantization Noise, 2008: the bias falls with exp(-2 pi^2 (deviation / unit)^2), to 0.04 of half a unit at 0.4 units."""
+Source: B. Widrow, I. Kollar, Quantization Noise, 2008: the bias falls with exp(-2 pi^2 (deviation / unit)^2), to 0.04 of half a unit at 0.4
+units."""
 
 
 def figures(log: StepLog, first: int, wall_s: float) -> dict[str, float]:
-    """What the other clocks say of a launch, by name: seconds of a timed step between arrivals of lines, where lines were printed one by one, and seconds outside of all steps.
+    """What the other clocks say of a launch, by name: seconds of a timed step between arrivals of lines, where lines were printed one by
+    one, and seconds outside of all steps.
 
     `first` is the index of the first timed line, `wall_s` the seconds of the whole launch.
 
     Raises:
         LogError: the steps of the log take longer than the launch, are in another unit, or are rounded too coarsely to be compared.
     """
-    _fine(log, first)
+    _check_rounding(log, first)
     inside = logged(log)
     if inside > (1 + _SLACK) * wall_s:
         raise LogError(
             f"its steps take {inside:.4g} s by its log, and the whole launch took {wall_s:.3g} s. "
             "Log seconds, or name the figure after its unit, such as ms for milliseconds"
         )
-    found = {OUTSIDE: wall_s - inside}
+    clocks = {OUTSIDE: wall_s - inside}
     lines = log.steps[max(0, first - 1) :]
     moments = [step.arrived for step in lines if step.arrived is not None]
     if len(moments) < len(lines) or len(moments) < 2 or in_bursts(moments):
-        return found
-    found[WALL_STEP] = (moments[-1] - moments[0]) / (log.every * (len(moments) - 1))
-    share = statistics.fmean(step.seconds for step in lines[1:]) / found[WALL_STEP]
+        return clocks
+    clocks[WALL_STEP] = (moments[-1] - moments[0]) / (log.every * (len(moments) - 1))
+    share = statistics.fmean(step.seconds for step in lines[1:]) / clocks[WALL_STEP]
     if _THOUSANDTH[0] < share < _THOUSANDTH[1]:
         raise LogError(
-            f"its steps take {share * found[WALL_STEP]:.3g} s by its log, and its lines arrive {found[WALL_STEP]:.3g} s apart, a thousand times as much; "
+            f"its steps take {share * clocks[WALL_STEP]:.3g} s by its log, and its lines arrive {clocks[WALL_STEP]:.3g} s apart, a "
+            "thousand times as much; "
             "expected as much. Log seconds, or name the figure after its unit, such as ms for milliseconds"
         )
-    return found
+    return clocks
 
 
 def logged(log: StepLog) -> float:
@@ -389,7 +395,7 @@ def logged(log: StepLog) -> float:
     return log.steps[0].seconds + math.fsum((b.step - a.step) * b.seconds for a, b in itertools.pairwise(log.steps))
 
 
-def _fine(log: StepLog, first: int) -> None:
+def _check_rounding(log: StepLog, first: int) -> None:
     """Raise where the rounding of the log may move the mean of its timed steps by more than is let pass."""
     seconds = [step.seconds for step in log.steps[first:]]
     if log.clock == "arrival":
@@ -439,7 +445,7 @@ print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "packages": found}))
 _TIMEOUT_S = 60
 
 
-def _seen_by(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+def _interpreter_of(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The interpreter's version and packages, as far as the command is a Python or a script of one; else empty packages."""
     program = str(cwd / words[0]) if "/" in words[0] else words[0]
     python = _python(program, environment.get("PATH"))
@@ -448,11 +454,11 @@ def _seen_by(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) ->
 
 def _python(word: str, path: str | None) -> str | None:
     """The Python that a word stands for: itself, or the one in the first line of a script."""
-    found = shutil.which(word, path=path)
-    if found is None or _PYTHON.match(Path(found).name):
-        return found
+    executable = shutil.which(word, path=path)
+    if executable is None or _PYTHON.match(Path(executable).name):
+        return executable
     try:
-        with Path(found).open("rb") as f:
+        with Path(executable).open("rb") as f:
             first = f.readline(300).decode("utf-8", "replace")
     except OSError:
         return None
@@ -468,7 +474,7 @@ def _ask(python: str, import_path: str) -> dict[str, Any]:
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={**os.environ, "PYTHONPATH": import_path}
         )
-        found: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return {"packages": {}}
-    return found
+    return answer

@@ -62,7 +62,9 @@ class Runnable(Protocol):
         ...
 
     def timed_steps(self, first: int) -> int:
-        """Timed steps of a launch. A command that does not state them has `first`, those of the series' first launch, which is 0 before that launch."""
+        """Timed steps of a launch. A command that does not state them has `first`, those of the series' first launch, which is 0 before
+        that launch.
+        """
         ...
 
     @property
@@ -137,9 +139,9 @@ class Resolved:
 
     def settings(self, threads: int, cache: Path) -> dict[str, str]:
         """Threads of a rank, and the folders of compiled kernels. Triton keeps there which form of a kernel was the fastest, too."""
-        kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
         # Trying the forms of Transformer Engine's permutation takes 4 s, and each launch might choose another one.
-        return {"OMP_NUM_THREADS": str(threads), "TRITON_CACHE_AUTOTUNING": "1", **kept}
+        return {"OMP_NUM_THREADS": str(threads), "TRITON_CACHE_AUTOTUNING": "1", **caches}
 
     def facts(self, machine: Machine) -> dict[str, Any]:
         """The machine, and the layout and model of the configuration."""
@@ -195,7 +197,8 @@ def trainer_path(case: Case) -> Path:
 
 
 def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
-    """A variant's overrides of the trainer's file, and its number of ranks. The profile comes first, then the variant's delta, then its delta for this profile; later ones win.
+    """A variant's overrides of the trainer's file, and its number of ranks. The profile comes first, then the variant's delta, then its
+    delta for this profile; later ones win.
 
     Raises:
         ConfigError: the case has no such profile, `ranks` is not a positive whole number, or ranks share a GPU and time is judged.
@@ -207,24 +210,26 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
 
 
 def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
+    """As `overrides`, without the device: profile, delta of the variant, and its delta for this profile; later ones win."""
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
-    own = case.variant_profiles.get(profile, {}).get(variant, {})
-    merged: dict[str, Any] = {**case.profiles[profile], **case.variants[variant], **own}
+    profile_delta = case.variant_profiles.get(profile, {}).get(variant, {})
+    merged: dict[str, Any] = {**case.profiles[profile], **case.variants[variant], **profile_delta}
     ranks = merged.pop("ranks", 1)
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
     timed = [name for name in (case.metric, *case.also) if name and not metrics.get(name).is_counted]
     if timed and requirements.shares_a_gpu(profile, ranks):
         raise ConfigError(
-            f"case '{case.id}', profile '{profile}': {ranks} ranks take turns on one GPU, where time says nothing, and {', '.join(timed)} rests on it; "
+            f"case '{case.id}', profile '{profile}': {ranks} ranks take turns on one GPU, where time says nothing, and "
+            f"{', '.join(timed)} rests on it; "
             "name counted metrics alone, such as state_bytes_per_rank or peak_memory_bytes, or as many GPUs as ranks"
         )
     return merged, ranks
 
 
-def resolve(case: Case, variant: Variant, profile: str, here: Path | None = None, tree: str | None = None) -> Runnable:
-    """The variant's configuration, or its command; a command runs in `here`, and may be of another commit, by the hash of its files.
+def resolve(case: Case, variant: Variant, profile: str, started_in: Path | None = None, tree: str | None = None) -> Runnable:
+    """The variant's configuration, or its command; a command runs in `started_in`, and may be of another commit, by the hash of its files.
 
     Raises:
         ConfigError, FileError: as `resolve_variant`, or the command's template cannot be filled.
@@ -233,9 +238,9 @@ def resolve(case: Case, variant: Variant, profile: str, here: Path | None = None
         return resolve_variant(case, variant, profile)
     merged, ranks = _overrides(case, variant, profile)
     # It brings readers of logs and traces: a tenth of a second for who launches no command.
-    from playbook_bench.variants.command import Command
+    from playbook_bench.variants.command import CommandVariant
 
-    return Command.of(case, variant, merged, ranks, here or Path.cwd(), tree)
+    return CommandVariant.of(case, variant, merged, ranks, started_in or Path.cwd(), tree)
 
 
 def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
@@ -261,20 +266,20 @@ def resolve_all(case: Case, profile: str) -> dict[Variant, Runnable]:
     Raises:
         ConfigError: an undeclared difference, with the keys.
     """
-    found = {v: resolve(case, v, profile) for v in case.variants}
+    variants = {v: resolve(case, v, profile) for v in case.variants}
     place = f"case '{case.id}', profile '{profile}'"
-    (_, first), *others = found.items()
+    (_, first), *others = variants.items()
     for other in others:
         keys = undeclared(case, first.dump, other[1].dump)
         if keys:
             raise ConfigError(f"{place}: the variants differ in {', '.join(keys)}, which neither variant declares")
         if first.ranks != other[1].ranks and not case.delta.ranks:
             raise ConfigError(f"{place}: {first.ranks} and {other[1].ranks} ranks; declare delta.ranks with a reason")
-    runs = {(r.sha, r.ranks, tuple(sorted(r.environment.items()))) for r in found.values()}
-    if len(runs) < len(found):
-        both = "both variants resolve" if len(found) == 2 else "two of the variants resolve"
+    runs = {(r.sha, r.ranks, tuple(sorted(r.environment.items()))) for r in variants.values()}
+    if len(runs) < len(variants):
+        both = "both variants resolve" if len(variants) == 2 else "two of the variants resolve"
         raise ConfigError(f"{place}: {both} to the same run; nothing would be compared")
-    return found
+    return variants
 
 
 def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
@@ -301,9 +306,9 @@ def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ; where results are written does not count."""
-    left, right = flatten(a), flatten(b)
-    keys = sorted(left.keys() | right.keys())
-    return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
+    first, second = flatten(a), flatten(b)
+    keys = sorted(first.keys() | second.keys())
+    return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and first.get(k, _Absent) != second.get(k, _Absent)]
 
 
 class _Absent:

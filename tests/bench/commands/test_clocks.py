@@ -42,14 +42,14 @@ for step in range(1, 4):
         time.sleep(0.01)
 time.sleep(0.3)
 """
-    heard, arrivals, finish = [], [], program._Printed.finish
+    heard, arrivals, finish = [], [], program._PrintedOutput.finish
 
     def on_step(count):
         if count == 1 and not heard:
             heard.append(time.monotonic())
             (tmp_path / "heard").touch()
 
-    monkeypatch.setattr(program._Printed, "finish", lambda self: (finish(self), arrivals.extend(self.arrivals)))
+    monkeypatch.setattr(program._PrintedOutput, "finish", lambda self: (finish(self), arrivals.extend(self.arrivals)))
     began = time.monotonic()
     ended = program.start(program.Program([sys.executable, "-c", script], tmp_path, {}, None, 1, 600.0, Steps(count=3)), tmp_path, on_step)
     assert ended.outcome == "ok", ended.message

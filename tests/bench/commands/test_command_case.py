@@ -196,8 +196,8 @@ def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_li
         f"id: leaves\nkind: command\nsummary: A daemon.\ncommand: [{sys.executable}, {script}]\nbaseline: {{}}\n"
         "candidate: {arguments: [x]}\nmetric: step_seconds\nprofiles: {cpu: {}}\n"
     )
-    closed, finish = [], program._Printed.finish
-    monkeypatch.setattr(program._Printed, "finish", lambda self: closed.append(finish(self) or not self._thread.is_alive()))
+    closed, finish = [], program._PrintedOutput.finish
+    monkeypatch.setattr(program._PrintedOutput, "finish", lambda self: closed.append(finish(self) or not self._thread.is_alive()))
     assert [proof.outcome for proof in prove.prove([str(path)], profile="cpu")] == ["ok", "ok"]
     assert closed == [True, True], "nobody holds the pipe"
     left = started.read_text().split()

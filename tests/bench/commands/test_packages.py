@@ -71,15 +71,15 @@ def test_the_planted_version_among_five_is_named(
 def test_versions_are_ordered_as_numbers_and_both_ends_are_asked_for(index: Path) -> None:
     for version in VERSIONS:
         wheel(index, version, 0.001)
-    assert bisect.releases(bisect.span("planned-log==1.1..2.0.0")) == ["1.1", "1.2", "1.10", "2.0"]
+    assert bisect.releases(bisect.package_span("planned-log==1.1..2.0.0")) == ["1.1", "1.2", "1.10", "2.0"]
     with pytest.raises(ConfigError, match=r"pip lists 1\.0, 1\.1.*expected 1\.0 and 3\.0"):
-        bisect.releases(bisect.span("planned-log==1.0..3.0"))
+        bisect.releases(bisect.package_span("planned-log==1.0..3.0"))
 
 
 @pytest.mark.parametrize("text", ["torch", "torch==2.10", "torch==2.12..2.10", "torch==2.10..2.10.0", "-r x==1..2", "a b==1..2"])
 def test_what_is_no_span_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected NAME==GOOD\.\.BAD"):
-        bisect.span(text)
+        bisect.package_span(text)
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,11 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
         (expect("knee", at=[2, 4]), "4 cannot be one"),
         (Expect(op="excludes"), "needs 'infeasible'"),
     ):
-        assert any(text in p for p in effects.problems(wanted, names, "sweep")), text
-    assert not effects.problems(expect("best", at=[4]), names, "sweep")
-    assert not effects.problems(expect("knee", at=[2]), names, "sweep")
+        assert any(text in p for p in effects.claim_problems(wanted, names, "sweep")), text
+    assert not effects.claim_problems(expect("best", at=[4]), names, "sweep")
+    assert not effects.claim_problems(expect("knee", at=[2]), names, "sweep")
     with pytest.raises(ConfigError, match="no rule for an interaction"):
-        effects.asked(effects.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
+        effects.rule_contrasts(effects.claim_rule(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 
 
 # How often a rule errs, over whole series: three looks, the error rate spent among looks and shared among contrasts.
@@ -267,8 +267,8 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
     """Shares of simulated series that end confirmed and refuted. Launches are normal on logarithms; blocks share a level and drift."""
     rng, rules = np.random.default_rng(seed), verdict.RULES[VERSION]
     names = ["l", "a", "b", "ab"] if interaction else [str(2**i) for i in range(len(gains))]
-    q = effects.question(wanted, names, math.log1p(wanted.margin.value / 100))
-    contrasts = effects.asked(q, interaction)
+    q = effects.claim_rule(wanted, names, math.log1p(wanted.margin.value / 100))
+    contrasts = effects.rule_contrasts(q, interaction)
     weights = [[c.weights.get(n, 0.0) for n in names] for c in contrasts]
     k, outcome = len(names), []
     for each in range(ORDERS):

@@ -440,9 +440,9 @@ def test_a_rule_is_named_by_what_it_asks_for() -> None:
 def test_an_interaction_needs_all_its_cells() -> None:
     names = ["a0+b0", "a1+b0", "a0+b1", "a1+b1"]
     gone = Expect(op=">=", margin=Quantity(value=1, unit="percent"), infeasible=["a1+b1"])
-    assert any("needs all four cells" in p for p in effects.problems(gone, names, "interaction"))
-    assert not any("four cells" in p for p in effects.problems(Expect(op="excludes", infeasible=["a1+b1"]), names, "interaction"))
-    assert not any("four cells" in p for p in effects.problems(expect("best", at=["a0+b0"], infeasible=["a1+b1"]), names, "sweep"))
+    assert any("needs all four cells" in p for p in effects.claim_problems(gone, names, "interaction"))
+    assert not any("four cells" in p for p in effects.claim_problems(Expect(op="excludes", infeasible=["a1+b1"]), names, "interaction"))
+    assert not any("four cells" in p for p in effects.claim_problems(expect("best", at=["a0+b0"], infeasible=["a1+b1"]), names, "sweep"))
 
 
 # The gate's decision.

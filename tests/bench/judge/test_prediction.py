@@ -144,7 +144,7 @@ def test_a_record_replays_and_one_whose_prediction_was_widened_is_refused(tmp_pa
 def test_a_mean_at_the_end_of_the_predicted_interval_is_seldom_called_inside_or_outside(launch, block):
     """At either end both answers are wrong: each is given as often as one look's error rate allows, whatever the blocks share."""
     draw, alpha, said, series = np.random.default_rng(1), 0.05, Counter(), 1500
-    asked = effects.question(Expect(op="inside"), ["a"], 0.0, {"a": (-0.1, 0.0)})
+    asked = effects.claim_rule(Expect(op="inside"), ["a"], 0.0, {"a": (-0.1, 0.0)})
     launches = design.launched(design.order(0, 1, (4,)), 1)
     for _ in range(series):
         rows = draw.normal(0, launch, (4, 1)) + draw.normal(0, block, (4, 1))

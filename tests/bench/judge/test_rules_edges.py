@@ -6,7 +6,7 @@ from test_verdict_edges import BESIDE_FIVE
 
 from playbook.cards.model import Expect, Quantity
 from playbook_bench.judge import effects
-from playbook_bench.judge.effects import Question
+from playbook_bench.judge.effects import ClaimRule
 
 THREE, FOUR = ("a", "b", "c"), ("a", "b", "c", "d")
 YES, NO, OPEN = True, False, None
@@ -15,30 +15,30 @@ YES, NO, OPEN = True, False, None
 @pytest.mark.parametrize(
     ("question", "contrasts"),
     [
-        (Question("<=", FOUR, 0), ["d over a"]),
-        (Question("best", THREE, 0, ["c"]), ["a over c", "b over c"]),
-        (Question("not_best", THREE, 0, ["b", "c"]), ["a over b", "a over c"]),
-        (Question("band", THREE, 0), ["b over a", "c over a"]),
-        (Question("rising", FOUR, 0), ["b over a", "c over b", "d over c"]),
-        (Question("knee", THREE, 0, ["b"]), ["b over a", "c over b"]),
-        (Question("reaches", THREE, 0, ["b"]), ["b over a", "b over c"]),
+        (ClaimRule("<=", FOUR, 0), ["d over a"]),
+        (ClaimRule("best", THREE, 0, ["c"]), ["a over c", "b over c"]),
+        (ClaimRule("not_best", THREE, 0, ["b", "c"]), ["a over b", "a over c"]),
+        (ClaimRule("band", THREE, 0), ["b over a", "c over a"]),
+        (ClaimRule("rising", FOUR, 0), ["b over a", "c over b", "d over c"]),
+        (ClaimRule("knee", THREE, 0, ["b"]), ["b over a", "c over b"]),
+        (ClaimRule("reaches", THREE, 0, ["b"]), ["b over a", "b over c"]),
     ],
 )
 def test_what_a_rule_looks_at(question, contrasts):
-    assert [a.name for a in effects.asked(question)] == contrasts
-    assert all(sorted(a.weights.values()) == [-1, 1] for a in effects.asked(question))
+    assert [a.name for a in effects.rule_contrasts(question)] == contrasts
+    assert all(sorted(a.weights.values()) == [-1, 1] for a in effects.rule_contrasts(question))
 
 
 def test_the_cells_of_an_interaction_that_a_rule_looks_at():
-    crossing = effects.asked(Question("crossover", FOUR, 0), interaction=True)
+    crossing = effects.rule_contrasts(ClaimRule("crossover", FOUR, 0), interaction=True)
     assert [a.weights for a in crossing] == [{"b": 1, "a": -1}, {"c": 1, "d": -1}]
-    (coupled,) = effects.asked(Question(">=", FOUR, 0), interaction=True)
+    (coupled,) = effects.rule_contrasts(ClaimRule(">=", FOUR, 0), interaction=True)
     assert coupled.weights == {"d": 1, "c": -1, "b": -1, "a": 1}
 
 
 @pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
 def test_first_and_last_as_a_pair(op, low, high, status):
-    assert effects.decide(Question(op, THREE, 5), [(low, high)]) is {"confirmed": YES, "refuted": NO, None: OPEN}[status]
+    assert effects.decide(ClaimRule(op, THREE, 5), [(low, high)]) is {"confirmed": YES, "refuted": NO, None: OPEN}[status]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_first_and_last_as_a_pair(op, low, high, status):
     ],
 )
 def test_intervals_beside_a_margin_of_one(op, names, at, bounds, status):
-    assert effects.decide(Question(op, names, 1, at), bounds) is status
+    assert effects.decide(ClaimRule(op, names, 1, at), bounds) is status
 
 
 @pytest.mark.parametrize(("second", "status"), [((1, 2), YES), ((0.9, 2), OPEN), ((0, 1), OPEN), ((0, 0.9), NO)])
 def test_a_crossing_beside_a_margin_of_one(second, status):
-    assert effects.decide(Question("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
+    assert effects.decide(ClaimRule("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
 
 
 INSIDE = "op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run"
@@ -115,4 +115,4 @@ INSIDE = "op 'inside' has neither 'margin' nor 'infeasible': the case has the in
     ],
 )
 def test_what_a_rule_needs_of_its_case(wanted, names, problem):
-    assert effects.problems(wanted, names, "sweep") == ([] if problem is None else [problem])
+    assert effects.claim_problems(wanted, names, "sweep") == ([] if problem is None else [problem])

@@ -261,7 +261,7 @@ def test_memory_that_the_older_commit_does_not_report_is_said_to_be_not_compared
 
 def rest(pairs: list[Pair], strict: dict | None = None) -> list[float]:
     """By pair, how much more of a launch lies beside its timed steps."""
-    rows = slowdown.rest_rows([{"baseline": a, "candidate": b} for a, b in pairs], "baseline", strict or {})
+    rows = slowdown.overhead_rows([{"baseline": a, "candidate": b} for a, b in pairs], "baseline", strict or {})
     return [after - before for before, after in rows]
 
 
@@ -299,7 +299,7 @@ def test_start_up_that_varies_is_no_excuse() -> None:
     """Half of the time between lines of a log passed where start-up varied by as much; now it is open."""
     found = slowdown.judge_slowdown(worse(0.16, 0.12), 4, 0.1, LOOKS)
     assert found.answer in ("undecided", "too_noisy")
-    assert "--allow process=" in slowdown.rest_in_words(found, 0.1)
+    assert "--allow process=" in slowdown.overhead_in_words(found, 0.1)
 
 
 @pytest.mark.parametrize("lost", ["loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes"])

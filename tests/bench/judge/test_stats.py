@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 
 from playbook_bench.judge import design, statistics, verdict_rules
-from playbook_bench.judge.effects import Question
+from playbook_bench.judge.effects import ClaimRule
 from playbook_bench.judge.effects import decide as decided
 from playbook_bench.judge.verdict_rules import Rules
 
@@ -35,7 +35,7 @@ def interval(differences, alpha):
 
 
 def decide(op, margin, low, high):
-    return {True: "confirmed", False: "refuted", None: None}[decided(Question(op, ["a", "b"], margin), [(low, high)])]
+    return {True: "confirmed", False: "refuted", None: None}[decided(ClaimRule(op, ["a", "b"], margin), [(low, high)])]
 
 
 def settle(rng, effect, margin, op, count, noisier=1.0, orders=20):

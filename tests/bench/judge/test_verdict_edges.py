@@ -33,7 +33,7 @@ BESIDE_FIVE = [
 
 @pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
 def test_an_interval_beside_a_margin_of_five(op: str, low: float, high: float, status: str | None) -> None:
-    holds = effects.decide(effects.Question(op, ["a", "b"], 5), [(low, high)])
+    holds = effects.decide(effects.ClaimRule(op, ["a", "b"], 5), [(low, high)])
     assert holds == {"confirmed": True, "refuted": False, None: None}[status]
 
 

@@ -132,7 +132,7 @@ def test_only_ranks_that_ended_by_themselves_say_how_a_run_ended(codes, own, tmp
     for index, code in enumerate(codes):
         if code is not None:
             (tmp_path / f"rank{index}.exit").write_text(code + "\n", encoding="ascii")
-    assert [r.own for r in exits(tmp_path, 2)] == own
+    assert [r.exit_code for r in exits(tmp_path, 2)] == own
 
 
 def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(monkeypatch):

@@ -167,7 +167,7 @@ def test_where_no_repository_takes_a_record_one_message_says_what_to_do(tmp_path
 def test_exit_codes():
     class Fake:
         def __init__(self, status):
-            self.status, self.asked = status, True
+            self.status, self.counts = status, True
 
     def code(*statuses):
         return confirm.exit_code([Fake(s) for s in statuses])

@@ -39,16 +39,16 @@ class Clock:
 
 def install(put: Callable[[Any, str, Any], object] = setattr) -> None:
     """Let the harness time commands by their plans; `put` is such as pytest's monkeypatch.setattr."""
-    clock, finish = Clock(), program._Printed.finish
+    clock, finish = Clock(), program._PrintedOutput.finish
 
-    def finished(self: program._Printed) -> None:
+    def finished(self: program._PrintedOutput) -> None:
         finish(self)
         arrivals, whole = planned(self.path)
         self.arrivals = [clock.now + moment for moment in arrivals] or self.arrivals
         clock.now += whole
 
     put(program, "time", clock)
-    put(program._Printed, "finish", finished)
+    put(program._PrintedOutput, "finish", finished)
 
 
 def planned(log: Path) -> tuple[list[float], float]:

@@ -113,9 +113,11 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
-    """The kernel of attention on that kind of GPU, as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it.
+    """The kernel of attention on that kind of GPU, as the planner names it:
+    rows that are one document each go through cuDNN wherever `auto` may take it.
 
-    A slice of context parallelism has more keys than queries, which only flash's masks express. Source: `playbook_trainer.torch.model.attention.choose`.
+    A slice of context parallelism has more keys than queries, which only flash's masks express. Source:
+    `playbook_trainer.torch.model.attention.choose`.
     """
     flat = flatten(dump(config))
     kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
@@ -133,7 +135,8 @@ def _is_sliced(config: TrainerConfig) -> bool:
 
 
 def _gathered_keys(config: TrainerConfig, plan: Plan, index: int) -> float:
-    """Bytes that a layer keeps beside `activations.kept` with gathered keys: those and values of all CP ranks, and attention's output once for its slices, once joined.
+    """Bytes that a layer keeps beside `activations.kept` with gathered keys:
+    those and values of all CP ranks, and attention's output once for its slices, once joined.
 
     Source: `playbook_trainer.torch.parallel.context`.
     """
@@ -167,17 +170,19 @@ class _Moment(NamedTuple):
 def _fullest_moment(
     config: TrainerConfig, plan: Plan, weights: memory.Weights, shards: int, expert_shards: int, layers: int, last: bool
 ) -> _Moment:
-    """The largest of the moments that passing bytes have: two layers gathered in a pass, and on the last stage the loss's forward and backward pass.
+    """The largest of the moments that passing bytes have: two layers gathered in a pass,
+    and on the last stage the loss's forward and backward pass.
 
-    FSDP hands out weights in the precision of training. Layers come and go, two at a time; the output layer stays until its backward pass, which the last layer's
-    weights are gathered beside. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them stay.
+    FSDP hands out weights in the precision of training. Layers come and go, two at a time; the output layer stays until its backward pass,
+    which the last layer's weights are gathered beside. Where nothing is shared out, or `parallel.reshard_after_forward` is off,
+    all of them stay.
     Source: `playbook_trainer.torch.build.shard`.
     """
     width, forward, backward = WIDTH[config.train.dtype], *_loss(config, plan)
     if not config.wants_fsdp(plan.dp * plan.cp, plan.edp):
         return _Moment(0.0, max(forward, backward) if last else 0.0)
-    again = config.parallel.reshard_after_forward
-    dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again
+    reshards = config.parallel.reshard_after_forward
+    dense_stay, experts_stay = shards == 1 or not reshards, expert_shards == 1 or not reshards
     stay = width * (weights.dense * dense_stay + weights.experts * experts_stay)
     experts = weights.experts / layers
     layer = width * ((0.0 if dense_stay else weights.largest - experts) + (0.0 if experts_stay else experts))
@@ -191,7 +196,8 @@ def _fullest_moment(
 def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
     """Bytes that the loss holds in its forward and its backward pass, beside the output layer's weight.
 
-    The forward pass makes all gradients: that of the output layer in float32, that of its input, and a chunk of logits, which the fused kernel overwrites by their gradient.
+    The forward pass makes all gradients: that of the output layer in float32, that of its input, and a chunk of logits,
+    which the fused kernel overwrites by their gradient.
     The backward pass scales both, and rounds the first. Source: `playbook_trainer.torch.parallel.tensor` (`_LinearCrossEntropy`).
     """
     width, tokens = WIDTH[config.train.dtype], activations.tokens(plan)
@@ -210,9 +216,13 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     shards = plan.dp * plan.cp // copies
     counts = weights.dense / shards + weights.experts * expert_copies / plan.edp
     width = WIDTH[config.train.dtype]
-    sent = config.offload.activations
-    kept = [[activations.kept(plan, i) * width / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk] for chunk in chunks]
-    alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
+    offloaded = config.offload.activations
+    saved_bytes = [
+        [activations.kept(plan, i) * width / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk] for chunk in chunks
+    ]
+    alive = memory.alive(
+        plan, stage, [[Kept(0.0, size) if offloaded else Kept(size) for size in chunk] for chunk in saved_bytes], _RESIDENT_LAYERS
+    )
     states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     # The backward pass of the only micro-batch makes each gradient where its layer's activations have gone.

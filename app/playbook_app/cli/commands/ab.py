@@ -95,7 +95,7 @@ def ab(
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
-            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
+            print_json(two_commands.as_json(asked, two_commands.AbAnswer("error"), "", str(e)))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
     finally:
         progress.close()
@@ -128,7 +128,7 @@ def _any_work(text: str) -> bool:
     return text == "any"
 
 
-def _walls(asked: two_commands.Question, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:
+def _walls(asked: two_commands.CommandPair, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:
     """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
     try:
         return {

@@ -65,7 +65,7 @@ def bisect(
         raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
     options = Options(profile, results or default_results(), pairs, None if minutes is None else 60 * minutes)
     share = to_share(limit, "--limit")
-    span = bisection.span(packages) if packages is not None else None
+    span = bisection.package_span(packages) if packages is not None else None
     loaded = load_case(case) if case is not None else None
     root = None if loaded is None else harness.repository_of(loaded, None)
     progress = report.TerminalProgress(out) if loaded else report.LaunchLines(out)
