@@ -131,6 +131,9 @@ def _opened(folder: Path, header: Mapping[str, Any], plan: Plan, resume: bool) -
     lines.replace(rows)
     for row in rows[1:]:
         _take(session, row)
+    if session.tuning.problem:  # its cause may be mended by now
+        lines.replace([dict(header)])
+        return lines, Session(plan, folder, Tuning(plan.setup))
     return lines, session
 
 

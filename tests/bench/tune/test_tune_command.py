@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -105,6 +105,15 @@ def test_the_right_two_are_kept_and_every_other_says_why_not(tune, playbook, lau
     assert playbook("bench", "replay", found["record"], found["final"]["record"]).exit_code == 0
 
 
+def test_a_case_is_tuned_with_the_ready_set_of_its_framework(playbook, launches):
+    done = playbook("tune", str(repo_root() / "tools/cases/tune-one-gpu-plain.yaml"), "--profile", "cpu", "--explain", "--json")
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert rows[0]["knob"] == "fused-loss"
+    assert "claim C3" in rows[0]["why"]
+    assert launches.words == []
+
+
 def test_what_was_decided_becomes_claims_of_the_users_own(tune, playbook, launches, tmp_path, monkeypatch):
     assert "your own cards" in tune("--emit-claims").stderr
     (tmp_path / "own" / "mine").mkdir(parents=True)
@@ -171,11 +180,16 @@ def test_a_budget_with_resume_leaves_off(tune, launches):
     check_planted(answer(done))
 
 
-def test_a_start_that_does_not_run_is_an_error(tune, launches):
-    done = tune(words=("train", "--crash"), knobs=f"knobs: {{fuse: {{argument: --fuse, {OFF_ON}}}}}\n")
+def test_a_start_that_does_not_run_is_an_error_until_it_is_mended(tune, launches, monkeypatch):
+    asked = {"words": ("train",), "knobs": f"knobs: {{fuse: {{argument: --fuse, {OFF_ON}}}}}\n"}
+    start = launches.start
+    monkeypatch.setattr("playbook_bench.variants.command.start", lambda program, *rest: start(replace(program, words=["--crash"]), *rest))
+    done = tune("--resume", **asked)
     assert done.exit_code == 5
     assert "the start does not run" in done.stderr
     assert "not built" in done.stderr
+    monkeypatch.setattr("playbook_bench.variants.command.start", start)
+    assert answer(tune("--resume", **asked))["kept"][0]["knob"] == "fuse"
 
 
 @pytest.mark.parametrize(

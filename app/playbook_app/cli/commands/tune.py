@@ -38,7 +38,7 @@ EXIT_CODES = {"complete": 0, "budget": 3, "interrupted": 130, "failed": 5}
 app = commands()
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command()
 def tune(
     words: Annotated[list[str], typer.Argument(metavar="CASE | -- COMMAND", help="A case, whose baseline is the start, or a command.")],
     knobs: Annotated[Path | None, typer.Option(metavar="FILE", help="What may be changed; without it, the ready set that fits.")] = None,
