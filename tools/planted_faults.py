@@ -180,7 +180,7 @@ FAULTS = (
     Fault("playbook/records/consistency.py", "if plan.looks != looks:", "if False:", "a record chooses its own looks", ("records",)),
     Fault(
         "playbook/records/machine.py",
-        "if _minor(was) != _minor(here.packages[name])",
+        "if _minor(was) != _minor(reader.packages[name])",
         "if was is None",
         "verdicts outlive their libraries",
         ("records/test_staleness.py",),
@@ -295,7 +295,7 @@ FAULTS = (
         "two peaks of one chip stand side by side",
         ("lint",),
     ),
-    Fault("app/playbook_app/mcp/server.py", "if known is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
+    Fault("app/playbook_app/mcp/server.py", "if properties is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
     # The trainer.
     Fault(
         TRAINER + "data/packing.py",

@@ -87,7 +87,8 @@ class Knowledge:
         best = rows[0]
         stale = best.stale(self.today, claim)
         return Said(
-            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits, speed_effect(best)
+            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale,
+            limits, speed_effect(best)
         )  # fmt: skip
 
 

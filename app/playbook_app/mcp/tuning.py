@@ -1,4 +1,6 @@
-"""The tool `tune_next`: a tuning whose launches an agent makes. The procedure decides; whoever launches cannot keep what it did not prove."""
+"""The tool `tune_next`: a tuning whose launches an agent makes. The procedure decides; whoever launches cannot keep what it did not
+prove.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +96,11 @@ def _choice(text: str) -> Choice:
 
 
 def _event(text: str) -> Event:
+    """What an agent says of one launch, as the procedure takes it.
+
+    Raises:
+        ConfigError: the text is neither figures nor one of the endings.
+    """
     if text == "time up":
         return Hurry()
     for ending in _ENDINGS:

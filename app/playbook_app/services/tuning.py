@@ -153,7 +153,8 @@ _MARKS: Mapping[str, Sequence[str]] = {
 
 
 def ready(case: Case, records: Sequence[Record], machine: Machine) -> Knobs:
-    """The ready set that fits a case: that of its framework, without what it has already; gains are those of records, from the same kind of GPU where there are any.
+    """The ready set that fits a case: that of its framework, without what it has already; gains are those of records, from the same kind
+    of GPU where there are any.
 
     Raises:
         ConfigError: the framework is not known, or its whole set is in use already.

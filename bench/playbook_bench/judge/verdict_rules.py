@@ -364,7 +364,9 @@ def _slope(profile: np.ndarray, alpha: float) -> tuple[float, float, float]:
 
 
 def _lag_one(values: np.ndarray) -> float:
-    """Correlation of neighbours around the straight line that fits best. On average it is (2 + 4 r) / n too low for noise of correlation r."""
+    """Correlation of neighbours around the straight line that fits best. On average it is (2 + 4 r) / n too low for noise of correlation
+    r.
+    """
     import numpy as np
 
     at = np.arange(len(values))

@@ -1,7 +1,4 @@
-"""Kineto's Chrome trace (torch.profiler) as a stream of its events, and those as a Timeline.
-
-One event is in memory at a time, whatever the file's size. The events are the list `traceEvents` of a document, or the whole document. Each
-is decoded by json's own scanner out of a piece of text that grows where an event goes on behind it.
+"""Kineto's Chrome trace (torch.profiler) as a Timeline.
 
 Kernels carry the correlation of the call that launched them. On a machine without GPU there are only operators on the host's threads;
 the time in which at least one runs is then what `busy` means. Backward work outside every `.bwd` range is traced to the forward
@@ -10,9 +7,7 @@ operator that autograd recorded the same sequence number for.
 
 from __future__ import annotations
 
-import codecs
 import itertools
-import json
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -22,159 +17,9 @@ from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.kernels import communicates, union
+from playbook_bench.trace.chrome import Document
 from playbook_bench.trace.containers import Unpacked, one
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread
-
-_CHUNK = 1 << 20
-_MAX_VALUE = 64 << 20
-"""Characters of one event, or of one value beside the events."""
-_SPACE = re.compile(r"[ \t\n\r\ufeff]*")
-_BETWEEN = re.compile(r"[ \t\n\r,]*")
-_DECODE = json.JSONDecoder(strict=False).raw_decode
-_NEAR = 8
-"""Characters before the end of a text within which a value that the end cuts is found to be wrong: `\\u12`, `fals`."""
-
-
-class _CutError(Exception):
-    """The text ended inside the document."""
-
-
-class Document:
-    """A Chrome trace that is being read. `cut`: its end is missing; `head`: its values beside the events, once they have been passed."""
-
-    def __init__(self, stream: Unpacked) -> None:
-        self.cut, self.head = False, dict[str, Any]()
-        self._stream, self._name = stream, stream.name
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text, self._at, self._over = "", 0, False
-
-    def events(self) -> Iterator[Any]:
-        """The events, in order.
-
-        Raises:
-            PlaybookError: it is no Chrome trace, or damaged before its end.
-        """
-        try:
-            yield from self._whole()
-        except _CutError:
-            self.cut = True
-        except RecursionError as e:
-            raise PlaybookError(f"{self._name}: is nested too deeply to be a Chrome trace") from e
-
-    def _whole(self) -> Iterator[Any]:
-        first = self._next()
-        if first == "[":
-            yield from self._list()
-        elif first == "{":
-            yield from self._members()
-        else:
-            what = "is empty, and so" if not first else "is"
-            raise PlaybookError(f"{self._name}: {what} not valid JSON; expected the Chrome trace that torch.profiler writes")
-        if self._next():
-            raise PlaybookError(
-                f"{self._name}: goes on behind its end, as where several processes wrote into one file; trace anew, each rank into its own"
-            )
-
-    def _members(self) -> Iterator[Any]:
-        """The events of a document that is an object; its other values go into `head`.
-
-        Raises:
-            PlaybookError: it is no Chrome trace.
-        """
-        self._at += 1
-        listed = False
-        while (c := self._need()) != "}":
-            if c == ",":
-                self._at += 1
-                continue
-            key = self._value()
-            if not isinstance(key, str) or self._need() != ":":
-                self._refuse("expected a name and a colon")
-            self._at += 1
-            if self._need() == "[" and key == "traceEvents":
-                listed = True
-                yield from self._list()
-            else:
-                value = self._value()
-                if len(self.head) < _CHUNK:
-                    self.head[key] = value
-        self._at += 1
-        if not listed and "entries" not in self.head:  # a dump of the flight recorder has these
-            raise PlaybookError(f"{self._name}: has no list 'traceEvents'; expected the Chrome trace that torch.profiler writes")
-
-    def _list(self) -> Iterator[Any]:
-        self._at += 1
-        while True:
-            match = _BETWEEN.match(self._text, self._at)
-            self._at = match.end() if match else self._at
-            if self._at == len(self._text):
-                if not self._more():
-                    raise _CutError
-            elif self._text[self._at] == "]":
-                self._at += 1
-                return
-            else:
-                yield self._value()
-
-    def _need(self) -> str:
-        """The next character, which must be there."""
-        c = self._next()
-        if not c:
-            raise _CutError
-        return c
-
-    def _next(self) -> str:
-        """The next character that is no space; none at the end."""
-        while True:
-            match = _SPACE.match(self._text, self._at)
-            self._at = match.end() if match else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
-                return ""
-
-    def _value(self) -> Any:
-        """The next value of the document, read on until it is whole."""
-        while True:
-            try:
-                value, end = _DECODE(self._text, self._at)
-            except json.JSONDecodeError as e:
-                if not self._more():
-                    if e.pos >= len(self._text) - _NEAR or e.msg.startswith("Unterminated"):
-                        raise _CutError from e
-                    self._refuse(e.msg)
-            except ValueError as e:
-                self._refuse(str(e)[:80])
-            else:
-                # A number that touches the end may go on behind it.
-                if end < len(self._text) or not self._more():
-                    self._at = end
-                    return value
-
-    def _more(self) -> bool:
-        """Read on; False at the end. A value that does not fit doubles the piece, so that it is not scanned again and again."""
-        self._text = self._text[self._at :]
-        self._at = 0
-        if self._over:
-            return False
-        if len(self._text) > _MAX_VALUE:
-            self._refuse(f"no value ends within {_MAX_VALUE >> 20} million characters")
-        target, pieces, size = max(_CHUNK, len(self._text)), [self._text], 0
-        while size < target:
-            data = self._stream.read(_CHUNK)
-            if not data:
-                self._over = True
-                pieces.append(self._decoder.decode(b"", final=True))
-                break
-            size += len(data)
-            pieces.append(self._decoder.decode(data))
-        self._text = "".join(pieces)
-        return True
-
-    def _refuse(self, what: str) -> None:
-        near = self._text[self._at : self._at + 40]
-        raise PlaybookError(f"{self._name}: is not valid JSON ({what} near {near!r}); the file is damaged: copy it, or trace, anew")
-
 
 _MAX_EVENTS = 4_000_000
 """Events that are kept: those of the host and the device, without flows and Python functions."""
@@ -330,6 +175,7 @@ class _Reader:
         return self.ranks.setdefault(key, _Recorded(self._names))
 
     def _keep(self, e: dict[str, Any]) -> None:
+        """Keep one event of the file with its rank: an end of a flow, or checked work of host and device."""
         kind, category = e.get("ph"), e.get("cat")
         if kind == "M" and e.get("name") == "process_name" and isinstance(e.get("args"), dict) and len(self.process_names) < _MOST_RANKS:
             self.process_names[str(e.get("pid"))[:40]] = str(e["args"].get("name"))[:40]
@@ -353,7 +199,8 @@ class _Reader:
         rank.keep(e, None if thread is None else Span(thread, name, start, start + duration), start, duration)
 
     def split(self) -> list[tuple[str, int | None, _Recorded]]:
-        """The ranks of the file with a name and, where it is told, a number: several where tools that merge traces left what tells them apart.
+        """The ranks of the file with a name and, where it is told, a number: several where tools that merge traces left what tells them
+        apart.
 
         That is a rank or a label on everything that ran, or a process for each rank with both its host's and its GPU's work.
         What one rank leaves otherwise, of its own process and of its GPU, belongs together.

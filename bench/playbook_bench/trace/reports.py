@@ -14,7 +14,7 @@ from typing import Any
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import containers, flight, kineto, nsys, snapshot
+from playbook_bench.trace import chrome, containers, flight, kineto, nsys, snapshot
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -119,7 +119,7 @@ def _of_stream(stream: containers.Unpacked, ranges: bool) -> list[tuple[str, Tim
             return [(stream.name, nsys.read(Path(f.name), ranges))]
     if head.startswith(containers.HEAD):
         return [(stream.name, _dump(containers.load_pickle(stream), stream.name))]
-    document = kineto.Document(stream)
+    document = chrome.Document(stream)
     timelines = kineto.of_document(document, stream)
     if "entries" in document.head:
         return [(stream.name, _dump(document.head, stream.name))]

@@ -24,7 +24,9 @@ _TARGET = re.compile(r"-{1,2}[A-Za-z0-9][\w.-]*|\$[A-Za-z_]\w*|[A-Za-z_][\w.]*")
 
 
 class Knob(Strict):
-    """One setting: its values, today's first, and where they go: one of `argument`, `environment` and `key`, or `sets` for what only goes together."""
+    """One setting: its values, today's first, and where they go: one of `argument`, `environment` and `key`, or `sets` for what only goes
+    together.
+    """
 
     argument: str | None = Field(default=None, pattern=r"^-{1,2}[A-Za-z0-9][\w.-]*$", max_length=100)
     """An option of the command, such as `--fuse`. `true` is the option alone; `false` and `null` are none."""
@@ -180,7 +182,9 @@ _LEFT_OUT = ("unset", "false", "0")
 
 
 def fits(knob: Knob, words: Sequence[str], environment: Mapping[str, object]) -> bool:
-    """Whether a run has the knob's first value, and none of the others; left out counts for what a default is everywhere: off, false, 0, unset. `environment`: its variables, or the keys of a case of our trainer."""
+    """Whether a run has the knob's first value, and none of the others; left out counts for what a default is everywhere: off, false, 0,
+    unset. `environment`: its variables, or the keys of a case of our trainer.
+    """
 
     def now(target: str) -> str | None:
         if target.startswith("-"):

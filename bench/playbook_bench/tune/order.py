@@ -1,4 +1,6 @@
-"""In which order candidates are tried, and which never: by what the planner predicts, else by what a claim was seen to bring, else as unknown."""
+"""In which order candidates are tried, and which never: by what the planner predicts, else by what a claim was seen to bring, else as
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Ranked:
 def ranked(knobs: Knobs, predicted: Mapping[tuple[str, str], Predicted], shares: Mapping[str, float]) -> list[Ranked]:
     """Every candidate, the most expected gain for a launch first; those that cannot run last.
 
-    A launch of a candidate that gains `g` takes 1 / (1 + g) of the start's time. `shares` are the parts of the current step that a trace shows, by wall.
+    A launch of a candidate that gains `g` takes 1 / (1 + g) of the start's time. `shares` are the parts of the current step that a trace
+    shows, by wall.
     """
     rows = []
     for name, knob in knobs.knobs.items():

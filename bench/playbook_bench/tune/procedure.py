@@ -1,12 +1,13 @@
 """The tuning itself: what to launch next, from what was launched so far. It launches nothing and reads no clock.
 
-`Tuning` is a function of its setup and of the observations added to it, in order. The harness, its journal, the MCP server and the simulation all
-use this one: a journal holds the observations, and adding them to a new `Tuning` gives the same state again.
+`Tuning` is a function of its setup and of the observations added to it, in order. The harness, its journal, the MCP server and the
+simulation all use this one: a journal holds the observations, and adding them to a new `Tuning` gives the same state again.
 
-Two parts. The *race* is cheap and proves nothing: each candidate is launched on top of the best settings so far, between two launches of these. What
-does not look better is dropped, mostly after one launch; the best is adopted, and the next candidates are launched on top of it. Then *rounds*: the
-set of what was adopted, and the set without each change, on new launches in a drawn order. `proof` says which changes are proven. Where one is not,
-the worst leaves the set, and the next round asks the others again. A set whose changes are all proven in it is the answer.
+Two parts. The *race* is cheap and proves nothing: each candidate is launched on top of the best settings so far, between two launches of
+these. What does not look better is dropped, mostly after one launch; the best is adopted, and the next candidates are launched on top of
+it. Then *rounds*: the set of what was adopted, and the set without each change, on new launches in a drawn order. `proof` says which
+changes are proven. Where one is not, the worst leaves the set, and the next round asks the others again. A set whose changes are all
+proven in it is the answer.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class Tuning:
     """A tuning while it goes on: `due` is the next launch, `add` takes what it gave."""
 
     def __init__(self, setup: Setup) -> None:
+        """Nothing is launched yet; `setup` is what the journal repeats."""
         self.setup = setup
         self.choices: Mapping[str, Choice] = {choice.name: choice for choice in setup.choices}
         self.best: Settings = ()
@@ -212,6 +214,7 @@ class Tuning:
     # --- the race --------------------------------------------------------------------------------------------------------------------
 
     def _race(self) -> Generator[Launch, Event, None]:
+        """Launch the start, then each candidate between two launches of the best settings, and adopt the best until none is left."""
         for count in range(1 + _BASES):
             if (yield from self._running((), "warm_up" if count == 0 else "start")) is None:
                 return
@@ -386,7 +389,9 @@ class Tuning:
     # --- launches --------------------------------------------------------------------------------------------------------------------
 
     def _running(self, settings: Settings, why: Why) -> Generator[Launch, Event, float | None]:
-        """The cost of settings that should run. None where they do not, twice in a row: the best settings then lose what was adopted last."""
+        """The cost of settings that should run. None where they do not, twice in a row: the best settings then lose what was adopted
+        last.
+        """
         for _ in range(_TRIES):
             event = yield Launch(settings, why)
             assert isinstance(event, Observation)  # `add` answers only candidates' launches with a Hurry

@@ -1,17 +1,19 @@
 """When a change counts as proven, so that a whole tuning keeps a useless one with a chance of at most `alpha`.
 
-A change is proven on launches made for nothing else. The set of all changes, and the set without each of them, are launched equally often, in an
-order drawn at random. If a change does nothing, each of its labels could as well stand at any other of its two variants' launches, whatever the noise:
-heavy tails, drift, two modes. The share of orders that would look at least as good is an exact p value (Fisher). A linear drift is taken out
-first, which costs nothing of that. A change is looked at twice; the product of both p values counts at the second look (Bauer and Köhne).
+A change is proven on launches made for nothing else. The set of all changes, and the set without each of them, are launched equally
+often, in an order drawn at random. If a change does nothing, each of its labels could as well stand at any other of its two variants'
+launches, whatever the noise: heavy tails, drift, two modes. The share of orders that would look at least as good is an exact p value
+(Fisher). A linear drift is taken out first, which costs nothing of that. A change is looked at twice; the product of both p values counts
+at the second look (Bauer and Köhne).
 
-The chance is shared by Bonferroni: over the rounds, of which each tests a new set on new launches and has its own part of `alpha`, and over the
-changes in a round. What chose the changes before a round cannot matter, since no launch is used for both.
+The chance is shared by Bonferroni: over the rounds, of which each tests a new set on new launches and has its own part of `alpha`, and
+over the changes in a round. What chose the changes before a round cannot matter, since no launch is used for both.
 
-Equal labels alone would not do where a change makes a run noisier and not slower. So the interval of `judge.design`, with each variant's own
-deviation, has to lie above zero too.
+Equal labels alone would not do where a change makes a run noisier and not slower. So the interval of `judge.design`, with each variant's
+own deviation, has to lie above zero too.
 
-Sources: R. A. Fisher, The Design of Experiments, 1935, chapter 2; P. Bauer and K. Köhne, Biometrics 50 (1994), equation 4. Error rates: tools/simulate/tunings.py.
+Sources: R. A. Fisher, The Design of Experiments, 1935, chapter 2; P. Bauer and K. Köhne, Biometrics 50 (1994), equation 4. Error rates:
+tools/simulate/tunings.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FIRST_ROUND = 0.64
-"""Part of `alpha` that the first round may spend; each further one spends this part of what is left. Four changes are then settled by 5 launches of each set."""
+"""Part of `alpha` that the first round may spend; each further one spends this part of what is left. Four changes are then settled by 5
+launches of each set.
+"""
 _FIRST_LOOK = 0.5
 """Part of a change's chance that its first look may spend."""
 _FUTILE = 0.1
@@ -56,7 +60,8 @@ class Levels:
 def levels(alpha: float, round_: int, changes: int) -> Levels:
     """The levels of each of `changes` in a round, counted from 0.
 
-    Most of a change's part is for the first look, by which nearly all are settled. The rest gives `product` by Bauer and Köhne: first + product x ln(futile / first) is the whole.
+    Most of a change's part is for the first look, by which nearly all are settled. The rest gives `product` by Bauer and Köhne: first +
+    product x ln(futile / first) is the whole.
     """
     part = alpha * _FIRST_ROUND * (1 - _FIRST_ROUND) ** round_ / changes
     first = _FIRST_LOOK * part

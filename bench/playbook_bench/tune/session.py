@@ -1,6 +1,8 @@
-"""A tuning on this machine: launches what the procedure asks for, keeps each observation at once, and ends with a comparison on fresh launches.
+"""A tuning on this machine: launches what the procedure asks for, keeps each observation at once, and ends with a comparison on fresh
+launches.
 
-The folder of a tuning holds its journal, a sealed line for each event, and its record. The same tuning goes on from the journal; the record replays.
+The folder of a tuning holds its journal, a sealed line for each event, and its record. The same tuning goes on from the journal; the
+record replays.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class Session:
 
 
 def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Session:
-    """Tune up to the end, the budget, or Ctrl-C. `resume` goes on from the journal where there is one, and leaves off at the end of the budget
-    instead of leaving candidates out.
+    """Tune up to the end, the budget, or Ctrl-C. `resume` goes on from the journal where there is one, and leaves off at the end of the
+    budget instead of leaving candidates out.
 
     Raises:
         ConfigError: the settings cannot be resolved.
