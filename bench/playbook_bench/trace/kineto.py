@@ -182,8 +182,14 @@ _MAX_US = 10**16
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 _MOST_NAMED = 64
+_MOST_RANKS = 4096
 _ON_DEVICE = "gpu_user_annotation"
 _READ = {*_DEVICE, *_HOST, _ON_DEVICE}
+_LABEL = re.compile(r"\[([^\]]{1,60})\] |(rank[-_ ]?\d{1,6})\b", re.IGNORECASE)
+"""What tools that merge traces write before the number of a process: `[TP03] 7`, `rank3 7`."""
+_NUMBERED = re.compile(r"(?:tp|rank)[-_ ]?(\d{1,6})", re.IGNORECASE)
+_Key = tuple[str, str | int]
+"""How a rank of a merged trace is told: by `rank` in an event's arguments, by a label, or by its process (`pid`)."""
 _GROUP = ("Process Group Description", "Process Group Name", "Process Group Ranks", "Group size")
 
 
@@ -210,9 +216,9 @@ class _Launched(NamedTuple):
 
 
 class _Recorded:
-    """What is kept of a trace's events. Names are shared between events, so that many fit."""
+    """What is kept of one rank's events. Names are shared between events, so that many fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, str]) -> None:
         self.operators: list[Event] = []
         self.annotations: list[Span] = []
         self.marks: list[Span] = []
@@ -224,52 +230,33 @@ class _Recorded:
         """The two ends of each forward-to-backward flow by (end, id), as thread and time."""
         self.processes: set[str] = set()
         self.devices: set[str] = set()
-        self._names: dict[str, str] = {}
-        self._damaged = self._all = 0
+        self._names = names
 
-    def read(self, events: Iterator[Any], name: str) -> None:
-        """Keep what counts.
+    @property
+    def size(self) -> int:
+        """How many events are kept."""
+        return len(self.operators) + len(self.device) + len(self.calls)
 
-        Raises:
-            PlaybookError: too many events, or hardly one has a time.
-        """
-        for event in events:
-            self._all += 1
-            if not isinstance(event, dict):
-                self._damaged += 1
-                continue
-            self._keep(event)
-            if self._all % 1024 == 0 and len(self.operators) + len(self.device) + len(self.calls) > _MAX_EVENTS:
-                raise PlaybookError(f"{name}: has more than {_MAX_EVENTS:,} operators and kernels; trace fewer steps (profile.steps)")
-        if self._damaged and self._damaged * 2 > self._all:
-            raise PlaybookError(
-                f"{name}: {self._damaged} of {self._all} events have no usable time; expected the Chrome trace that torch.profiler writes"
-            )
+    def add(self, other: _Recorded) -> None:
+        """Take over what is kept of another process of the same rank, which is empty then: memory holds it once."""
+        for mine, more in (
+            (self.operators, other.operators), (self.annotations, other.annotations), (self.marks, other.marks), (self.device, other.device),
+        ):  # fmt: skip
+            mine.extend(more)  # type: ignore[arg-type]
+            more.clear()
+        self.calls |= {number: min(call, self.calls.get(number, call), key=lambda c: c[1]) for number, call in other.calls.items()}
+        self.flows |= other.flows
+        self.processes |= other.processes
+        self.devices |= other.devices
 
-    def _keep(self, e: dict[str, Any]) -> None:
-        kind, category = e.get("ph"), e.get("cat")
-        if kind in ("s", "f") and category == "fwdbwd":
-            number, moment, tid = _int(e.get("id")), _ns(e.get("ts")), _int(e.get("tid"))
-            if number is not None and moment is not None and tid is not None:
-                self.flows[str(kind), number] = (tid, moment)
-            return
-        if kind != "X" or not isinstance(category, str) or not isinstance(e.get("name"), str):
-            return
-        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
-        if start is None or duration is None or duration < 0:
-            self._damaged += 1
-            return
-        if category in _HOST and "pid" in e and len(self.processes) < _MOST_NAMED:
-            self.processes.add(str(e["pid"])[:40])
-        thread, args = _int(e.get("tid")), e.get("args")
+    def keep(self, e: dict[str, Any], span: Span | None, start: int, duration: int) -> None:
+        """One piece of work, checked: of the device, or `span` of the host or a range."""
+        args = e.get("args")
         args = args if isinstance(args, dict) else {}
-        if category not in _READ:
-            return
-        name = self._names.setdefault(e["name"], e["name"][:300])
-        if category in _DEVICE:
-            self._ran(category, name, start, start + duration, args)
-        elif thread is not None:
-            self._called(category, Span(thread, name, start, start + duration), args)
+        if e["cat"] in _DEVICE:
+            self._ran(e["cat"], self._names.setdefault(e["name"], e["name"][:300]), start, start + duration, args)
+        elif span is not None:
+            self._called(e["cat"], span, args)
 
     def _called(self, category: str, span: Span, args: dict[str, Any]) -> None:
         """What the host did, and ranges."""
@@ -298,6 +285,90 @@ class _Recorded:
         return self._names.setdefault(label, label)
 
 
+class _Reader:
+    """The events of a file, kept by the rank that they are of."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[_Key, _Recorded] = {}
+        self.process_names: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._damaged = self._all = 0
+
+    def read(self, events: Iterator[Any], name: str) -> None:
+        """Keep what counts.
+
+        Raises:
+            PlaybookError: too many events, or hardly one has a time.
+        """
+        for event in events:
+            self._all += 1
+            if not isinstance(event, dict):
+                self._damaged += 1
+                continue
+            self._keep(event)
+            if self._all % 1024 == 0 and sum(each.size for each in self.ranks.values()) > _MAX_EVENTS:
+                raise PlaybookError(f"{name}: has more than {_MAX_EVENTS:,} operators and kernels; trace fewer steps (profile.steps)")
+        if self._damaged and self._damaged * 2 > self._all:
+            raise PlaybookError(
+                f"{name}: {self._damaged} of {self._all} events have no usable time; expected the Chrome trace that torch.profiler writes"
+            )
+
+    def _of(self, e: dict[str, Any]) -> _Recorded:
+        """What is kept of the rank that an event is of."""
+        args, pid = e.get("args"), e.get("pid")
+        number = _int(args.get("rank")) if isinstance(args, dict) else None
+        label = _LABEL.match(pid) if isinstance(pid, str) else None
+        key: _Key = ("rank", number) if number is not None else ("label", label[1] or label[2]) if label else ("pid", str(pid)[:40])
+        if key not in self.ranks and len(self.ranks) >= _MOST_RANKS:
+            key = ("pid", "")
+        return self.ranks.setdefault(key, _Recorded(self._names))
+
+    def _keep(self, e: dict[str, Any]) -> None:
+        kind, category = e.get("ph"), e.get("cat")
+        if kind == "M" and e.get("name") == "process_name" and isinstance(e.get("args"), dict) and len(self.process_names) < _MOST_RANKS:
+            self.process_names[str(e.get("pid"))[:40]] = str(e["args"].get("name"))[:40]
+        if kind in ("s", "f") and category == "fwdbwd":
+            number, moment, tid = _int(e.get("id")), _ns(e.get("ts")), _int(e.get("tid"))
+            if number is not None and moment is not None and tid is not None:
+                self._of(e).flows[str(kind), number] = (tid, moment)
+            return
+        if kind != "X" or not isinstance(category, str) or not isinstance(e.get("name"), str):
+            return
+        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
+        if start is None or duration is None or duration < 0:
+            self._damaged += 1
+            return
+        if category not in _READ:
+            return
+        rank, thread = self._of(e), _int(e.get("tid"))
+        if category in _HOST and "pid" in e and len(rank.processes) < _MOST_NAMED:
+            rank.processes.add(str(e["pid"])[:40])
+        name = self._names.setdefault(e["name"], e["name"][:300])
+        rank.keep(e, None if thread is None else Span(thread, name, start, start + duration), start, duration)
+
+    def split(self) -> list[tuple[str, int | None, _Recorded]]:
+        """The ranks of the file with a name and, where it is told, a number: several where tools that merge traces left what tells them apart.
+
+        That is a rank or a label on everything that ran, or a process for each rank with both its host's and its GPU's work.
+        What one rank leaves otherwise, of its own process and of its GPU, belongs together.
+        """
+        full = {key: each for key, each in self.ranks.items() if each.size}
+        told = all(kind != "pid" for kind, _ in full)
+        alone = all(each.device and each.calls for each in full.values())
+        if len(full) > 1 and (told or alone):
+            return [(f"{kind} {value}", self._number(kind, value), each) for (kind, value), each in full.items()]
+        whole, *others = sorted(self.ranks.values(), key=lambda each: -len(each.operators) - len(each.calls)) or [_Recorded(self._names)]
+        for each in others:
+            whole.add(each)
+        return [("", None, whole)]
+
+    def _number(self, kind: str, value: str | int) -> int | None:
+        if isinstance(value, int):
+            return value
+        match = _NUMBERED.fullmatch(self.process_names.get(value, "") if kind == "pid" else value)
+        return int(match[1]) if match else None
+
+
 def read(path: Path) -> Timeline:
     """The trace of one rank.
 
@@ -313,28 +384,40 @@ def parse(stream: Unpacked) -> Timeline:
     """The trace of one rank, from the bytes of its file.
 
     Raises:
-        PlaybookError: too large, not JSON, or no Chrome trace.
+        PlaybookError: too large, not JSON, no Chrome trace, or of several ranks.
     """
-    return of_document(Document(stream), stream)
+    (_, timeline), *others = of_document(Document(stream), stream)
+    if others:
+        raise PlaybookError(
+            f"{stream.name}: holds the traces of {len(others) + 1} ranks; expected the trace of one rank, as it was written"
+        )
+    return timeline
 
 
-def of_document(document: Document, stream: Unpacked) -> Timeline:
-    """The same, of a document whose `head` then says what else it holds.
+def of_document(document: Document, stream: Unpacked) -> list[tuple[str, Timeline]]:
+    """The same of each rank in a document, whose `head` then says what else it holds, with a name where several were merged into one file.
 
     Raises:
         PlaybookError: too large, not JSON, or no Chrome trace.
     """
-    seen = _Recorded()
-    seen.read(document.events(), stream.name)
+    reader = _Reader()
+    reader.read(document.events(), stream.name)
+    ranks = reader.split()
+    about = document.head.get("distributedInfo")
+    stated = _int(about.get("rank")) if isinstance(about, dict) else None
+    cut = document.cut or stream.cut
+    return [(name, _timeline(rank, stream.name, number if len(ranks) > 1 else stated, cut)) for name, number, rank in ranks]
+
+
+def _timeline(seen: _Recorded, name: str, number: int | None, cut: bool) -> Timeline:
+    """One rank's work, checked. `cut`: its file is cut off."""
     spans = [span._replace(name=_range_name(span.name)) for span in seen.annotations if _is_range(span.name)]
-    _check_one_rank(seen, spans, stream.name)
+    _check_one_rank(seen, spans, name)
     stacks, amount = Stacks(close_backward(spans)), _amount(seen)
     timeline = _device_timeline(spans, stacks, seen) if seen.device else _host_timeline(spans, stacks, seen)
     timeline.marks = [span for span in seen.annotations if not _is_range(span.name)]
-    timeline.device_marks = seen.marks
-    about = document.head.get("distributedInfo")
-    timeline.rank = _int(about.get("rank")) if isinstance(about, dict) else None
-    if document.cut or stream.cut:
+    timeline.device_marks, timeline.rank = seen.marks, number
+    if cut:
         timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
     return timeline
 

@@ -200,6 +200,8 @@ def _with_log(request: _Request, log: _Log | None) -> _Request:
     gpus = _named(request, "gpus", "gpus")
     rate = log.rate or (log.rate_of_any if gpus == 1 else None)
     tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus and log.seconds else None)
+    if log.facts.gbs and tokens and request.model and _named(request, "seq", "seq_len") is None:
+        return replace(request, seq=max(1, round(tokens / log.facts.gbs)))
     if _named(request, "gbs", "gbs") or not (tokens and request.model):
         return request
     each = _named(request, "seq", "seq_len") or _SEQ
@@ -322,7 +324,7 @@ def _log(path: Path, adapter: str | None) -> _Log:
         log = read(path, adapter, running=True)
     except NoAdapter as e:
         hint = f"this fits its lines: --log {shlex.quote(e.pattern)}" if e.pattern else "or JSON lines with step and seconds"
-        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.known}, {hint}") from None
+        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.tried}, {hint}") from None
     steps = log.steps[len(log.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
     middle = None if log.clock == "none" else median(seconds)
