@@ -1,4 +1,7 @@
-"""The tool `tune_next`: a tuning whose launches an agent makes. The procedure decides; whoever launches cannot keep what it did not prove."""
+"""The tool `tune_next`: a tuning whose launches an agent makes.
+
+The procedure decides; whoever launches cannot keep what it did not prove.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ Seen = Annotated[
     list[Annotated[str, Field(max_length=100)]],
     Field(
         max_length=600,
-        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang, or 'time up' to try no more.",
+        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang,"
+        " or 'time up' to try no more.",
     ),
 ]
 
@@ -94,6 +98,7 @@ def _choice(text: str) -> Choice:
 
 
 def _event(text: str) -> Event:
+    """A launch in the words of an agent, as the event that the procedure reads."""
     if text == "time up":
         return Hurry()
     for ending in _ENDINGS:

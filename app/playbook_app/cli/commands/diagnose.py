@@ -400,8 +400,8 @@ def _again(configured: Setting, request: _Request) -> Setting:
     names = keys_of(request.settings)
     unchanged = [word for word in configured.known if key_of(word) not in names]
     return setting(
-        q.shape, q.model, q.cluster, q.gpus, seq_len=request.seq or q.seq_len, gbs=request.gbs or q.gbs, known=[*unchanged, *request.settings],
-        framework=configured.framework, backend=q.backend, routing=q.routing,
+        q.shape, q.model, q.cluster, q.gpus, seq_len=request.seq or q.seq_len, gbs=request.gbs or q.gbs,
+        known=[*unchanged, *request.settings], framework=configured.framework, backend=q.backend, routing=q.routing,
     )  # fmt: skip
 
 

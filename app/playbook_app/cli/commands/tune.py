@@ -133,6 +133,7 @@ def _chance(text: str) -> float:
 
 
 def _explain(order: Sequence[Ranked], as_json: bool) -> None:
+    """Print the order in which settings are tried, and why."""
     rows = [
         {
             "knob": row.knob,
@@ -178,7 +179,9 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
 
 
 def _ladder(answer: Mapping[str, Any]) -> str:
-    """What each kept change brings in the final set, and all of them together, with intervals, as an SVG file; empty where nothing is kept."""
+    """What each kept change brings in the final set, and all of them together, with intervals, as an SVG file; empty where nothing is
+    kept.
+    """
     rows = [(f"{row['knob']}={row['value']}"[:24], row["effect_percent"]) for row in answer["kept"] if row["effect_percent"]]
     if answer["final"] and answer["final"]["effect_percent"]["low"] is not None:
         rows.append(("together", answer["final"]["effect_percent"]))
