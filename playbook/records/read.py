@@ -325,7 +325,7 @@ class RecordReader:
 
 
 def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
-    """As `Reader.read`, once.
+    """As `RecordReader.read`, once.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.

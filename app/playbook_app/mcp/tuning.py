@@ -1,5 +1,6 @@
-"""The tool `tune_next`: a tuning whose launches an agent makes. The procedure decides; whoever launches cannot keep what it did not
-prove.
+"""The tool `tune_next`: a tuning whose launches an agent makes.
+
+The procedure decides; whoever launches cannot keep what it did not prove.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Seen = Annotated[
     list[Annotated[str, Field(max_length=100)]],
     Field(
         max_length=600,
-        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang, or 'time up' to try no more.",
+        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang,"
+        " or 'time up' to try no more.",
     ),
 ]
 

@@ -218,7 +218,8 @@ def emit_claims(plan: Plan, answer: Mapping[str, Any], machine: Machine, day: st
     card = {
         "id": name,
         "title": f"Tuned for {answer['goal']} on {machine.name}",
-        "summary": f"What a tuning of one command on {machine.description} has decided: {len(kept)} settings kept of {len(plan.setup.choices)}.",
+        "summary": f"What a tuning of one command on {machine.description} has decided: {len(kept)} settings kept of"
+        f" {len(plan.setup.choices)}.",
         "symptoms": [f"which settings make {plan.subject.case.id} faster on {machine.name}"],
         "phase": "retune",
         "wall": "compute",
@@ -239,7 +240,8 @@ def _claim(
     words = f"{'at least' if kept else 'at most'} {bound:g} % better {answer['goal']}"
     return {
         "id": ident,
-        "statement": f"On {machine.name}, {row['knob']} at {row['value']} instead of {today} gives {words}, beside the other settings that were kept.",
+        "statement": f"On {machine.name}, {row['knob']} at {row['value']} instead of {today} gives {words}, beside"
+        " the other settings that were kept.",
         "mechanism": "Not known: matched launches of the set with and without it, in a drawn order, decided it.",
         "kind": "pair",
         "comparison": {"baseline": case.compared("baseline"), "candidate": case.compared("candidate")},

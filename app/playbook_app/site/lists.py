@@ -123,8 +123,10 @@ def travel_page(shelf: Shelf) -> str:
     ]
     rows = [
         [
-            link(text(p.claim.id), f"../cards/{p.card.id}.md#{anchor(p.claim.id)}"), text(p.claim.statement), *_priced(p.home), *_priced(p.away),
-            "yes" if all((p.verdict, p.sign, p.size)) else f"not in {', '.join(n for n in ('verdict', 'sign', 'size') if not getattr(p, n))}",
+            link(text(p.claim.id), f"../cards/{p.card.id}.md#{anchor(p.claim.id)}"), text(p.claim.statement),
+            *_priced(p.home), *_priced(p.away),
+            "yes" if all((p.verdict, p.sign, p.size))
+            else f"not in {', '.join(n for n in ('verdict', 'sign', 'size') if not getattr(p, n))}",
         ]
         for p in pairs
     ]  # fmt: skip
