@@ -22,8 +22,9 @@ SETUP := pyproject.toml constraints.txt
 SOURCES := playbook app/playbook_app bench/playbook_bench trainer/playbook_trainer
 
 # Tests of one module share what its fixtures have launched, so a module stays on one worker; modules in the order of tests/conftest.py, the longest first.
+# Compiled modules are kept, whatever the environment says: tests start hundreds of processes.
 # One worker more than cores, for tests wait for their ranks a quarter of the time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(( $$(nproc) + 1 )) --dist loadscope --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(( $$(nproc) + 1 )) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help demo targets test test-all test-rest test-slurm test-browser bench-tests check docs parity clean
 

@@ -15,7 +15,8 @@ prints the message and exits with 2; a traceback is a bug.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -43,6 +44,19 @@ class ExitCode(IntEnum):
 
 class PlaybookError(Exception):
     """The root of every error that a user can cause."""
+
+
+@contextmanager
+def tables_wanted() -> Iterator[None]:
+    """Around imports of pandas and pyarrow, which few commands need and which are three fifths of what they would install with Playbook.
+
+    Raises:
+        PlaybookError: one of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        raise PlaybookError(f"the package '{e.name}' is not installed; run pip install '.[tables]' in a clone of Playbook") from e
 
 
 @dataclass(frozen=True)

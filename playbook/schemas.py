@@ -1,62 +1,20 @@
 """JSON Schema (2020-12) of every file that people write or read, exported from the typed models.
 
-Editors use the files for completion and hover text, and `check` is the door: what a file's schema refuses is no card, case, cluster or record. The command line passes the
-models in, so that this module needs to know neither the harness nor the trainer.
+Editors use the files for completion and hover text. They refuse what the models refuse. The command line passes the models in, so that this module needs to know neither the
+harness nor the trainer.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel
 
-from playbook.paths import data_root
-
-if TYPE_CHECKING:
-    from jsonschema.protocols import Validator
-
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _SUFFIX = ".schema.json"
-
-
-class Refusal(NamedTuple):
-    """One thing in a file that its schema refuses."""
-
-    path: tuple[str | int, ...]
-    """Keys and indices from the root to the value."""
-    message: str
-
-
-def check(instance: Any, name: str) -> list[Refusal]:
-    """What the exported schema of that name refuses in plain data, in the order in which it stands there; empty for what a model may read."""
-    found = sorted(_validator(name).iter_errors(instance), key=lambda e: [str(part) for part in e.absolute_path])
-    return [Refusal(tuple(e.absolute_path), e.message[:300]) for e in found]
-
-
-@cache
-def _validator(name: str) -> Validator:
-    """The validator of one schema, with numbers and patterns as the models read them: 1.0 is no integer, infinity no number, and `$` is the end."""
-    from jsonschema import Draft202012Validator, ValidationError, validators
-
-    def integer(_: Any, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
-
-    def number(_: Any, value: Any) -> bool:
-        return integer(_, value) or (isinstance(value, float) and math.isfinite(value))
-
-    def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[ValidationError]:
-        if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", wanted), value):
-            yield ValidationError(f"{value[:60]!r} does not match {wanted}")
-
-    types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
-    made: type[Validator] = validators.extend(Draft202012Validator, {"pattern": pattern}, type_checker=types)  # type: ignore[no-untyped-call]
-    return made(json.loads((data_root("schemas") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")))
 
 
 def schema(name: str, model: type[BaseModel]) -> dict[str, Any]:

@@ -8,13 +8,12 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, Union
+from typing import Any, TypeVar, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from playbook import schemas
 from playbook.errors import FileError, Finding
 from playbook.files import read_bytes
 
@@ -30,8 +29,6 @@ class Strict(BaseModel):
     """The base of every record in a file: unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
-    SCHEMA: ClassVar[str | None] = None
-    """The exported schema through which its files come; None for what is part of other files."""
 
 
 # The scalars of YAML 1.2's core schema. PyYAML follows 1.1, where `on` is a boolean, `1e-4` a string and 2026-04 may become a date.
@@ -156,33 +153,24 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
     return out
 
 
-def load(path: Path, model: type[M], thorough: bool = True) -> tuple[M, Marks]:
-    """The file as a typed record; `thorough` as in `validate`.
+def load(path: Path, model: type[M]) -> tuple[M, Marks]:
+    """The file as a typed record.
 
     Raises:
         FileError: everything `read` raises, and each field that does not fit `model`.
     """
     data, marks = read(path)
-    return validate(data, marks, model, str(path), thorough), marks
+    return validate(data, marks, model, str(path)), marks
 
 
-def validate(data: Any, marks: Marks, model: type[M], name: str, thorough: bool = True) -> M:
-    """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`.
-
-    `thorough` puts it through the model's exported schema too. That refuses what the model refuses, and takes a fifth of a second for all that ships:
-    what ships goes through it in `cards check`, and not in each command that reads it.
-    """
+def validate(data: Any, marks: Marks, model: type[M], name: str) -> M:
+    """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`."""
     if not isinstance(data, Mapping):
         raise FileError([Finding(name, 1, 1, f"expected a mapping of keys to values, found {_kind(data)}")])
-    door = getattr(model, "SCHEMA", None) if thorough else None
-    refused = schemas.check(data, door) if door else []
     try:
-        value = model.model_validate(data)
-    except ValidationError as e:  # the model has the plainer words for what the schema refuses too
+        return model.model_validate(data)
+    except ValidationError as e:
         raise FileError([_finding(error, marks, model, name) for error in e.errors(include_url=False)]) from e
-    if refused:
-        raise FileError([Finding(name, *locate(marks, r.path), f"'{'.'.join(map(str, r.path))}': {r.message}") for r in refused])
-    return value
 
 
 def locate(marks: Marks, path: Path_) -> tuple[int, int]:

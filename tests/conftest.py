@@ -20,6 +20,7 @@ from playbook.cards import load as cards
 from playbook.paths import data_root
 from playbook.planner.choice import search
 from playbook.records import read as records
+from playbook_bench.judge import design
 
 # A fixture that a test's examples share is what its author chose; slowness is the machine's.
 settings.register_profile(
@@ -61,6 +62,13 @@ def shipped(kind: str) -> Callable[..., Any]:
 records._record = remembered(records._record, shipped("results"))
 cards.load = remembered(cards.load, shipped("cards"))  # type: ignore[attr-defined]
 search.search = remembered(search.search, lambda question, count=5, *, prune=True: (question, count, prune))
+design.order = remembered(design.order, lambda seed, variants, looks: (seed, variants, tuple(looks)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests for GPUs are imported only where the marks ask for them: that takes each worker five seconds. A file that is named is read."""
+    asked = config.getoption("markexpr").replace("not gpu", "").replace("not multigpu", "")
+    return True if collection_path == Path(__file__).parent / "gpu" and asked and "gpu" not in asked else None
 
 
 def pytest_runtest_setup() -> None:

@@ -16,7 +16,7 @@ from playbook import files
 from playbook.cards import scope
 from playbook.cards.model import OPS, Card, Claim, Expect, near_metric
 from playbook.errors import ConfigError, FileError, Finding
-from playbook.paths import OWN_FILE, data_root, folders, own_file
+from playbook.paths import OWN_FILE, folders, own_file
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 
 LOGIC_KINDS = ("arithmetic", "invariant")
@@ -60,12 +60,12 @@ def card_of(claim: str, known: Mapping[str, Card]) -> str | None:
     return next((card for card, *ids in checks if claim in ids), None)
 
 
-def read_cards(paths: Sequence[Path], trusted: Path | None = None) -> Cards:
-    """The cards of files and folders; whatever is no card becomes a finding. Those of the folder `trusted` are read without their exported schema."""
+def read_cards(paths: Sequence[Path]) -> Cards:
+    """The cards of files and folders; whatever is no card becomes a finding."""
     cards = Cards()
     for path in dict.fromkeys(_files(paths, cards.findings)):
         try:
-            card, marks = load(path, Card, thorough=path.parent != trusted)
+            card, marks = load(path, Card)
         except FileError as e:
             cards.findings += e.findings
         else:
@@ -79,7 +79,7 @@ def load_all() -> dict[str, Card]:
     Raises:
         FileError: one of them is invalid.
     """
-    cards = read_cards(folders("cards"), trusted=data_root("cards"))
+    cards = read_cards(folders("cards"))
     if findings := cards.findings or [*_duplicates(cards, Cards())]:
         raise FileError(findings)
     return {entry.card.id: entry.card for entry in cards.loaded}

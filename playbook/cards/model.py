@@ -253,7 +253,6 @@ class Related(Strict):
 class Card(Strict):
     """One subject: its claims, and what to do because of them."""
 
-    SCHEMA = "card"
     id: str = Slug
     title: str
     summary: str

@@ -41,7 +41,7 @@ class Action:
     """Something to change, from one plan to another or in keys of the trainer alone.
 
     `measures` are claims whose effect is the action's; `also` are claims beside them. `part` is what of a step it shortens, as the planner
-    names it. `held` is what the fullest rank then holds. Units: bytes.
+    names it. `peak_bytes` is what the fullest rank then holds. Units: bytes.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Action:
     gain: Gain | None = None
     measures: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    held: float | None = None
+    peak_bytes: float | None = None
     keys: tuple[tuple[str, Any, Any], ...] = ()
     """Settings of this trainer that no plan has a word for, each as name, value before and value after."""
     part: str = ""
@@ -66,38 +66,38 @@ def actions(where: Setting, best: Choice | None) -> list[Action]:
     base = where.plan or (best.plan if best else None)
     if base is None:
         return []
-    found = [a for make in _MAKERS for a in make(where, base)]
-    if where.plan is not None and best is not None and all(a.on != best.plan for a in found):
-        found += _layout(where, where.plan, best)
-    return [a for a in found if a.gain is None or a.gain.value >= _LEAST]
+    options = [a for make in _MAKERS for a in make(where, base)]
+    if where.plan is not None and best is not None and all(a.on != best.plan for a in options):
+        options += _layout(where, where.plan, best)
+    return [a for a in options if a.gain is None or a.gain.value >= _LEAST]
 
 
 def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
     """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
     if on.broken():
         return None
-    held = unknowns.held(on)
-    if held > max(where.question.capacity, unknowns.held(off)):  # a layout that runs fits, whatever the estimate says
+    peak_bytes = unknowns.held(on)
+    if peak_bytes > max(where.question.capacity, unknowns.held(off)):  # a layout that runs fits, whatever the estimate says
         return None
     cluster = where.question.cluster
     before, after = step_time(off, cluster).parts, step_time(on, cluster).parts
     shares = composition(before, where.seen)
-    left = changed(shares, before, after)
+    remaining = changed(shares, before, after)
     unchanged = 1 - sum(shares.values())  # what was seen and no plan knows, such as a wait for data
-    ratio = on.global_batch / off.global_batch / (unchanged * on.global_batch / off.global_batch + sum(left.values()))
-    wide = exp(spread.QUANTILE * spread.between(shares, left))
-    return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), held
+    ratio = on.global_batch / off.global_batch / (unchanged * on.global_batch / off.global_batch + sum(remaining.values()))
+    wide = exp(spread.QUANTILE * spread.between(shares, remaining))
+    return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), peak_bytes
 
 
-def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], wanted: Mapping[str, Any], **about: Any) -> Iterator[Action]:
+def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], after: Mapping[str, Any], **about: Any) -> Iterator[Action]:
     """An option of the plan: tried where it is off, and where the planner's own plan has it, what leaving it out costs."""
-    off, on = (replace(base, options=replace(base.options, **each)) for each in (plain, wanted))
-    done = all(getattr(base.options, k) == v for k, v in wanted.items())
+    off, on = (replace(base, options=replace(base.options, **each)) for each in (plain, after))
+    done = all(getattr(base.options, k) == v for k, v in after.items())
     if done and where.plan is not None:
         return
     tried = _try(where, off if done else base, on)
     if tried is not None:
-        yield Action(off=off if done else base, on=on, gain=tried[0], held=tried[1], done=done, **about)
+        yield Action(off=off if done else base, on=on, gain=tried[0], peak_bytes=tried[1], done=done, **about)
 
 
 def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
@@ -114,14 +114,14 @@ def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
     if where.plan is None and now != ("full",):
         tried = _try(where, full, plain)
         if tried:
-            yield Action(off=full, on=plain, gain=tried[0], held=tried[1], done=True, also=_LIGHTER[bool(now)], **about)
+            yield Action(off=full, on=plain, gain=tried[0], peak_bytes=tried[1], done=True, also=_LIGHTER[bool(now)], **about)
         return
     for rung in lighter:
         on = replace(base, options=replace(base.options, recompute=rung))
         tried = _try(where, base, on)
         if tried:
             measures = ("V10.c", "V10") if now == ("full",) and set(rung) == {"layernorm", "moe_act"} else ()
-            yield Action(off=base, on=on, gain=tried[0], held=tried[1], measures=measures, also=_LIGHTER[bool(rung)], **about)
+            yield Action(off=base, on=on, gain=tried[0], peak_bytes=tried[1], measures=measures, also=_LIGHTER[bool(rung)], **about)
             return
 
 
@@ -144,26 +144,37 @@ def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
             if tried and (best is None or best.gain is None or tried[0].value > best.gain.value):
                 also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b", *(["W1.f"] if "moe" in rung else []))
                 title = f"micro-batches of {mbs}"
-                best = Action("micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, held=tried[1])
+                best = Action(
+                    "micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, peak_bytes=tried[1]
+                )
     if best:
         yield best
 
 
 def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
+    """More chunks of layers for each stage, where the pipeline's wait costs: the number that gains the most."""
     if where.plan is None or base.pp == 1 or base.options.backend == "torch":
         return
-    found = []
+    variants = []
     for vpp in _CHUNKS:
         on = replace(base, vpp=vpp)
         if vpp <= base.vpp or base.pp * vpp > base.shape.layers or base.microbatches % base.pp:
             continue
         tried = _try(where, base, on)
         if tried:
-            found.append((tried, on))
-    if found:
-        tried, on = max(found, key=lambda f: f[0][0].value)
+            variants.append((tried, on))
+    if variants:
+        tried, on = max(variants, key=lambda f: f[0][0].value)
         yield Action(
-            "interleave", f"{on.vpp} chunks of layers on each stage", ("bubble",), base, on, tried[0], ("W4",), ("W4.b",), held=tried[1]
+            "interleave",
+            f"{on.vpp} chunks of layers on each stage",
+            ("bubble",),
+            base,
+            on,
+            tried[0],
+            ("W4",),
+            ("W4.b",),
+            peak_bytes=tried[1],
         )
 
 
@@ -175,8 +186,8 @@ def _batch(where: Setting, base: Plan) -> Iterator[Action]:
     before = step_time(base, where.question.cluster).parts
     shares = composition(before, where.seen)
     for factor in _BATCHES:
-        left = changed(shares, before, step_time(best.on, where.question.cluster).parts) if best else shares
-        enough = left.get("bubble", 0.0) <= _BUBBLE * sum(left.values())
+        remaining = changed(shares, before, step_time(best.on, where.question.cluster).parts) if best else shares
+        enough = remaining.get("bubble", 0.0) <= _BUBBLE * sum(remaining.values())
         if enough or (best is not None and factor * base.global_batch * base.seq_len > _MOST_TOKENS):
             break
         for rung in _from_least(where, base):
@@ -184,8 +195,10 @@ def _batch(where: Setting, base: Plan) -> Iterator[Action]:
             tried = _try(where, base, on)
             if tried:
                 best = Action(
-                    "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on, tried[0],
-                    also=("W4.b",), held=tried[1], note="changes the optimization: learning rate and number of steps go with the batch",
+                    "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on,
+                    tried[0],
+                    also=("W4.b",), peak_bytes=tried[1],
+                    note="changes the optimization: learning rate and number of steps go with the batch",
                 )  # fmt: skip
                 break
     if best:
@@ -196,7 +209,8 @@ def _dispatcher(where: Setting, base: Plan) -> Iterator[Action]:
     offered = {o.dispatcher for o in space.switches(where.question, base)}
     if "hybridep" in offered and base.options.dispatcher in ("", "alltoall", "allgather", "hybridep"):
         yield from _switch(
-            where, base, {"dispatcher": "alltoall"}, {"dispatcher": "hybridep"}, id="dispatcher", title="HybridEP for the exchange of tokens",
+            where, base, {"dispatcher": "alltoall"}, {"dispatcher": "hybridep"}, id="dispatcher", title="HybridEP for the exchange of "
+                                                                                                        "tokens",
             walls=("exposed communication",), measures=("W10.b", "V5"), also=("W10", "W9", "V5.b"),
         )  # fmt: skip
 
@@ -242,29 +256,33 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
     if base.options.backend == "megatron":
         if base.dp > 1:
             yield Action(
-                "gradient-overlap", "gradients and parameters beside the passes", ("exposed communication",), base, base, measures=("W11.g",),
+                "gradient-overlap", "gradients and parameters beside the passes", ("exposed communication",), base, base, measures=("W11.g",
+                ),
                 keys=(("megatron.overlap_grad_reduce", False, True), ("megatron.overlap_param_gather", False, True)),
                 note="the prediction takes it for granted: check that it is on",
             )  # fmt: skip
         if base.tp > 1:
             yield Action(
-                "tensor-overlap", "tensor-parallel collectives beside products", ("exposed communication",), base, base, measures=("W11.t",),
+                "tensor-overlap", "tensor-parallel collectives beside products", ("exposed communication",), base, base, measures=("W11.t",
+                ),
                 keys=(("megatron.tp_comm_overlap", False, True),),
             )  # fmt: skip
         if base.shape.experts:
             yield Action(
-                "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",),
+                "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",
+                ),
                 keys=(("megatron.grouped_gemm", "cublas", "cutlass"),), part="grouped",
             )  # fmt: skip
     elif not base.options.compiled:
         on = replace(base, loss="compiled", options=replace(base.options, compiled=True))
         tried = _try(where, base, on)
         if tried:
-            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], held=tried[1])
+            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], peak_bytes=tried[1])
     else:
         yield Action(
             "compile", "compile decoder and loss", ("host-bound", "memory-bound kernels"), base, base,
-            keys=(("train.compile.decoder", False, True), ("train.compile.loss", False, True)), note="the prediction takes a compiled loss for granted",
+            keys=(("train.compile.decoder", False, True), ("train.compile.loss", False, True)), note="the prediction takes a compiled "
+                                                                                                     "loss for granted",
         )  # fmt: skip
     if base.shape.vision is not None:
         yield Action(
@@ -281,11 +299,13 @@ _MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
 _OF_DEGREE = {"etp": ("V12", "W5"), "tp": ("W2", "W7"), "cp": ("L1", "L5"), "vpp": ("W4",), "pp": ("V2",)}
 
 
-def _layout(where: Setting, mine: Plan, best: Choice) -> Iterator[Action]:
+def _layout(where: Setting, current: Plan, best: Choice) -> Iterator[Action]:
     """The planner's layout in place of the run's."""
-    changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(mine, k) != getattr(best.plan, k)]
-    tried = _try(where, mine, best.plan)
+    changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(current, k) != getattr(best.plan, k)]
+    tried = _try(where, current, best.plan)
     if changed and tried:
         also = tuple(dict.fromkeys(c for k in changed for c in _OF_DEGREE.get(k, ())))
         title = f"the planner's layout: {', '.join(f'{k} {getattr(best.plan, k)}' for k in changed)}"
-        yield Action("layout", title, ("exposed communication", "bubble", "memory"), mine, best.plan, tried[0], also=also, held=tried[1])
+        yield Action(
+            "layout", title, ("exposed communication", "bubble", "memory"), current, best.plan, tried[0], also=also, peak_bytes=tried[1]
+        )

@@ -45,7 +45,8 @@ _Exporter = Callable[[Action, str, str], Changed]
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile over its median, `grown` the peak bytes
+    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile
+    over its median, `grown` the peak bytes
     at its beginning and its end, where these grew.
     """
 
@@ -58,22 +59,22 @@ class Seen:
 _NOTHING = Seen()
 
 
-def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _Exporter, seen: Seen = _NOTHING) -> dict[str, Any]:
+def diagnose(where: Setting, speed: Measured | None, knowledge: Knowledge, export: _Exporter, observed: Seen = _NOTHING) -> dict[str, Any]:
     """The diagnosis of a setting, `diagnosis/1`; everything that it says follows from its arguments.
 
     Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
     """
-    where = replace(where, seen={**(sight.of_trace(seen.trace) if seen.trace else {}), **where.seen})
-    found = _planned(where.question)
-    best = found.choices[0] if found.choices else None
-    mine = _time(where)
+    where = replace(where, seen={**(sight.of_trace(observed.trace) if observed.trace else {}), **where.seen})
+    planned = _planned(where.question)
+    best = planned.choices[0] if planned.choices else None
+    current = _time(where)
     runs = published.nearest(where)
-    told = _walls(where, mine, seen)
-    time = mine or (best.time if best else None)
+    walls = _walls(where, current, observed)
+    time = current or (best.time if best else None)
     parts = sight.composition(time.parts, where.seen) if time else {}
     most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
-    listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
-    first = next((w.name for w in told if w.share is not None), "") if where.seen else ""
+    listed = [_entry(a, _Light(where, knowledge, export, parts, most)) for a in actions(where, best)]
+    first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
     return {
@@ -84,18 +85,19 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: _
         },
         "measured": speed and asdict(speed),
         "predicted": {
-            "yours": mine and {**_predicted(mine, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan, q.cluster.memory_gib)},
+            "yours": current and {**_predicted(current, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan,
+            q.cluster.memory_gib)},
             "best": best and _predicted(best.time, best.plan),
-            "nothing_fits": _obstacle(found),
+            "nothing_fits": _obstacle(planned),
         },
         "published": runs and runs.document(q),
-        "position": _position(speed, mine, best, runs),
-        "walls": [{**asdict(w), "beyond": w.beyond} for w in told],
-        "walls_from": _walls_from(where, seen),
-        "how_to_tell": "" if seen.trace else _how(where),
-        "actions": [*_trace_first(where, speed, time, seen), *listed][:_MOST],
-        "assumptions": _assumptions(where, mine, best, seen),
-        "confidence": _confidence(where, speed, mine, runs, seen),
+        "position": _position(speed, current, best, runs),
+        "walls": [{**asdict(w), "beyond": w.beyond} for w in walls],
+        "walls_from": _walls_from(where, observed),
+        "how_to_tell": "" if observed.trace else _how(where),
+        "actions": [*_trace_first(where, speed, time, observed), *listed][:_MOST],
+        "assumptions": _assumptions(where, current, best, observed),
+        "confidence": _confidence(where, speed, current, runs, observed),
     }  # fmt: skip
 
 
@@ -132,39 +134,43 @@ def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _obstacle(found: Answer) -> dict[str, Any] | None:
-    near = found.obstacle
+def _obstacle(planned: Answer) -> dict[str, Any] | None:
+    near = planned.obstacle
     return {"settings": plain_data.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
 
 
-def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:
+def _position(speed: Measured | None, current: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:
     """Where the run stands between what was published and what is predicted, in figures and one sentence."""
     if speed is None:
         return {"of_yours": None, "of_best": None, "where": "unknown", "sentence": "no speed is given: this is what to expect"}
     value = speed.tokens_per_s_per_gpu
-    of_yours = value / mine.tokens_per_s_per_gpu.value if mine else None
+    of_yours = value / current.tokens_per_s_per_gpu.value if current else None
     of_best = value / best.speed if best else None
-    expected = mine.tokens_per_s_per_gpu if mine else best.time.tokens_per_s_per_gpu if best else None
-    said = []
+    expected = current.tokens_per_s_per_gpu if current else best.time.tokens_per_s_per_gpu if best else None
+    clauses = []
     place = runs.place(speed) if runs else None
     if runs and place is not None:
-        same = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
-        words = {-1: f"you are below {same}", 0: f"you are where {same.replace('runs', 'runs are', 1)}", 1: f"you are above {same}"}[place]
+        peers = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
+        words = {-1: f"you are below {peers}", 0: f"you are where {peers.replace('runs', 'runs are', 1)}", 1: f"you are above {peers}"}[
+            place
+        ]
         more = runs.most / value - 1
-        said.append(
+        clauses.append(
             f"{words} ({runs.shared}, {_range(runs)}{f'; the fastest of them is {more:.0%} faster than you' if more > _EVEN else ''})"
         )
     if expected:
         share = value / expected.value
         inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
-        said.append(f"{share:.0%} of the prediction for {'your layout' if mine else 'the fastest layout'}, {inside} its 80 % interval")
-    if mine and best:
-        said.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
+        clauses.append(
+            f"{share:.0%} of the prediction for {'your layout' if current else 'the fastest layout'}, {inside} its 80 % interval"
+        )
+    if current and best:
+        clauses.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
     if runs and runs.predicted and expected:
         low, high = (f"{share:.0%}" for share in runs.predicted)
-        said.append(f"the planner predicts those runs at {low if low == high else f'{low} to {high}'} of their speed")
+        clauses.append(f"the planner predicts those runs at {low if low == high else f'{low} to {high}'} of their speed")
     where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
-    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
+    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(clauses) or "nothing to compare with"}
 
 
 def _range(runs: published.Published) -> str:
@@ -173,17 +179,17 @@ def _range(runs: published.Published) -> str:
     return f"{low if low == high else f'{low} to {high}'} {unit}"
 
 
-def _walls(where: Setting, mine: StepTime | None, seen: Seen) -> list[likely_walls.Wall]:
+def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[likely_walls.Wall]:
     """The walls of what runs; none where neither its layout is known nor anything was seen of it."""
-    if seen.trace:
-        return likely_walls.traced(seen.trace)
-    if where.plan and mine:
-        return likely_walls.predicted(mine, where.plan, where.question.cluster, where.seen)
+    if observed.trace:
+        return likely_walls.traced(observed.trace)
+    if where.plan and current:
+        return likely_walls.predicted(current, where.plan, where.question.cluster, where.seen)
     return likely_walls.only(where.seen)
 
 
-def _walls_from(where: Setting, seen: Seen) -> str:
-    if seen.trace:
+def _walls_from(where: Setting, observed: Seen) -> str:
+    if observed.trace:
         return "trace"
     of_yours = "the planner's breakdown of your layout"
     if where.seen:
@@ -194,22 +200,24 @@ def _walls_from(where: Setting, seen: Seen) -> str:
 def _how(where: Setting) -> str:
     """The commands that measure the walls."""
     q = where.question
-    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.option]
-    return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(asked)} --trace step.sqlite"
+    command = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.option]
+    return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(command)} --trace step.sqlite"
 
 
 @dataclass(frozen=True)
 class _Light:
-    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is left to gain: to the fastest layout, or to a faster published run."""
+    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is
+    left to gain: to the fastest layout, or to a faster published run.
+    """
 
     where: Setting
-    known: Knowledge
+    knowledge: Knowledge
     export: _Exporter
     parts: Mapping[str, float]
     most: float | None
 
 
-def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, seen: Seen) -> list[dict[str, Any]]:
+def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, observed: Seen) -> list[dict[str, Any]]:
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
     if where.seen or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
         return []
@@ -238,8 +246,8 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
 def _entry(action: Action, light: _Light) -> dict[str, Any]:
     """One action as plain data."""
     where = light.where
-    measures = light.known.said(action.measures, where, action.on)
-    also = light.known.said(action.also, where, action.on)
+    measures = light.knowledge.said(action.measures, where, action.on)
+    also = light.knowledge.said(action.also, where, action.on)
     shown = [*measures, *also]
     record = next((s for s in measures if s.comparable), None)
     effect = Gain(*record.effect) if record and record.effect else None
@@ -251,9 +259,10 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
         "expected": _expected(action, effect, light),
         "at_most": _capped(action, light),
         "planner": action.gain and asdict(action.gain),
-        "record": {**asdict(effect), "claim": record.id, "machine": record.machine, "evidence": record.evidence} if record and effect else None,
+        "record": {**asdict(effect), "claim": record.id, "machine": record.machine,
+        "evidence": record.evidence} if record and effect else None,
         "in_plan": action.done,
-        "memory_gib": None if action.held is None else action.held / GIB,
+        "memory_gib": None if action.peak_bytes is None else action.peak_bytes / GIB,
         "claims": [_claim(s) for s in sorted(shown, key=lambda s: s.rank)[:_CLAIMS]],
         "settings": plain_data.words(action.on) if action.on != action.off else [],
         **{k: list(v) for k, v in asdict(changed).items()},
@@ -263,7 +272,8 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
 
 
 def _expected(action: Action, effect: Gain | None, light: _Light) -> float | None:
-    """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part alone.
+    """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part
+    alone.
 
     What the fastest layout has too gains no more than what lies between the run and that layout, or a published run that is faster still.
     """
@@ -282,47 +292,47 @@ def _capped(action: Action, light: _Light) -> bool:
     return action.gain is not None and light.most is not None and not beyond and light.most < action.gain.value
 
 
-def _claim(said: Said) -> dict[str, Any]:
-    return {k: v for k, v in asdict(said).items() if k not in ("effect", "case")} | {"limits": list(said.limits)}
+def _claim(claim: Said) -> dict[str, Any]:
+    return {k: v for k, v in asdict(claim).items() if k not in ("effect", "case")} | {"limits": list(claim.limits)}
 
 
 def _tests(action: Action, claims: list[Said], changed: Changed) -> list[str]:
     """The commands that test an action: on the trainer of the run, and the claim that speaks for it where one has a case."""
     words = " ".join(changed.flags)
-    left = f" (without {' '.join(changed.without)})" if changed.without else ""
+    without = f" (without {' '.join(changed.without)})" if changed.without else ""
     variables = f"env {' '.join(changed.environment)} " if changed.environment else ""
-    own = [f"playbook ab -- COMMAND --vs {variables}COMMAND {words}{left}".rstrip()] if words or left or variables else []
+    commands = [f"playbook ab -- COMMAND --vs {variables}COMMAND {words}{without}".rstrip()] if words or without or variables else []
     case = next((s for s in claims if s.case and s.id in (*action.measures, *action.also)), None)
-    return [*own, *([f"playbook confirm {case.card}/{case.id}"] if case else [])]
+    return [*commands, *([f"playbook confirm {case.card}/{case.id}"] if case else [])]
 
 
-def _assumptions(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[str]:
-    time = mine or (best.time if best else None)
-    known = [] if where.known else ["your layout is unknown: compared with the fastest; name what you run, such as tp=2 and ep=8"]
-    return list(dict.fromkeys([*known, *where.assumed, *seen.notes, *(time.assumptions if time else ())]))
+def _assumptions(where: Setting, current: StepTime | None, best: Choice | None, observed: Seen) -> list[str]:
+    time = current or (best.time if best else None)
+    unknown_layout = [] if where.known else ["your layout is unknown: compared with the fastest; name what you run, such as tp=2 and ep=8"]
+    return list(dict.fromkeys([*unknown_layout, *where.assumed, *observed.notes, *(time.assumptions if time else ())]))
 
 
 def _confidence(
-    where: Setting, speed: Measured | None, mine: StepTime | None, runs: published.Published | None, seen: Seen
+    where: Setting, speed: Measured | None, current: StepTime | None, runs: published.Published | None, observed: Seen
 ) -> dict[str, Any]:
     """How much is known, and what would raise it."""
     lacks = [
         *(["a speed"] if speed is None else []),
-        *(["the layout"] if mine is None else []),
+        *(["the layout"] if current is None else []),
         *(["a trace"] if not where.seen else []),
         *(["a published run of this model on this GPU at a like length"] if runs is None or runs.by != "tokens" else []),
     ]
     warnings = []
-    if seen.uneven and seen.uneven > _UNEVEN:
-        warnings.append(f"steps are uneven: the slowest twentieth takes {seen.uneven:.1f} times the median")
-    if seen.grown:
-        first, last = (n / GIB for n in seen.grown)
+    if observed.uneven and observed.uneven > _UNEVEN:
+        warnings.append(f"steps are uneven: the slowest twentieth takes {observed.uneven:.1f} times the median")
+    if observed.grown:
+        first, last = (n / GIB for n in observed.grown)
         warnings.append(f"memory grew from {first:.1f} to {last:.1f} GiB within the log: a run that goes on so ends out of memory")
     doubts = []
     over = unknowns.over(where.plan, where.question.cluster.memory_gib) if where.plan else ""
     if over:
         doubts.append(f"your layout {over}: is it what runs?")
-    if mine and speed and speed.tokens_per_s_per_gpu > mine.tokens_per_s_per_gpu.high:
+    if current and speed and speed.tokens_per_s_per_gpu > current.tokens_per_s_per_gpu.high:
         doubts.append("the run is faster than its layout is predicted to be: is that layout what runs?")
     level = "low" if doubts else ("high", "medium", "medium", "low", "low")[len(lacks)]
     return {"level": level, "unknown": lacks, "warnings": [*warnings, *doubts]}

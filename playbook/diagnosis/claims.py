@@ -23,7 +23,9 @@ _BACKEND = "backend:"
 
 @dataclass(frozen=True)
 class Said:
-    """One claim with its newest verdict on the machine that is most like the setting's, `standing` in words; `effect` is a share with its interval."""
+    """One claim with its newest verdict on the machine that is most like the setting's, `standing` in words; `effect` is a share with its
+    interval.
+    """
 
     id: str
     card: str
@@ -64,17 +66,17 @@ class Knowledge:
 
     def said(self, ids: Iterable[str], where: Setting, plan: Plan) -> list[Said]:
         """What these claims say of a plan: those that are out of scope by more than scale and trainer are left out; decided ones first."""
-        known = by_claim(self.cards)
+        cards_of = by_claim(self.cards)
         facts = _facts(where, plan)
-        found = []
+        statements = []
         for i in ids:
-            if i not in known:
+            if i not in cards_of:
                 continue
-            card, claim = known[i]
+            card, claim = cards_of[i]
             limits = [*unmet(self.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
             if all(limit.startswith((*_SCALE, _BACKEND)) for limit in limits):
-                found.append(self._said(card, claim, tuple(limits), where.question.cluster.name))
-        return sorted(found, key=lambda s: s.rank)
+                statements.append(self._said(card, claim, tuple(limits), where.question.cluster.name))
+        return sorted(statements, key=lambda s: s.rank)
 
     def _said(self, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
         """The verdict on the same kind of GPU, else the first."""
@@ -85,11 +87,11 @@ class Knowledge:
         best = rows[0]
         stale = best.stale(self.today, claim)
         return Said(
-            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits, _effect(best)
+            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits, speed_effect(best)
         )  # fmt: skip
 
 
-def _effect(record: Record) -> tuple[float, float, float] | None:
+def speed_effect(record: Record) -> tuple[float, float, float] | None:
     """How much faster its candidate was; None where it compares no speed."""
     shown = record.content.derived.comparison if isinstance(record.content, Evidence) else None
     if shown is None or shown.scale != "log_ratio" or not any(word in shown.metric for word in ("tokens_per_s", "step")):

@@ -59,37 +59,43 @@ _KINDS: Mapping[str, _Kind] = {
 """The thresholds of what a trace shows are those of `playbook bench trace --file`; a predicted share is held against the same."""
 
 
-def predicted(time: StepTime, plan: Plan, cluster: Cluster, seen: Mapping[str, float] = MappingProxyType({})) -> list[Wall]:
-    """The walls of a plan, the largest that count first; what was `seen` goes before what is predicted. What the host fetches is not predicted."""
-    parts = sight.composition(time.parts, seen)
+def predicted(time: StepTime, plan: Plan, cluster: Cluster, shares_seen: Mapping[str, float] = MappingProxyType({})) -> list[Wall]:
+    """The walls of a plan, the largest that count first; what was `seen` goes before what is predicted. What the host fetches is not
+    predicted.
+    """
+    parts = sight.composition(time.parts, shares_seen)
     shares = {name: sum(parts.get(p, 0.0) for p in kind.parts) for name, kind in _KINDS.items() if kind.parts}
     lean = sight.changed(parts, time.parts, step_time(_lean(plan), cluster).parts)
     shares["memory"] = max(0.0, sum(parts.values()) - sum(lean.values()))
-    told = sight.walls(seen)
-    return _ordered({name: max(told[name], shares.get(name, 0.0)) if name in told else shares.get(name) for name in _KINDS}, seen)
+    seen_walls = sight.walls(shares_seen)
+    return _ordered(
+        {name: max(seen_walls[name], shares.get(name, 0.0)) if name in seen_walls else shares.get(name) for name in _KINDS}, shares_seen
+    )
 
 
-def only(seen: Mapping[str, float]) -> list[Wall]:
+def only(shares_seen: Mapping[str, float]) -> list[Wall]:
     """The walls that were seen, of a run of which nothing is predicted."""
-    return _ordered(sight.walls(seen), seen)
+    return _ordered(sight.walls(shares_seen), shares_seen)
 
 
-def traced(found: Mapping[str, Any]) -> list[Wall]:
+def traced(trace: Mapping[str, Any]) -> list[Wall]:
     """The walls of a trace as `playbook bench trace --file FILE --json` gives them."""
-    shares = {name: found.get(kind.traced) for name, kind in _KINDS.items() if kind.traced}
-    shares["compute-bound"] = found["computing"]
-    return _ordered(shares, sight.of_trace(found))
+    shares = {name: trace.get(kind.traced) for name, kind in _KINDS.items() if kind.traced}
+    shares["compute-bound"] = trace["computing"]
+    return _ordered(shares, sight.of_trace(trace))
 
 
-def _ordered(shares: Mapping[str, float | None], seen: Mapping[str, float]) -> list[Wall]:
+def _ordered(shares: Mapping[str, float | None], shares_seen: Mapping[str, float]) -> list[Wall]:
     """Those beyond their thresholds first, each by its share; what nothing tells last."""
-    walls = [Wall(name, share, _KINDS[name].threshold, f"{_KINDS[name].sign}{_of_it(name, seen)}") for name, share in shares.items()]
+    walls = [Wall(name, share, _KINDS[name].threshold, f"{_KINDS[name].sign}{_of_it(name, shares_seen)}") for name, share in shares.items()]
     return sorted(walls, key=lambda w: (not w.beyond, w.share is None, -(w.share or 0.0)))
 
 
-def _of_it(wall: str, seen: Mapping[str, float]) -> str:
+def _of_it(wall: str, shares_seen: Mapping[str, float]) -> str:
     """What was seen of a wall under names of its own, the largest first."""
-    named = {name: share for name, share in seen.items() if sight.KINDS[name].wall == wall and name != "communication" and share >= _LEAST}
+    named = {
+        name: share for name, share in shares_seen.items() if sight.KINDS[name].wall == wall and name != "communication" and share >= _LEAST
+    }
     listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(named.items(), key=lambda n: -n[1]))
     return f" (seen: {listed})" if listed else ""
 

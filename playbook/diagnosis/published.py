@@ -69,8 +69,8 @@ class Row:
 
         Scaled to the other published runs; those of its configuration do not count.
         """
-        found = predict(self.run) if self.run.word("mbs") and self.run.word("gbs") else ""
-        return others(self.run, found) if isinstance(found, Prediction) else None
+        prediction = predict(self.run) if self.run.word("mbs") and self.run.word("gbs") else ""
+        return others(self.run, prediction) if isinstance(prediction, Prediction) else None
 
     def other(self, q: Question) -> str:
         """How the run is no run of the question: another GPU, another length."""
@@ -127,38 +127,39 @@ def nearest(where: Setting) -> Published | None:
 
 
 def _nearest_to(q: Question, precision: str) -> Published | None:
-    """Runs of the same model, GPU and precision at a like sequence, that train the same: adapters, or all weights; else what comes nearest to it, of like models the five nearest.
+    """Runs of the same model, GPU and precision at a like sequence, that train the same: adapters, or all weights; else what comes nearest
+    to it, of like models the five nearest.
 
     None where nothing is comparable: on another GPU, or of another model, the work per token must be alike.
     """
     adapters = q.base.options.lora > 0
     rows = [r for r in _rows() if r.precision == precision and r.adapters == adapters]
-    mine = [r for r in rows if r.preset == q.model and r.shape.layers == q.shape.layers]
-    here = [r for r in mine if r.hardware == q.cluster.name]
-    same = [r for r in here if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
+    of_model = [r for r in rows if r.preset == q.model and r.shape.layers == q.shape.layers]
+    on_hardware = [r for r in of_model if r.hardware == q.cluster.name]
+    of_length = [r for r in on_hardware if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
     work = flops.per_token(q.shape, q.seq_len)
     alike = [r for r in rows if abs(log(r.work / work)) <= log(_LIKE)]
     like_it = "LoRA of " * adapters
     like = [r for r in alike if r.hardware == q.cluster.name and bool(r.shape.experts) == bool(q.shape.experts)]
     model, gpu = q.model, q.cluster.name
-    for found, shared, by in (
-        (same, f"of {like_it}{model} on {gpu} in {precision}", "tokens"),
-        (here, f"of {like_it}{model} on {gpu} at other sequence lengths", "mfu"),
+    for matching, shared, by in (
+        (of_length, f"of {like_it}{model} on {gpu} in {precision}", "tokens"),
+        (on_hardware, f"of {like_it}{model} on {gpu} at other sequence lengths", "mfu"),
         (like, f"of {like_it}like models on {gpu}", "mfu"),
-        ([r for r in alike if r in mine], f"of {like_it}{model} on other GPUs", "mfu"),
+        ([r for r in alike if r in of_model], f"of {like_it}{model} on other GPUs", "mfu"),
     ):
-        if found:
-            near = sorted(found, key=lambda r: (_far(r, q), -r.mfu))
-            counted = near[:_SHOWN] if found is like else near
+        if matching:
+            near = sorted(matching, key=lambda r: (_far(r, q), -r.mfu))
+            counted = near[:_SHOWN] if matching is like else near
             values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in counted]
             return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
     return None
 
 
-def of_plan(found: Answer) -> Published | None:
+def of_plan(answer: Answer) -> Published | None:
     """The runs nearest to an answer of the planner, of its model on its GPU alone."""
-    q = found.question
-    runs = _nearest_to(q, "fp8" if found.choices and found.choices[0].plan.options.fp8 else "bf16")
+    q = answer.question
+    runs = _nearest_to(q, "fp8" if answer.choices and answer.choices[0].plan.options.fp8 else "bf16")
     return runs if runs and all(r.preset == q.model and r.hardware == q.cluster.name for r in runs.rows) else None
 
 
@@ -171,10 +172,12 @@ def _far(row: Row, q: Question) -> float:
 
 @cache
 def _rows() -> Sequence[Row]:
-    """Runs of known models that train all weights from the start, or adapters, and whose speed is known: the newest release of each configuration."""
+    """Runs of known models that train all weights from the start, or adapters, and whose speed is known: the newest release of each
+    configuration.
+    """
     about = cells()
     latest = newest(run for run, _ in table())
-    found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
+    by_key: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
     for run, shown in table():
         task, name = run.word("task"), run.word("model")
         if (
@@ -190,8 +193,8 @@ def _rows() -> Sequence[Row]:
         except ConfigError:
             continue  # a table may name no GPU that is known here
         shape, seq_len = shape_of(name), run.count("seq_len") or 4096
-        said = run.word("precision").lower()
-        precision = "bf16" if said in ("", "bf16") else "fp8"
+        precision_cell = run.word("precision").lower()
+        precision = "bf16" if precision_cell in ("", "bf16") else "fp8"
         work = flops.trained_per_token(shape, seq_len, Options(lora=rank(run)))
         tokens = shown.tokens_per_s_per_gpu or (shown.tflops_per_gpu or 0.0) * 1e12 / work
         peak = machine.bf16_flops_per_s if precision == "bf16" else machine.fp8_flops_per_s
@@ -204,8 +207,8 @@ def _rows() -> Sequence[Row]:
             link(run.word("source_group"), about[run.id]["source"]), shape, run, is_adapters(task),
         )  # fmt: skip
         key = (row.preset, row.hardware, row.gpus, precision, seq_len, degrees, round(tokens))
-        found[key] = max(found.get(key, row), row, key=lambda r: len(r.layout))
-    return list(found.values())
+        by_key[key] = max(by_key.get(key, row), row, key=lambda r: len(r.layout))
+    return list(by_key.values())
 
 
 def _said(run: Run, columns: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """A step of reinforcement learning: which phase is the wall, what its long tail and its placement leave idle, and what both engines store.
 
-All of it is arithmetic on the seconds and lengths of a log: no run of ours stands behind it. An engine that decodes a whole batch at once ends with its longest
+All of it is arithmetic on the seconds and lengths of a log: no run of ours stands behind it. An engine that decodes a whole batch at once
+ends with its longest
 response, so the mean over the longest is the share of its places that work (Gao et al., RollPacker, NSDI 2026, on the long tail).
 """
 
@@ -21,7 +22,8 @@ _TAIL = 0.5
 _CARD = "rl-step"
 _ACTIONS: Mapping[str, tuple[str, ...]] = {
     "rollout": (
-        "raise the memory of the engine (its KV cache bounds how many responses decode at once), and prefer more engines over more tensor parallelism",
+        "raise the memory of the engine (its KV cache bounds how many responses decode at once), and prefer more engines over more tensor "
+        "parallelism",
         "place engines and trainer apart and let the rollout of the next step overlap the update",
     ),
     "long tail": (
@@ -68,7 +70,9 @@ def middle(steps: Sequence[Step]) -> Step:
 
 
 def diagnose(step: Step) -> dict[str, Any]:
-    """The wall of a step, its long tail, what is idle by placement, and what to try; shares are of the step. `wall` is None where the log names no phase."""
+    """The wall of a step, its long tail, what is idle by placement, and what to try; shares are of the step. `wall` is None where the log
+    names no phase.
+    """
     named = sum(step.phases.values())
     total = max(step.total or 0.0, named)
     seconds = {n: step.phases[n] for n in PHASES if n in step.phases} | ({BETWEEN: total - named} if named and total > named else {})
@@ -89,7 +93,8 @@ def diagnose(step: Step) -> dict[str, Any]:
 
 
 def _idle(phases: Mapping[str, float], total: float, tail: float | None) -> dict[str, float]:
-    """Shares of the step in which GPUs wait: those that do both in turn, or trainers and engines each where they stand apart and take turns. `overlapped` is the
+    """Shares of the step in which GPUs wait: those that do both in turn, or trainers and engines each where they stand apart and take
+    turns. `overlapped` is the
     most that a step apart can gain, as a ratio, where the rollout goes on beside all else at the same number of GPUs for each.
     """
     rollout, reward = phases["rollout"], phases.get("reward", 0.0)
@@ -111,9 +116,11 @@ class Engine:
 
 
 def engine(shape: Shape, tp: int) -> Engine:
-    """What an engine of `tp` GPUs stores in 16 bits: all parameters over them, and keys and values of a token, whose heads are split as far as there are any.
+    """What an engine of `tp` GPUs stores in 16 bits: all parameters over them, and keys and values of a token, whose heads are split as far
+    as there are any.
 
-    Compressed keys and values (MLA) are whole on each GPU. Layers with a window, with linear attention or Mamba are counted as far as they keep keys of all
+    Compressed keys and values (MLA) are whole on each GPU. Layers with a window, with linear attention or Mamba are counted as far as they
+    keep keys of all
     tokens: those with a window do up to its length, the others not. Source: vLLM, `vllm/v1/kv_cache_interface.py`.
     """
     if shape.blocks:
@@ -130,5 +137,5 @@ def engine(shape: Shape, tp: int) -> Engine:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if 2 * len(known) > len(values) else None
+    present = [v for v in values if v is not None]
+    return median(present) if 2 * len(present) > len(values) else None

@@ -52,65 +52,66 @@ def parsed(words: Iterable[str]) -> dict[str, float]:
     Raises:
         ConfigError: a name or share is none, or together they are more than a step.
     """
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for word in (w.strip() for text in words for w in text[:2000].split(",") if w.strip()):
         name, _, text = word.partition("=")
         share = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?) ?%", text.strip(), re.ASCII)
         if name not in KINDS:
             raise ConfigError(f"saw '{name[:_MOST]}' is not known{did_you_mean(name[:_MOST], KINDS)}; expected some of {', '.join(KINDS)}")
-        if share is None or name in found:
+        if share is None or name in shares:
             raise ConfigError(f"saw '{word[:_MOST]}'; expected each once with its percentage of the step, such as all-to-all=40%")
-        found[name] = float(share[1]) / 100
-    whole = sum(walls(found).values())
+        shares[name] = float(share[1]) / 100
+    whole = sum(walls(shares).values())
     if whole > 1 + _ROUNDED:
         raise ConfigError(f"saw {whole:.0%} of a step in all; expected at most 100 %: shares are of the whole step, and do not overlap")
-    return found
+    return shares
 
 
 def of_trace(trace: Mapping[str, Any]) -> dict[str, float]:
     """The shares of a trace as `playbook bench trace --file FILE --json` gives them."""
-    found = {name: trace.get(key) for name, key in _TRACED.items()}
+    shares = {name: trace.get(key) for name, key in _TRACED.items()}
     named = {name: share for name, share in (trace.get("collectives") or {}).items() if name in KINDS}
-    scale = min(1.0, (found["communication"] or 0.0) / whole) if (whole := sum(named.values())) else 1.0  # several may run at once
-    found |= {name: share * scale for name, share in named.items()}
-    return {name: share for name, share in found.items() if share is not None}
+    scale = min(1.0, (shares["communication"] or 0.0) / whole) if (whole := sum(named.values())) else 1.0  # several may run at once
+    shares |= {name: share * scale for name, share in named.items()}
+    return {name: share for name, share in shares.items() if share is not None}
 
 
-def walls(seen: Mapping[str, float]) -> dict[str, float]:
+def walls(shares_seen: Mapping[str, float]) -> dict[str, float]:
     """What was seen by wall."""
-    found: dict[str, float] = {}
-    for name, share in seen.items():
+    shares: dict[str, float] = {}
+    for name, share in shares_seen.items():
         if name != "communication":
-            found[KINDS[name].wall] = found.get(KINDS[name].wall, 0.0) + share
-    if "communication" in seen:
-        found[_SENT] = max(seen["communication"], found.get(_SENT, 0.0))
-    return found
+            shares[KINDS[name].wall] = shares.get(KINDS[name].wall, 0.0) + share
+    if "communication" in shares_seen:
+        shares[_SENT] = max(shares_seen["communication"], shares.get(_SENT, 0.0))
+    return shares
 
 
-def composition(parts: Mapping[str, float], seen: Mapping[str, float]) -> dict[str, float]:
+def composition(parts: Mapping[str, float], shares_seen: Mapping[str, float]) -> dict[str, float]:
     """Shares of a step by part: those that were seen, and the planner's breakdown of the rest.
 
-    What was seen and is no part of the predicted step, such as a wait for data, is left out, so that the shares may add up to less than one.
+    What was seen and is no part of the predicted step, such as a wait for data, is left out, so that the shares may add up to less than
+    one.
     """
     shares: dict[str, float] = {}
     for name, kind in KINDS.items():
-        if name in seen and name != "communication":
-            _divide(shares, parts, [p for p in kind.parts if p not in shares and parts.get(p)] or list(kind.parts), seen[name])
+        if name in shares_seen and name != "communication":
+            _divide(shares, parts, [p for p in kind.parts if p not in shares and parts.get(p)] or list(kind.parts), shares_seen[name])
     sent = [p for p in COMMUNICATION.parts if p not in shares]
-    if "communication" in seen:
-        named = sum(seen[n] for n in seen if n != "communication" and KINDS[n].wall == _SENT)
-        _divide(shares, parts, sent, max(0.0, seen["communication"] - named))
+    if "communication" in shares_seen:
+        named = sum(shares_seen[n] for n in shares_seen if n != "communication" and KINDS[n].wall == _SENT)
+        _divide(shares, parts, sent, max(0.0, shares_seen["communication"] - named))
     others = {p: v for p, v in parts.items() if p not in shares}
-    rest = max(0.0, 1 - sum(walls(seen).values()))
+    remaining = max(0.0, 1 - sum(walls(shares_seen).values()))
     whole = sum(others.values())
-    return shares | {p: rest * v / whole for p, v in others.items()}
+    return shares | {p: remaining * v / whole for p, v in others.items()}
 
 
 def _divide(shares: dict[str, float], parts: Mapping[str, float], names: Iterable[str], share: float) -> None:
     """Spread a share over those parts that the step has, as the planner does."""
-    own = {p: parts[p] for p in names if parts.get(p)}
-    whole = sum(own.values())
-    for part, value in own.items():
+    predicted = {p: parts[p] for p in names if parts.get(p)}
+    whole = sum(predicted.values())
+    for part, value in predicted.items():
         shares[part] = shares.get(part, 0.0) + share * value / whole
 
 

@@ -88,7 +88,8 @@ def setting(
 ) -> Setting:
     """The setting of a question, with what is taken for granted where it says nothing.
 
-    `known` are words of a layout as `playbook plan` and published runs print them; those for GPUs, sequence and batch stand for `gpus`, `seq_len`
+    `known` are words of a layout as `playbook plan` and published runs print them; those for GPUs, sequence and batch stand for `gpus`,
+    `seq_len`
     and `gbs`.
 
     Raises:
@@ -102,31 +103,31 @@ def setting(
     if gpus is None:
         raise ConfigError("the GPUs are not named; give --gpus N, such as --gpus 64")
     names = [word.partition("=")[0] for word in known]
-    taken = sorted({"layers", "backend"} & set(names))
-    if taken:
-        raise ConfigError(f"layout has {', '.join(taken)}; the model and the framework say that")
+    elsewhere = sorted({"layers", "backend"} & set(names))
+    if elsewhere:
+        raise ConfigError(f"layout has {', '.join(elsewhere)}; the model and the framework say that")
     implied = FRAMEWORKS[framework].beside(names) if backend == FRAMEWORKS[framework].backend else ()
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     fixed = tuple(word for word in known if word == "sharding=fsdp" or word.partition("=")[0] in _WAY)
     fixed += implied
     where = machine(hardware, network) if isinstance(hardware, str) else hardware
-    asked = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed, routing=routing)
+    question = Question(shape, model, where, gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed, routing=routing)
     if routing and "imbalance" in names:
         raise ConfigError("layout has imbalance, and --imbalance says it too; leave one of them out")
     assumed = [*where.notes, *([where.network] if network else where.about_network(gpus))]
     assumed += [] if seq_len else ["sequences of 4096 tokens"]
-    if "fp8" in allow and not asked.cluster.has_fp8:
-        raise ConfigError(f"layout has fp8, and {asked.cluster.name} has no 8-bit products; leave it out")
+    if "fp8" in allow and not question.cluster.has_fp8:
+        raise ConfigError(f"layout has fp8, and {question.cluster.name} has no 8-bit products; leave it out")
     if not gbs:
-        asked = replace(asked, gbs=_batch(asked, known))
-        assumed.append(f"a global batch of {asked.global_batch} samples: about four million tokens")
+        question = replace(question, gbs=_batch(question, known))
+        assumed.append(f"a global batch of {question.global_batch} samples: about four million tokens")
     if known and "mbs" not in names:
         assumed.append("micro-batches of 1")
     if known:
         assumed.append("what the layout does not name is at its default: no CUDA graphs, the optimizer's state sharded")
-    plan, filled = _own(asked, known) if known else (None, ())
+    plan, filled = _own(question, known) if known else (None, ())
     assumed += [routing.about(plan, where)] if routing and plan else [routing.words] if routing else []
-    return Setting(asked, tuple(known), framework, (*assumed, *filled), said or model, plan)
+    return Setting(question, tuple(known), framework, (*assumed, *filled), said or model, plan)
 
 
 def _counts(words: Sequence[str], options: Mapping[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
@@ -135,26 +136,26 @@ def _counts(words: Sequence[str], options: Mapping[str, int | None]) -> tuple[di
     Raises:
         ConfigError: a word is no count, or both name one and differ.
     """
-    found, others = dict(options), []
+    counts, others = dict(options), []
     for word in words:
         key, _, value = word.partition("=")
         if key not in options:
             others.append(word)
             continue
         stated = whole(key, value)
-        if found[key] not in (None, stated):
-            raise ConfigError(f"layout has {word[:40]}, and elsewhere it is {found[key]}; expected one value")
-        found[key] = stated
-    return found, others
+        if counts[key] not in (None, stated):
+            raise ConfigError(f"layout has {word[:40]}, and elsewhere it is {counts[key]}; expected one value")
+        counts[key] = stated
+    return counts, others
 
 
-def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:
+def _own(question: Question, words: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:
     """The plan that runs, and what of it was filled in.
 
     Raises:
         ConfigError: a word is no setting, or the layout breaks a rule.
     """
-    plan, names = _plan(question, [*known, *_beside(question, known)]), [word.partition("=")[0] for word in known]
+    plan, names = _plan(question, [*words, *_beside(question, words)]), [word.partition("=")[0] for word in words]
     plan = question.routing.on(plan) if question.routing else plan
     if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
         plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
@@ -166,23 +167,23 @@ def _own(question: Question, known: Sequence[str]) -> tuple[Plan, tuple[str, ...
     return plan, (*chunked, *filled)
 
 
-def _beside(question: Question, known: Sequence[str]) -> list[str]:
+def _beside(question: Question, words: Sequence[str]) -> list[str]:
     """What the framework fixes and the layout does not name."""
-    names = {word.partition("=")[0] for word in known}
+    names = {word.partition("=")[0] for word in words}
     return [word for word in question.fixed if word.partition("=")[0] not in names]
 
 
-def _plan(question: Question, known: Sequence[str]) -> Plan:
-    backend = ["backend=torch", *([] if any(w.startswith("loss=") for w in known) else ["loss=compiled"])]
-    words = [f"gpus={question.gpus}", f"seq_len={question.seq_len}", f"gbs={question.gbs}", *known]
+def _plan(question: Question, layout_words: Sequence[str]) -> Plan:
+    backend = ["backend=torch", *([] if any(w.startswith("loss=") for w in layout_words) else ["loss=compiled"])]
+    words = [f"gpus={question.gpus}", f"seq_len={question.seq_len}", f"gbs={question.gbs}", *layout_words]
     return parse(question.model, [*words, *(backend if question.backend == "torch" else [])], shape=question.shape)
 
 
-def _batch(question: Question, known: Sequence[str]) -> int:
+def _batch(question: Question, words: Sequence[str]) -> int:
     """About four million tokens, as a multiple of what one micro-step of the known layout takes."""
-    if not known:
+    if not words:
         return question.global_batch
-    plan = _plan(replace(question, gbs=1), known)
+    plan = _plan(replace(question, gbs=1), words)
     unit = max(1, plan.mbs * max(1, plan.dp) * (plan.pp if plan.vpp > 1 else 1))
     return max(1, round(question.global_batch / unit)) * unit
 
@@ -213,8 +214,8 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
     Raises:
         ConfigError: several are given and no log states them, one is no positive number, or it is more than the GPUs can reach.
     """
-    given = {"MFU": figures.mfu_percent, "step time": figures.step_s, "tokens per second and GPU": figures.tokens_per_s_per_gpu}
-    stated = {k: v for k, v in given.items() if v is not None}
+    figures_by_name = {"MFU": figures.mfu_percent, "step time": figures.step_s, "tokens per second and GPU": figures.tokens_per_s_per_gpu}
+    stated = {k: v for k, v in figures_by_name.items() if v is not None}
     if not stated:
         return None
     if len(stated) > 1 and not figures.said:
@@ -235,7 +236,8 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
     if share > where.reached:
         raise ConfigError(
             f"{name} {value:g} means {speed:,.0f} tokens/s on each GPU, {share:.0%} of its peak in {where.precision}; expected at most"
-            f" {where.reached:.0%}, which the best matrix product reaches on {q.cluster.name}. Check your token count: batch ({q.global_batch} samples of"
+            f" {where.reached:.0%}, which the best matrix product reaches on {q.cluster.name}. Check your token count: batch "
+            f"({q.global_batch} samples of"
             f" {q.seq_len}), GPUs ({q.gpus}), that tokens/s are of one GPU, and that FLOPs are without recompute"
         )
     return Measured(speed, share, figures.step_s or tokens / speed, figures.said or name)

@@ -31,7 +31,8 @@ OFFLOADED = {
     "expert_fc1": "dispatched tokens",
     "moe_act": "expert fc1 out",
 }
-"""The tensor that each module of fine-grained offloading sends away: its input. Source: `megatron/core/transformer/transformer_config.py`."""
+"""The tensor that each module of fine-grained offloading sends away: its input. Source:
+`megatron/core/transformer/transformer_config.py`."""
 
 FREED = {
     "layernorm": frozenset({"attention norm out", "mlp norm out"}),
@@ -43,7 +44,8 @@ FREED = {
     "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts", "latent"}),
     "gdn_norm_out": frozenset({"linear attention norm out"}),
 }
-"""What each recompute module frees; `core_attn` frees the scores of unfused attention; flash or fused attention keeps nothing that it frees."""
+"""What each recompute module frees; `core_attn` frees the scores of unfused attention; flash or fused attention keeps nothing that it
+frees."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +68,29 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
     wide = tokens(plan)
     thin = wide / plan.tp if plan.sequence_parallel else wide
     row, eight = BF16 * thin * plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
-    found: dict[str, float] = {}
+    tensors: dict[str, float] = {}
     if plan.options.backend == "torch" and not plan.options.compiled:
         return _eager(plan, index)
     if mixer:
-        found |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
+        tensors |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
         if plan.options.attention == "unfused" and mixer == "attention":
-            found["attention scores"] = _SCORE_BYTES * wide * plan.seq_len * plan.shape.heads / plan.tp
+            tensors["attention scores"] = _SCORE_BYTES * wide * plan.seq_len * plan.shape.heads / plan.tp
     if ffn:
-        found |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}
-        found |= _dense_mlp(plan, wide) if ffn == "mlp" else _experts(plan, wide, thin)
-    return found
+        tensors |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}
+        tensors |= _dense_mlp(plan, wide) if ffn == "mlp" else _experts(plan, wide, thin)
+    return tensors
 
 
 def _eager(plan: Plan, index: int) -> dict[str, float]:
     """The same of a layer as transformers has it, uncompiled, each operation with what it keeps.
 
-    A norm has its input in float32, and the normalised values where its own weight is trained. A product keeps its input where its weight is trained or an
-    adapter stands beside it; where autocast makes the products bf16 (nothing is sharded, so nothing is cast before), each has a copy of its own.
+    A norm has its input in float32, and the normalised values where its own weight is trained. A product keeps its input where its weight
+    is trained or an
+    adapter stands beside it; where autocast makes the products bf16 (nothing is sharded, so nothing is cast before), each has a copy of its
+    own.
 
-    Sources: transformers 5, `models/llama/modeling_llama.py` and `models/qwen3/modeling_qwen3.py`; peft 0.18, `tuners/lora/layer.py`; counted with
+    Sources: transformers 5, `models/llama/modeling_llama.py` and `models/qwen3/modeling_qwen3.py`; peft 0.18, `tuners/lora/layer.py`;
+    counted with
     torch's `saved_tensors_hooks` in `tests/trainer/test_saved_tensors.py`.
     """
     shape, o, (mixer, ffn) = plan.shape, plan.options, parts(plan.shape, index)
@@ -94,7 +99,7 @@ def _eager(plan: Plan, index: int) -> dict[str, float]:
     frozen = o.lora > 0 or "decoder" in o.frozen
     normed = FP32 + (0 if frozen else FP32 if autocast else BF16)
     beside = {a.name for a in adapters(shape, index, o)}
-    found: dict[str, float] = {}
+    tensors: dict[str, float] = {}
 
     def inputs(width: int, *products: str) -> float:
         """Bytes for each token of the input that these products share, with what their adapters have between their two matrices."""
@@ -102,29 +107,29 @@ def _eager(plan: Plan, index: int) -> dict[str, float]:
         return BF16 * (width * (keeping if autocast else min(1, keeping)) + o.lora * keeping)
 
     if mixer:
-        found["attention norm in"] = thin * (normed * shape.hidden + FP32)
+        tensors["attention norm in"] = thin * (normed * shape.hidden + FP32)
     if mixer == "attention" and shape.mla is None:
         h, n, g, d = shape.hidden, shape.heads, max(shape.kv_heads, plan.tp), shape.head_dim
-        found["attention norm out"] = wide * inputs(h, "q", "k", "v")
+        tensors["attention norm out"] = wide * inputs(h, "q", "k", "v")
         heads = (n + g) * ((FP32 + (0 if frozen else BF16)) * d + FP32) if shape.qk_norm else 0
-        found["q, k, v"] = wide * (BF16 * (n + 2 * g) * d + heads) / plan.tp
+        tensors["q, k, v"] = wide * (BF16 * (n + 2 * g) * d + heads) / plan.tp
         out = inputs(n * d, "o")
         apart = out if frozen and (autocast or not out) else out - BF16 * n * d  # the product's input is attention's output itself
-        found["attention out"] = wide * (n * (BF16 * d + FP32) + apart) / plan.tp
+        tensors["attention out"] = wide * (n * (BF16 * d + FP32) + apart) / plan.tp
     elif mixer:
-        found |= {"attention norm out": BF16 * thin * shape.hidden, **_MIXERS[mixer](plan, wide, thin)}
+        tensors |= {"attention norm out": BF16 * thin * shape.hidden, **_MIXERS[mixer](plan, wide, thin)}
     if ffn:
-        found["mlp norm in"] = thin * (normed * shape.hidden + FP32)
+        tensors["mlp norm in"] = thin * (normed * shape.hidden + FP32)
     if ffn == "mlp":
         h, f = shape.hidden, shape.ffn
-        found["mlp norm out"] = wide * inputs(h, *("up", "gate")[: shape.up])
-        found["mlp fc1 out"] = (
+        tensors["mlp norm out"] = wide * inputs(h, *("up", "gate")[: shape.up])
+        tensors["mlp fc1 out"] = (
             BF16 * wide * (2 * shape.up - 1) * f / plan.tp
         )  # before and after the activation, and what it is multiplied with
-        found["mlp act out"] = wide * inputs(f, "down") / plan.tp
+        tensors["mlp act out"] = wide * inputs(f, "down") / plan.tp
     elif ffn:
-        found |= {"mlp norm out": BF16 * thin * shape.hidden, **_experts(plan, wide, thin)}
-    return found
+        tensors |= {"mlp norm out": BF16 * thin * shape.hidden, **_experts(plan, wide, thin)}
+    return tensors
 
 
 def entry(plan: Plan, index: int) -> float:
@@ -137,25 +142,26 @@ def entry(plan: Plan, index: int) -> float:
 
 def layer(plan: Plan, index: int) -> Kept:
     """What a layer keeps from its forward to its backward pass, with the plan's recompute and offload."""
-    found = saved(plan, index)
+    tensors = saved(plan, index)
     if "full" in plan.options.recompute:
         stays = entry(plan, index)
-        return Kept(stays, 0.0, sum(found.values()) - stays)
+        return Kept(stays, 0.0, sum(tensors.values()) - stays)
     if "selective" in plan.options.recompute:
         stays = entry(plan, index) + _selected(plan, index)
-        return Kept(stays, 0.0, sum(found.values()) - stays)
-    stay = {name: size for name, size in found.items() if name not in freed(plan)}
+        return Kept(stays, 0.0, sum(tensors.values()) - stays)
+    stay = {name: size for name, size in tensors.items() if name not in freed(plan)}
     whole = sum(stay.values())
     sent = (
         whole * plan.options.offload_percent / 100
         if plan.options.offload
         else sum(stay.get(OFFLOADED[m], 0.0) for m in plan.options.offload_modules)
     )
-    return Kept(whole - sent, sent, sum(found.values()) - whole)
+    return Kept(whole - sent, sent, sum(tensors.values()) - whole)
 
 
 def _selected(plan: Plan, index: int) -> float:
-    """Bytes that torchtitan's selective recompute keeps beside a layer's input: of the layer's products every second, from the first, and attention's output.
+    """Bytes that torchtitan's selective recompute keeps beside a layer's input: of the layer's products every second, from the first, and
+    attention's output.
 
     Grouped products of experts are none of them. Source: torchtitan, `distributed/activation_checkpoint.py`.
     """
@@ -173,8 +179,8 @@ def _selected(plan: Plan, index: int) -> float:
 
 def kept(plan: Plan, index: int) -> float:
     """Bytes that a layer keeps from its forward to its backward pass, on the GPU or the host."""
-    found = layer(plan, index)
-    return found.stays + found.sent
+    layer_bytes = layer(plan, index)
+    return layer_bytes.stays + layer_bytes.sent
 
 
 def replayed(plan: Plan, index: int) -> float:
@@ -190,7 +196,8 @@ def freed(plan: Plan) -> frozenset[str]:
 def loss(plan: Plan) -> float:
     """Bytes of the logits and of what the loss adds, on the last stage only.
 
-    Each depth of multi-token prediction has logits of its own, and a loss whose gradient waits for the backward pass, so all are there at once.
+    Each depth of multi-token prediction has logits of its own, and a loss whose gradient waits for the backward pass, so all are there at
+    once.
     Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` (`_postprocess`), `multi_token_prediction.py` (`MTPLossAutoScaler`).
     """
     parallel = FP32 if plan.loss == "torch" and plan.tp > 1 else 0  # the exponentials stand beside their gradient
@@ -223,7 +230,8 @@ def _linear(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     """Gated delta net: the input projection, q, k and v after the convolution, q and k normed and repeated over value heads, the chunks'
     triangular matrices, the recurrence's output, and the gated norm's.
 
-    Source: Megatron-LM, `megatron/core/ssm/gated_delta_net.py`; flash-linear-attention, `ops/gated_delta_rule/chunk.py`. No run has checked it.
+    Source: Megatron-LM, `megatron/core/ssm/gated_delta_net.py`; flash-linear-attention, `ops/gated_delta_rule/chunk.py`. No run has checked
+    it.
     """
     gdn = plan.shape.linear or LinearAttention()
     qk, v, one = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim, BF16 * wide / plan.tp
@@ -261,14 +269,14 @@ def _experts(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     """A rank's experts see `top_k` copies of as many tokens as it has; ETP gathers tokens and splits widths, so only the input grows."""
     shape, eight = plan.shape, 0.5 if plan.options.fp8 else 1.0
     rows = thin * shape.top_k * plan.imbalance
-    found = {
+    tensors = {
         "router": 2 * FP32 * thin * shape.experts,
         "dispatched tokens": BF16 * rows * plan.etp * shape.expert_hidden * eight,
         "expert fc1 out": BF16 * rows * shape.up * shape.expert_ffn,
         "expert act out": BF16 * rows * shape.expert_ffn * eight,
     }
     if shape.latent:
-        found["latent"] = 2 * BF16 * thin * shape.latent
+        tensors["latent"] = 2 * BF16 * thin * shape.latent
     if shape.shared_ffn:
-        found["shared experts"] = BF16 * wide * (shape.up + eight) * shape.shared_ffn / plan.tp
-    return found
+        tensors["shared experts"] = BF16 * wide * (shape.up + eight) * shape.shared_ffn / plan.tp
+    return tensors

@@ -16,7 +16,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 # fmt: off
-# Sources: Megatron-LM core_v0.19.2, `megatron/core/transformer/transformer_config.py` (`__post_init__`); DeepSpeed 0.19.6, `runtime/pipe/engine.py`.
+# Sources: Megatron-LM core_v0.19.2, `megatron/core/transformer/transformer_config.py` (`__post_init__`); DeepSpeed 0.19.6,
+# `runtime/pipe/engine.py`.
 EXCLUSIONS = (
     Rule(
         "recompute-full", lambda c: "full" in c.again and len(c.again) > 1, "recompute",
@@ -82,7 +83,8 @@ EXCLUSIONS = (
         "offload-pp", lambda c: c.o.offload and c.pp > 1, "offload pp",
         lambda c: f"offload of layers needs pp 1, found pp {c.pp}", "set {pp} to 1 or {set[offload=false]}",
     ),
-    Rule("offload-recompute", lambda c: c.o.offload and bool(c.again), "offload recompute", "offload of layers excludes recompute", "leave one out"),
+    Rule("offload-recompute", lambda c: c.o.offload and bool(c.again), "offload recompute", "offload of layers excludes "
+                                                                                            "recompute", "leave one out"),
     Rule(
         "offload-twice", lambda c: c.o.offload and bool(c.o.offload_modules), "offload offload_modules",
         "offload of layers and of modules are two ways to do one thing", "choose one of them",
@@ -130,7 +132,8 @@ EXCLUSIONS = (
     ),
     Rule(
         "overlap-mtp", lambda c: c.o.ep_overlap and c.model.mtp > 1, "ep_overlap model",
-        lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}", "set {set[ep_overlap=false]}",
+        lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}",
+        "set {set[ep_overlap=false]}",
     ),
     Rule(
         "torch-sharding", lambda c: c.o.backend == "torch" and c.o.sharding == "fsdp", "backend sharding",
@@ -145,24 +148,28 @@ EXCLUSIONS = (
         lambda c: f"optimizer_offload {c.o.optimizer_offload} and offload_percent {c.o.offload_percent} are percents", "set at most 100",
     ),
     Rule(
-        "offload-replicas", lambda c: c.o.backend == "torch" and c.o.optimizer_offload > 0 and c.o.sharding == "none", "backend optimizer_offload sharding",
+        "offload-replicas", lambda c: c.o.backend == "torch" and c.o.optimizer_offload > 0 and c.o.sharding == "none",
+        "backend optimizer_offload sharding",
         "an optimizer on the host needs data parallelism that shards", "set {set[sharding=fsdp2]} or {set[sharding=zero2]}",
     ),
     Rule(
         "offload-whole", lambda c: c.o.backend == "torch" and c.o.sharding not in DEEPSPEED and c.o.optimizer_offload not in (0, 100),
         "backend optimizer_offload sharding",
-        lambda c: f"FSDP2 has all of its shards on the host or none, found optimizer_offload {c.o.optimizer_offload}", "set {set[optimizer_offload=100]}",
+        lambda c: f"FSDP2 has all of its shards on the host or none, found optimizer_offload {c.o.optimizer_offload}",
+        "set {set[optimizer_offload=100]}",
     ),
     Rule(
         "zero-pipeline", lambda c: c.o.backend == "torch" and c.o.sharding in ("zero2", "zero3") and c.pp > 1, "backend sharding pp",
         lambda c: f"DeepSpeed's {c.o.sharding} excludes a pipeline, found pp {c.pp}", "set {pp} to 1 or {set[sharding=zero1]}",
     ),
-    Rule("base-fp8", lambda c: bool(c.o.base) and bool(c.o.fp8), "base fp8", "a base in 4 bits excludes FP8 products", "leave one of them out"),
+    Rule("base-fp8", lambda c: bool(c.o.base) and bool(c.o.fp8), "base fp8", "a base in 4 bits excludes FP8 products", "leave one of them "
+                                                                                                                       "out"),
     Rule(
         "lora-experts", lambda c: "experts" in c.o.lora_targets and not c.experts, "lora_targets experts",
         "adapters of experts on a model without experts", "change {lora_targets}",
     ),
-    Rule("fp8-params", lambda c: c.o.fp8_params and not c.o.fp8, "fp8 fp8_params", "fp8_params without a recipe", "set {set[fp8=blockwise]}"),
+    Rule("fp8-params", lambda c: c.o.fp8_params and not c.o.fp8, "fp8 fp8_params", "fp8_params without a recipe",
+    "set {set[fp8=blockwise]}"),
     Rule(
         "frozen-vision", lambda c: c.shape is not None and bool(c.o.frozen) and c.shape.vision is None, "frozen model",
         lambda c: f"frozen {', '.join(c.o.frozen)} on a model without a vision tower", "leave {frozen} out",

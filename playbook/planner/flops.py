@@ -33,7 +33,8 @@ _FULL = Options()
 
 
 def trained_per_token(shape: Shape, seq_len: float, options: Options = _FULL) -> float:
-    """Training FLOPs per token where parts may be frozen: a weight without gradient costs 4 for each parameter and token instead of 6, an adapter 6.
+    """Training FLOPs per token where parts may be frozen: a weight without gradient costs 4 for each parameter and token instead of 6, an
+    adapter 6.
 
     The backward pass multiplies once for the gradient of the input, which earlier layers wait for, and once for that of the weight, which a
     frozen one leaves out. Source: LoRA, arXiv 2106.09685, section 4.1; torch's `torch.utils.flop_counter` counts the same.
@@ -55,7 +56,8 @@ def _adapter_forward(shape: Shape, options: Options) -> float:
 def forward(shape: Shape, seq_len: float) -> dict[str, float]:
     """FLOPs of the decoder's forward pass per token, by class.
 
-    attention: scores and weighted sums, or the recurrence of linear attention or Mamba. linear: projections of attention and MTP. mlp: dense MLPs.
+    attention: scores and weighted sums, or the recurrence of linear attention or Mamba. linear: projections of attention and MTP. mlp:
+    dense MLPs.
     experts: routed and shared ones. router, head: one matrix product each.
     Units: floating-point operations per token.
     """

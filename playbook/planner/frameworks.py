@@ -1,4 +1,6 @@
-"""What a training framework implies for a plan: its backend, words that hold unless the layout says otherwise, and the target that its exports take."""
+"""What a training framework implies for a plan: its backend, words that hold unless the layout says otherwise, and the target that its
+exports take.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "llamafactory": _ZERO,
     "verl": _FSDP,
 }
-"""Sources: NeMo Framework trains by Megatron Bridge (github.com/NVIDIA-NeMo/Megatron-Bridge); ms-swift, axolotl and LLaMA-Factory start transformers' Trainer with
+"""Sources: NeMo Framework trains by Megatron Bridge (github.com/NVIDIA-NeMo/Megatron-Bridge); ms-swift, axolotl and LLaMA-Factory start
+transformers' Trainer with
 a file of DeepSpeed; verl's actor is FSDP of transformers' layers (`verl/workers/fsdp_workers.py`)."""
 
 

@@ -1,6 +1,7 @@
 """Shapes from a Hugging Face `config.json`, read by what its fields say of attention, MLP and experts.
 
-A `model_type` of the table adds what its code has and its fields do not say; any other type is read by its fields alone, and what they leave
+A `model_type` of the table adds what its code has and its fields do not say; any other type is read by its fields alone, and what they
+leave
 open is asked for by name.
 
 Source: Hugging Face transformers, `models/<model_type>/configuration_<model_type>.py` and `modeling_<model_type>.py`.
@@ -94,8 +95,8 @@ class Fields:
     def checked(self, shape: Shape) -> Shape:
         """The shape, if nothing was missing and no count that divides is zero."""
         if self.missing:
-            asked = ", ".join(_HINTS.get(name, name) for name in self.missing)
-            raise ConfigError(f"{asked} missing; add {'it' if len(self.missing) == 1 else 'them'}")
+            questions = ", ".join(_HINTS.get(name, name) for name in self.missing)
+            raise ConfigError(f"{questions} missing; add {'it' if len(self.missing) == 1 else 'them'}")
         low = [k for k in ("layers", "heads", "kv_heads", "hidden", "vocab", "head_dim") if getattr(shape, k) < 1]
         if low or shape.layers > DEEPEST:
             raise ConfigError(f"{', '.join(low) or 'layers'} out of range; expected 1 or more, and at most {DEEPEST} layers")
@@ -112,15 +113,15 @@ def from_huggingface(config: Config, source: str) -> Shape:
     """
     decoder, tower = _decoder(config)
     kind = str(decoder.get("model_type"))[:40]
-    known = _TYPES.get(kind)
-    c = Fields({**(known or {}), **{k: v for k, v in decoder.items() if v is not None}})
-    foreign = sorted(k[:40] for k, v in decoder.items() if v and _FOREIGN.search(k)) if known is None else []
+    handler = _TYPES.get(kind)
+    c = Fields({**(handler or {}), **{k: v for k, v in decoder.items() if v is not None}})
+    foreign = sorted(k[:40] for k, v in decoder.items() if v and _FOREIGN.search(k)) if handler is None else []
     if foreign:
         raise ConfigError(f"model_type '{kind}'{_unknown(kind)}, and {', '.join(foreign[:5])} tell of layers that have no arithmetic here")
     try:
-        return c.checked(_shape(c, source, tower, known=known is not None))
+        return c.checked(_shape(c, source, tower, known=handler is not None))
     except ConfigError as e:
-        if known is None and c.missing:
+        if handler is None and c.missing:
             raise ConfigError(f"model_type '{kind}'{_unknown(kind)}, so that its fields have to say all: {e}") from e
         raise
 
@@ -144,6 +145,11 @@ def _decoder(config: Config) -> tuple[dict[str, Any], Config | None]:
 
 
 def _shape(c: Fields, source: str, tower: Config | None, *, known: bool) -> Shape:
+    """The shape that the fields of a `config.json` say; `known` is whether its kind of model has a row of its own.
+
+    Raises:
+        ConfigError: fields are missing, or out of range.
+    """
     heads, hidden = c.count("num_attention_heads", "n_head", "n_heads"), c.count("hidden_size", "n_embd", "d_model")
     vocab = c.count("vocab_size", "padded_vocab_size")
     hybrid = _hybrid(c) if "hybrid_override_pattern" in c or "layers_block_type" in c else {}
@@ -161,6 +167,7 @@ def _shape(c: Fields, source: str, tower: Config | None, *, known: bool) -> Shap
 
 
 def _attention(c: Fields, heads: int, hidden: int) -> dict[str, Any]:
+    """The fields of `Shape` that attention decides: heads, biases, norms, windows and compression."""
     biased = c.flag("attention_bias", default=c.flag("use_bias", "bias", "enable_bias"))
     values: dict[str, Any] = {
         "attention_bias": c.flag("qkv_bias", "use_qkv_bias", "add_qkv_bias", default=biased),
@@ -298,7 +305,8 @@ def _hybrid(c: Fields) -> dict[str, Any]:
     layers = c.count("num_hidden_layers", default=len(blocks))
     if not blocks or set(blocks) - set(_BLOCKS.values()) or len(blocks) != layers:
         raise ConfigError(
-            f"hybrid_override_pattern is {str(pattern)[:60]}; expected a letter for each of {layers} layers: M Mamba, * attention, E experts, - MLP"
+            f"hybrid_override_pattern is {str(pattern)[:60]}; expected a letter for each of {layers} layers: M Mamba, * attention, E "
+            f"experts, - MLP"
         )
     heads, width, groups, state = (c.count(name) for name in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
     mamba = Mamba(heads, width, groups, state, c.count("conv_kernel", default=4))

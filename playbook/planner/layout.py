@@ -16,7 +16,8 @@ from playbook.planner.rules import Case, Words
 from playbook.planner.shapes import Shape
 
 CP_SHARD_TOKENS = 4096
-"""Tokens per CP rank that the published rule aims at, with which L1, L2 and L6 count; the card's own rule is in its `sizes`. Source: Megatron Bridge, long-context guidance for MoE training."""
+"""Tokens per CP rank that the published rule aims at, with which L1, L2 and L6 count; the card's own rule is in its `sizes`. Source:
+Megatron Bridge, long-context guidance for MoE training."""
 
 
 _ALL = (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *EXCLUSIONS)
@@ -84,11 +85,13 @@ def grid(*, gpus: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: 
 
 
 def min_gpus(*, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> int:
-    """The fewest GPUs that hold one copy: pp times the least common multiple of `tp x cp` and `ep x etp`, so their larger where one divides the other."""
+    """The fewest GPUs that hold one copy: pp times the least common multiple of `tp x cp` and `ep x etp`, so their larger where one divides
+    the other.
+    """
     return pp * lcm(tp * cp, ep * etp)
 
 
 def cp_for(seq_len: int) -> int:
     """CP by the sizing rule: the sequence over 4096 tokens, rounded up to a power of two."""
-    wanted = -(-seq_len // CP_SHARD_TOKENS)
-    return 1 << max(0, wanted - 1).bit_length()
+    shards = -(-seq_len // CP_SHARD_TOKENS)
+    return 1 << max(0, shards - 1).bit_length()

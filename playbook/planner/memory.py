@@ -30,8 +30,10 @@ EP 4, all-to-all, sequences of 4096, 2 and 4 per microbatch, no recompute), wher
 
 
 PLAIN_BYTES = 0.1 * GIB
-"""The same of transformers' layers without sharding: workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and what rounding adds; no buffers of
-communication. Gradients are gone between steps there, as `zero_grad` leaves them. Source: torch, `docs/source/notes/cuda.rst` (cuBLAS workspaces)."""
+"""The same of transformers' layers without sharding: workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and what rounding adds; no
+buffers of
+communication. Gradients are gone between steps there, as `zero_grad` leaves them. Source: torch, `docs/source/notes/cuda.rst` (cuBLAS
+workspaces)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What each rank of one pipeline stage holds. Units: bytes per rank, except for `stage`, `layers`, `in_flight` and `held`, which are counts."""
+    """What each rank of one pipeline stage holds. Units: bytes per rank, except for `stage`, `layers`, `in_flight` and `held`, which are
+    counts.
+    """
 
     stage: int
     layers: int
@@ -77,7 +81,8 @@ class StageBytes:
     workspace: float = 0.0
     """Workspaces and communication buffers, where a backend's were measured."""
     grown: float = 0.0
-    """Of the gradients, what comes in the backward pass as activations go and is gone before the next step: the larger of the two counts at the peak."""
+    """Of the gradients, what comes in the backward pass as activations go and is gone before the next step: the larger of the two counts at
+    the peak."""
     host: float = 0.0
     """In host memory, with offload."""
 
@@ -104,7 +109,9 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Alive:
-    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that offload and recompute bring back (`again`)."""
+    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that offload and recompute bring back
+    (`again`).
+    """
 
     in_flight: list[int]
     on_gpu: float
@@ -113,7 +120,8 @@ class Alive:
 
 
 RESIDENT_LAYERS = 1
-"""Layers whose offloaded tensors are on the GPU while the loss is: the last. Four rows of `docs/experiments/megatron-switches.md` bear it out."""
+"""Layers whose offloaded tensors are on the GPU while the loss is: the last. Four rows of `docs/experiments/megatron-switches.md` bear it
+out."""
 
 RETURNING_LAYERS = 2
 """Layers whose offloaded tensors come back in the backward pass, beside the one that computes."""
@@ -157,19 +165,19 @@ def stages(plan: Plan) -> list[StageBytes]:
 def each_stage(plan: Plan) -> Iterator[StageBytes]:
     """The same one by one: who asks whether a plan fits need not know the stages after one that does not."""
     placed = _placed(plan.shape, plan.pp, plan.vpp)
-    kept = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
+    bytes_of = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
     o = plan.options
-    held = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen)
+    weights_of = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen)
     for stage, chunks in enumerate(placed):
-        yield _stage(plan, stage, held[stage], [[(n, kept[i]) for i, n in chunk] for chunk in chunks])
+        yield _stage(plan, stage, weights_of[stage], [[(n, bytes_of[i]) for i, n in chunk] for chunk in chunks])
 
 
 def least(plan: Plan) -> float:
     """Bytes of the fullest stage's states with the optimizer where the plan has it: under the peak, whatever the batch."""
     o = plan.options
     most = 0.0
-    for held in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen):
-        parameters_, gradients, optimizer = state_bytes(plan, held)
+    for stage_weights in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen):
+        parameters_, gradients, optimizer = state_bytes(plan, stage_weights)
         away = _on_host(plan, parameters_, gradients, optimizer)
         parameters_ = (parameters_ - away.parameters) * (not o.fp8_params)
         most = max(most, parameters_ + gradients - away.gradients + optimizer - away.optimizer)
@@ -178,7 +186,9 @@ def least(plan: Plan) -> float:
 
 @lru_cache(maxsize=4096)
 def _placed(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
-    """How often each chunk of each stage has each kind of layer, which goes by the index of one of them; depths of prediction close the last."""
+    """How often each chunk of each stage has each kind of layer, which goes by the index of one of them; depths of prediction close the
+    last.
+    """
     sizes = pipeline.split(shape.layers, pp, vpp)
     first = {parameters.parts(shape, i): i for i in reversed(range(shape.layers + (shape.mtp > 0)))}
     of = [first[parameters.parts(shape, i)] for i in range(shape.layers)]
@@ -222,7 +232,8 @@ def peak(plan: Plan) -> float:
 
 
 def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: bool = False) -> Weights:
-    """The parameters of one rank of a stage. Layers are split over TP, experts over EP x ETP; embedding and vision tower are on the first stage, output layer and MTP on the last.
+    """The parameters of one rank of a stage. Layers are split over TP, experts over EP x ETP; embedding and vision tower are on the first
+    stage, output layer and MTP on the last.
 
     Multi-token prediction on another stage than the first has a copy of the embedding there, and leaves the final norm with the last
     decoder layer. The vision tower is split over TP, as megatron-core's own layers are; a `whole_tower` is on every TP rank, as this
@@ -251,10 +262,12 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
 
 
 def shards(plan: Plan) -> dict[str, int]:
-    """Number of ranks that share one copy of what is sharded: DP x CP for dense parameters, EDP for experts, each divided by the optimizer instances.
+    """Number of ranks that share one copy of what is sharded: DP x CP for dense parameters, EDP for experts, each divided by the optimizer
+    instances.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/mcore_fsdp_adapter.py` (instances make copies of everything, not of the optimizer
-    alone) and `torch_fully_sharded_data_parallel.py` (which has none); torch, `distributed/fsdp/_fully_shard/_fully_shard.py` (two dimensions of a
+    alone) and `torch_fully_sharded_data_parallel.py` (which has none); torch, `distributed/fsdp/_fully_shard/_fully_shard.py` (two
+    dimensions of a
     mesh: copies, and shards within each).
     """
     instances = 1 if plan.options.sharding == "fsdp2" and plan.options.backend != "torch" else plan.options.optimizer_instances
@@ -271,9 +284,10 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on a rank; what is frozen has parameters alone.
 
     Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. Where
-    parameters are their own master copy, their gradients wait unsharded for the last micro-batch in a pipeline; a base under adapters is bf16 there too.
+    parameters are their own master copy, their gradients wait unsharded for the last micro-batch in a pipeline; a base under adapters is
+    bf16 there too.
     """
-    o, own, split = plan.options, own_master(plan.options), SHARDING.get(plan.options.sharding, SHARDING["none"])
+    o, is_master, split = plan.options, own_master(plan.options), SHARDING.get(plan.options.sharding, SHARDING["none"])
     over, whole = shards(plan), dict.fromkeys(("dense", "experts"), 1)
     frozen = {"dense": held.frozen_dense, "experts": held.frozen_experts}
     trained = {"dense": held.dense + held.adapters - held.frozen_dense, "experts": held.experts - held.frozen_experts}
@@ -281,47 +295,49 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     def each(counts: Mapping[str, int], divided: Mapping[str, int]) -> float:
         return sum(counts[k] / divided[k] for k in counts)
 
-    stored = over if own or split.parameters else whole
-    width = plan.master_bytes if own else PARAM_BYTES
+    stored = over if is_master or split.parameters else whole
+    width = plan.master_bytes if is_master else PARAM_BYTES
     params = width * each(trained, stored) + (PARAM_BYTES if o.lora else width) * each(frozen, stored)
     if o.base:
         quantised = {"dense": held.linear - held.experts, "experts": held.experts}
         params -= (PARAM_BYTES - BASE_BYTES[o.base]) * each(quantised, stored)
-    grads = each(trained, over if (own or split.gradients) and not (own and plan.pp > 1) else whole)
-    return params, plan.grad_bytes * grads, ((0 if own else plan.master_bytes) + 2 * plan.moment_bytes) * each(trained, over)
+    grads = each(trained, over if (is_master or split.gradients) and not (is_master and plan.pp > 1) else whole)
+    return params, plan.grad_bytes * grads, ((0 if is_master else plan.master_bytes) + 2 * plan.moment_bytes) * each(trained, over)
 
 
 BASE_BYTES = {"nf4": 0.5 + FP32 / 64}
 """Bytes of a weight of a frozen base: half a byte, and a float32 scale for 64 weights. Norms, embedding and output layer stay in bf16.
 
-Source: QLoRA, arXiv 2305.14314, section 3; bitsandbytes, `functional.py` (`quantize_4bit`), whose second quantisation of scales transformers leaves off."""
+Source: QLoRA, arXiv 2305.14314, section 3; bitsandbytes, `functional.py` (`quantize_4bit`), whose second quantisation of scales
+transformers leaves off."""
 
 
-def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
+def _stage(plan: Plan, stage: int, stage_weights: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
+    """What a rank of one stage holds, in bytes; `chunks` have, chunk by chunk, how often each kind of layer is there and what it keeps."""
     last = stage == plan.pp - 1
-    params, grads, optimizer = state_bytes(plan, held)
-    copies = fp8_weights(plan, held)
+    params, grads, optimizer = state_bytes(plan, stage_weights)
+    copies = fp8_weights(plan, stage_weights)
     if plan.options.fp8_params:
         params -= PARAM_BYTES * copies / max(fp8_copies(plan.options.fp8), 1)
     away = _on_host(plan, params, grads, optimizer)
-    found = _alive(plan, stage, chunks)
+    live = _alive(plan, stage, chunks)
     alone = not plan.options.compiled and plan.options.backend == "torch" and plan.options.sharding == "none"
     return StageBytes(
         stage=stage,
         layers=sum(count for chunk in chunks for count, _ in chunk) - (plan.shape.mtp if last else 0),
-        in_flight=found.in_flight,
-        held=held.dense + held.experts,
+        in_flight=live.in_flight,
+        held=stage_weights.dense + stage_weights.experts,
         parameters=params - away.parameters,
         gradients=grads - away.gradients,
         optimizer=optimizer - away.optimizer,
         fp8_weights=copies,
-        gathered=gathered(plan, held, PARAM_BYTES),
-        activations=found.on_gpu,
+        gathered=gathered(plan, stage_weights, PARAM_BYTES),
+        activations=live.on_gpu,
         loss=loss(plan) if last else 0.0,
-        replayed=found.again,
+        replayed=live.again,
         workspace=PLAIN_BYTES if alone else WORKSPACE_BYTES,
         grown=grads - away.gradients if alone and plan.microbatches == 1 else 0.0,
-        host=found.host + away.host,
+        host=live.host + away.host,
     )
 
 
@@ -343,7 +359,8 @@ Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
 def _on_host(plan: Plan, params: float, grads: float, optimizer: float) -> Offloaded:
     """What leaves the GPU where a share of the optimizer lives on the host.
 
-    Megatron's float32 master weights stay, unless the optimizer is the precision-aware one; DeepSpeed's go, and with them the gradients that it shards. FSDP2
+    Megatron's float32 master weights stay, unless the optimizer is the precision-aware one; DeepSpeed's go, and with them the gradients
+    that it shards. FSDP2
     keeps shares of parameters, gradients and moments alike on the host, and has on the GPU what is gathered.
 
     Sources: as for the trainer's own `playbook_trainer.config.dry_run`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2
@@ -352,20 +369,24 @@ def _on_host(plan: Plan, params: float, grads: float, optimizer: float) -> Offlo
     """
     o, share = plan.options, plan.options.optimizer_offload / 100
     if o.backend == "torch":
-        own = own_master(o)
-        params, grads = params if own else 0.0, grads if own or SHARDING[o.sharding].gradients else 0.0
-        there = params + grads + optimizer if own else HOST_BYTES * optimizer / (plan.master_bytes + 2 * plan.moment_bytes)
-        return Offloaded(*(share * n for n in (params, grads, optimizer, there)))
+        is_master = own_master(o)
+        params, grads = params if is_master else 0.0, grads if is_master or SHARDING[o.sharding].gradients else 0.0
+        host_bytes = params + grads + optimizer if is_master else HOST_BYTES * optimizer / (plan.master_bytes + 2 * plan.moment_bytes)
+        return Offloaded(*(share * n for n in (params, grads, optimizer, host_bytes)))
     each = plan.master_bytes + 2 * plan.moment_bytes
     leaving = each if o.precision_aware else 2 * plan.moment_bytes
     return Offloaded(0.0, 0.0, optimizer * share * leaving / each, HOST_BYTES * optimizer / each * share)
 
 
-def fp8_weights(plan: Plan, held: Weights) -> float:
+def fp8_weights(plan: Plan, stage_weights: Weights) -> float:
     """Bytes of the copies of a rank's weights for 8-bit products; full sharding shards them too."""
     copies = fp8_copies(plan.options.fp8)
     each = plan.master_bytes if plan.options.backend == "torch" else PARAM_BYTES
-    return copies * held.linear * state_bytes(plan, held)[0] / (each * max(1, held.dense + held.experts)) if copies else 0.0
+    return (
+        copies * stage_weights.linear * state_bytes(plan, stage_weights)[0] / (each * max(1, stage_weights.dense + stage_weights.experts))
+        if copies
+        else 0.0
+    )
 
 
 def fp8_copies(recipe: str) -> float:
@@ -379,7 +400,8 @@ def fp8_copies(recipe: str) -> float:
 def gathered(plan: Plan, held: Weights, width: float) -> float:
     """Bytes of the two layers that full sharding gathers at once: the one that computes and the next. `width` is in bytes per weight.
 
-    In a pipeline the torch backend keeps all of them gathered between micro-batches, and so it does where it shards only what its optimizer has.
+    In a pipeline the torch backend keeps all of them gathered between micro-batches, and so it does where it shards only what its optimizer
+    has.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """

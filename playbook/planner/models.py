@@ -61,7 +61,9 @@ def find(model: str) -> Shape:
 
 
 def file_of(path: Path) -> Path | None:
-    """The file that describes a model: the one at a path, there or not, or the `config.json` of the folder at it; None for any other path."""
+    """The file that describes a model: the one at a path, there or not, or the `config.json` of the folder at it; None for any other
+    path.
+    """
     if path.suffix in _SUFFIXES:
         return path
     with suppress(OSError):  # a name too long for a file
@@ -100,7 +102,9 @@ def published(name: str) -> Shape:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    """A model's name without its publisher: all of it, without what tuned weights add, and without a version; then the three without underscores."""
+    """A model's name without its publisher: all of it, without what tuned weights add, and without a version; then the three without
+    underscores.
+    """
     repository = _REPOSITORY.fullmatch(model[:200])
     word = _plain(repository["name"] if repository else model)
     tuned = _TUNED.sub("", word)
@@ -132,7 +136,8 @@ def _spelled() -> dict[str, str]:
 _REPOSITORY = re.compile(r"[\w.-]{1,100}/(?:Meta-)?(?P<name>[\w-][\w.-]{1,100})(?<!\.json)(?<!\.yaml)(?<!\.yml)", re.ASCII)
 """A repository of the Hugging Face hub."""
 _TUNED = re.compile(
-    r"_(?:instruct|base|chat|it|pt|hf|thinking|sft|dpo|reasoning|preview|unsloth|bnb|4bit|8bit|awq|gptq|fp8|bf16|dynamic)(?=_|\Z)|_[0-9]{4}\Z"
+    r"_(?:instruct|base|chat|it|pt|hf|thinking|sft|dpo|reasoning|preview|unsloth|bnb"
+    r"|4bit|8bit|awq|gptq|fp8|bf16|dynamic)(?=_|\Z)|_[0-9]{4}\Z"
 )
 """What a repository's name adds to its model's: tuned and quantised weights have the same shape."""
 _VERSION = re.compile(r"_v0_[0-9]\Z")
@@ -152,11 +157,11 @@ def _published() -> dict[str, dict[str, Any]]:
 
 def fields_of(name: str) -> Config:
     """The published fields of a model known by name, as its file here has them; none for another name."""
-    known = named(name)
-    if known in _files():
-        fields: Config = read(_files()[known])[0]
+    preset = named(name)
+    if preset in _files():
+        fields: Config = read(_files()[preset])[0]
         return fields
-    return {k: v for k, v in _table()["models"].get(known, {}).items() if k not in _OURS}
+    return {k: v for k, v in _table()["models"].get(preset, {}).items() if k not in _OURS}
 
 
 def from_file(path: Path) -> Shape:

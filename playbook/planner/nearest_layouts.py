@@ -55,9 +55,9 @@ class _Candidate:
 def _legal(plan: Plan) -> Iterator[Near]:
     """All legal candidates, nearest first."""
     for candidate in sorted(_candidates(plan)):
-        found = candidate.plan(plan)
-        if not found.broken():
-            yield Near(found, _changes(plan, found), candidate.distance)
+        candidate_plan = candidate.plan(plan)
+        if not candidate_plan.broken():
+            yield Near(candidate_plan, _changes(plan, candidate_plan), candidate.distance)
 
 
 def _candidates(plan: Plan) -> Iterator[_Candidate]:
@@ -89,17 +89,17 @@ def _candidate(plan: Plan, size: int, degrees: tuple[int, ...]) -> _Candidate:
 
 def _choices(plan: Plan, key: str) -> list[int]:
     """The values of a degree that the model allows, nearest first."""
-    shape, wanted = plan.shape, int(getattr(plan, key))
+    shape, stated = plan.shape, int(getattr(plan, key))
     most = max(plan.gpus, 1)
     allowed = {
         "tp": [n for n in range(1, min(shape.heads, most) + 1) if shape.heads % n == 0],
         "cp": [n for n in _powers(most) if n == 1 or plan.seq_len % (2 * n) == 0],
-        "pp": [n for n in range(1, min(shape.layers + 2, most) + 1) if most % n == 0 or n == wanted],
+        "pp": [n for n in range(1, min(shape.layers + 2, most) + 1) if most % n == 0 or n == stated],
         "ep": [n for n in range(1, min(shape.experts, most) + 1) if shape.experts % n == 0] or [1],
         "etp": [n for n in _powers(most) if (shape.expert_ffn or 1) % n == 0],
         "vpp": list(range(1, shape.layers + 1)),
     }[key]
-    near = sorted(allowed, key=lambda n: (_apart(wanted, n), n))[:CHOICES]
+    near = sorted(allowed, key=lambda n: (_apart(stated, n), n))[:CHOICES]
     return near if 1 in near else [*near, 1]
 
 
@@ -119,7 +119,7 @@ def _apart(a: int, b: int) -> float:
     return round(abs(log2(a) - log2(b)), 9)
 
 
-def _changes(plan: Plan, found: Plan) -> dict[str, Any]:
+def _changes(plan: Plan, nearest: Plan) -> dict[str, Any]:
     """Settings that differ, by name."""
-    changed = {k: getattr(found, k) for k in ("gpus", *DEGREES, "gbs") if getattr(found, k) != getattr(plan, k)}
-    return changed | ({"uneven": True} if found.options.uneven and plan.options.uneven is False else {})
+    changed = {k: getattr(nearest, k) for k in ("gpus", *DEGREES, "gbs") if getattr(nearest, k) != getattr(plan, k)}
+    return changed | ({"uneven": True} if nearest.options.uneven and plan.options.uneven is False else {})

@@ -75,13 +75,17 @@ LABELS: Mapping[str, frozenset[str]] = {
 class Options:
     """What is chosen beside the degrees. The defaults are silent: a rule about something that nobody chose is not checked.
 
-    `sharding` says what data parallelism shards: `none`, the `optimizer` state, its gradients too (`zero2`), or everything by Megatron-FSDP (`fsdp`) or torch's
+    `sharding` says what data parallelism shards: `none`, the `optimizer` state, its gradients too (`zero2`), or everything by Megatron-FSDP
+    (`fsdp`) or torch's
     `fsdp2`; with the torch backend `zero1` to `zero3` are DeepSpeed's. `uneven` is a pipeline layout that lists the layers of each
     stage; unless it is refused, one is found where the layers do not divide. `graphs` are modules; `full_iteration` stands alone.
-    The backend `torch` is FSDP2 as torchtitan has it: float32 weights, gathered in bf16; recompute `selective` keeps the outputs of attention and
-    of every second matrix product. Its layers are `compiled`, or as transformers has them, one kernel for each operation. `offload` sends activations of whole layers to the host, `offload_percent` says of how many; of the optimizer's
+    The backend `torch` is FSDP2 as torchtitan has it: float32 weights, gathered in bf16; recompute `selective` keeps the outputs of
+    attention and
+    of every second matrix product. Its layers are `compiled`, or as transformers has them, one kernel for each operation. `offload` sends
+    activations of whole layers to the host, `offload_percent` says of how many; of the optimizer's
     state `optimizer_offload` percent live there. `fp8_params` leaves no bf16 copy of 8-bit weights. `lora` is the rank of adapters beside
-    frozen weights, `lora_targets` the matrices that have one (none named: attention and MLPs, and with Megatron the experts, which share one); a frozen
+    frozen weights, `lora_targets` the matrices that have one (none named: attention and MLPs, and with Megatron the experts, which share
+    one); a frozen
     `base` is stored in 4 bits (`nf4`); `frozen` parts are not trained at all. `attention` is that of the
     backend unless an older kernel is named; `unfused` writes its scores to memory.
     """

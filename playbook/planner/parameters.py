@@ -71,7 +71,9 @@ def expert(shape: Shape) -> int:
 
 
 class Adapter(NamedTuple):
-    """A low-rank pair beside a matrix: the matrix's name or group and widths, how many pairs a layer holds, and how many of them a token passes."""
+    """A low-rank pair beside a matrix: the matrix's name or group and widths, how many pairs a layer holds, and how many of them a token
+    passes.
+    """
 
     name: str
     wide_in: int
@@ -84,10 +86,13 @@ class Adapter(NamedTuple):
 def adapters(shape: Shape, index: int, options: Options) -> tuple[Adapter, ...]:
     """The adapters of one layer; none without `lora`. Each has `lora * (wide_in + wide_out)` parameters.
 
-    Megatron fuses queries, keys and values, and gate and up projection, so a whole group has one pair for each product, and its experts share one;
-    single matrices that are named have their own. peft has one for each matrix, reaches stacked experts only where they are named, and then has one for each expert.
+    Megatron fuses queries, keys and values, and gate and up projection, so a whole group has one pair for each product, and its experts
+    share one;
+    single matrices that are named have their own. peft has one for each matrix, reaches stacked experts only where they are named, and then
+    has one for each expert.
 
-    Sources: LoRA, arXiv 2106.09685, section 4.1; Megatron Bridge, `peft/lora.py` and `peft/canonical_lora.py`; peft 0.18, `tuners/lora/layer.py`
+    Sources: LoRA, arXiv 2106.09685, section 4.1; Megatron Bridge, `peft/lora.py` and `peft/canonical_lora.py`; peft 0.18,
+    `tuners/lora/layer.py`
     (`ParamWrapper`, for stacked experts) and `utils/constants.py`.
     """
     if not options.lora:
@@ -98,22 +103,24 @@ def adapters(shape: Shape, index: int, options: Options) -> tuple[Adapter, ...]:
     fused = frozenset(names) & LORA_TARGETS.keys() if not torch else frozenset()
     mixer, ffn = parts(shape, index)
     covered = {n for group in fused for n in LORA_TARGETS[group]}
-    found = [
+    beside = [
         *(_attention_adapters(shape, mixer, "attention" in fused, single - covered) if mixer else ()),
         *(_mlp_adapters(shape.hidden, shape.ffn, shape.up, "mlp" in fused, single - covered) if ffn == "mlp" else ()),
     ]
     if ffn == "experts":
         if shape.shared_ffn:
-            found += _mlp_adapters(shape.hidden, shape.shared_ffn, shape.up, "mlp" in fused, single - covered)
+            beside += _mlp_adapters(shape.hidden, shape.shared_ffn, shape.up, "mlp" in fused, single - covered)
         if "experts" in names:
             pairs = shape.experts if torch else 1
             wide, inner = shape.expert_hidden, shape.expert_ffn
-            found += [Adapter("experts", wide, shape.up * inner, pairs, shape.top_k), Adapter("experts", inner, wide, pairs, shape.top_k)]
-    return tuple(found)
+            beside += [Adapter("experts", wide, shape.up * inner, pairs, shape.top_k), Adapter("experts", inner, wide, pairs, shape.top_k)]
+    return tuple(beside)
 
 
 def _attention_adapters(shape: Shape, mixer: str, fused: bool, single: frozenset[str]) -> Iterator[Adapter]:
-    """Those of attention. Compressed attention has two matrices for queries (`q`), and those down to (`k`) and up from (`v`) compressed keys and values."""
+    """Those of attention. Compressed attention has two matrices for queries (`q`), and those down to (`k`) and up from (`v`) compressed
+    keys and values.
+    """
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     compressed = shape.mla is not None and mixer == "attention"
     if shape.mla is not None and compressed:
@@ -226,7 +233,9 @@ def _mixer(shape: Shape, kind: str) -> tuple[int, int]:
 
 
 def _mla(mla: Mla, hidden: int, heads: int) -> tuple[int, int]:
-    """The down projections and their norms repeat on each TP rank; the up projections are split over heads, as are queries without compression."""
+    """The down projections and their norms repeat on each TP rank; the up projections are split over heads, as are queries without
+    compression.
+    """
     down = hidden * mla.q_rank + hidden * (mla.kv_rank + mla.rope_dim) + mla.q_rank + mla.kv_rank
     up = (mla.q_rank or hidden) * heads * (mla.nope_dim + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return up + heads * mla.v_dim * hidden, down

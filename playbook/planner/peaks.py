@@ -45,5 +45,5 @@ def dense_bf16(device_name: str) -> Peak | None:
 
     Units: floating-point operations per second; one multiply-add is two.
     """
-    found = re.findall("[A-Za-z0-9]+", device_name)  # whole words: an RTX A1000 is no A100
-    return next((peak for words, peak in _DENSE_BF16 if all(w in found for w in words)), None)
+    words_of_name = re.findall("[A-Za-z0-9]+", device_name)  # whole words: an RTX A1000 is no A100
+    return next((peak for words, peak in _DENSE_BF16 if all(w in words_of_name for w in words)), None)

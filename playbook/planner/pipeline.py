@@ -38,12 +38,13 @@ def split(layers: int, pp: int, vpp: int = 1) -> list[int]:
 
 
 def string(sizes: Sequence[int], mtp: int = 0) -> str:
-    """Chunks as `--pipeline-model-parallel-layout` takes them: E the embedding, t a layer, m a depth of prediction, L the loss, | between chunks.
+    """Chunks as `--pipeline-model-parallel-layout` takes them: E the embedding, t a layer, m a depth of prediction, L the loss, | between
+    chunks.
 
     Source: Megatron-LM, `megatron/core/transformer/pipeline_parallel_layer_layout.py` (`parse_str_to_list`, `validate_layer_layout`).
     """
     first, *middle = [f"{_layers(n)}|" for n in sizes[:-1]] or [""]
-    runs = ((chunk, len(list(same))) for chunk, same in groupby(middle))
+    runs = ((chunk, len(list(group))) for chunk, group in groupby(middle))
     return f"E{first}{''.join(f'({c})*{n}' if n > 2 else c * n for c, n in runs)}{_layers(sizes[-1])}{'m' * mtp}L"
 
 
@@ -63,21 +64,22 @@ def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: 
     One forward, one backward without interleaving: `min(m, pp - stage)`. Interleaved, in units of chunks, the warm-up forwards
     `2 (pp - stage - 1) + (vpp - 1) pp` and one more, since chunks take microbatches in groups of pp
     (`microbatch_group_size_per_vp_stage` as it is by default); overlap of expert communication keeps one more again. `sizes` are the bytes
-    that a microbatch keeps in each chunk of the stage: where they differ, the peak may come later, once more microbatches are in the large ones.
+    that a microbatch keeps in each chunk of the stage: where they differ, the peak may come later, once more microbatches are in the large
+    ones.
     """
     if vpp == 1:
         # Without a pipeline, the next micro-batch's forward pass fills what this one's backward pass frees, layer by layer.
         return [min(microbatches, pp - stage + (1 if overlap and pp > 1 else 0))]
     alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + (1 if overlap else 0))
     # The peak comes after `alive` forwards or within one turn of the chunks, so later microbatches need no place in the order.
-    order, held = _order(min(microbatches, alive + 2 * pp), vpp, pp, alive)
-    return _heaviest(list(held), order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else list(held)
+    order, counts = _order(min(microbatches, alive + 2 * pp), vpp, pp, alive)
+    return _heaviest(list(counts), order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else list(counts)
 
 
-def _heaviest(held: list[int], order: Sequence[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
+def _heaviest(counts: list[int], order: Sequence[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
     """What is held at the peak once each backward, through the chunks from last to first, makes room for one forward."""
-    peak, most = held, sum(n * size for n, size in zip(held, sizes, strict=True))
-    now, weight = list(held), most
+    peak, most = counts, sum(n * size for n, size in zip(counts, sizes, strict=True))
+    now, weight = list(counts), most
     for back, forth in zip(order, order[alive : alive + turn], strict=False):
         back = len(sizes) - 1 - back
         now[back], weight = now[back] - 1, weight - sizes[back]
@@ -89,7 +91,9 @@ def _heaviest(held: list[int], order: Sequence[int], alive: int, turn: int, size
 
 @lru_cache(maxsize=4096)
 def _order(microbatches: int, vpp: int, group: int, alive: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next; and how many of each are among the first `alive`."""
+    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next; and how many of each are
+    among the first `alive`.
+    """
     rounds = [min(group, microbatches - start) for start in range(0, microbatches, group)]
     order = tuple(chunk for size in rounds for chunk in range(vpp) for _ in range(size))
     return order, tuple(order[:alive].count(chunk) for chunk in range(vpp))

@@ -23,7 +23,8 @@ WIDTHS = {"grad_bytes": (2, 4), "master_bytes": (2, 4), "moment_bytes": (1, 2, 4
 LOSSES = {"te": 2, "native": 10, "compiled": 4, "torch": 14}
 """Bytes per logit that the loss holds: Transformer Engine writes the gradient over the bf16 logits; Megatron's own fused loss adds
 the logits in fp32 and their exponentials beside them; torch's, compiled, has the logits and their gradient in bf16, and otherwise three
-fp32 tensors beside the logits. Source: `docs/experiments/do-exported-plans-start.md` (four peaks of Megatron-LM); Transformer Engine, `pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`; torchtitan,
+fp32 tensors beside the logits. Source: `docs/experiments/do-exported-plans-start.md` (four peaks of Megatron-LM); Transformer Engine,
+`pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`; torchtitan,
 `components/loss.py`."""
 
 
@@ -31,7 +32,8 @@ fp32 tensors beside the logits. Source: `docs/experiments/do-exported-plans-star
 class Plan:
     """What is trained and how it is spread. `gbs` 0 stands for one pipeline's worth of microbatches.
 
-    `etp` is 1 unless set, where megatron takes tp. The three `*_bytes` are per parameter (moments: each of the two); `imbalance` multiplies the tokens of the fullest rank's experts.
+    `etp` is 1 unless set, where megatron takes tp. The three `*_bytes` are per parameter (moments: each of the two); `imbalance` multiplies
+    the tokens of the fullest rank's experts.
     `even_rows` says that every expert gets equally many tokens, as benchmarks force them to.
     """
 
@@ -95,9 +97,9 @@ class Plan:
         Raises:
             ConfigError: it breaks one.
         """
-        found = self.broken()
-        if found:
-            raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in found))
+        problems = self.broken()
+        if problems:
+            raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
         return self
 
 
@@ -145,7 +147,8 @@ KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
 
 
 def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: Shape | None = None) -> Plan:
-    """A plan from a model's name and words such as `tp=2`; rules are not checked here. A `shape` stands for the model where it is no preset.
+    """A plan from a model's name and words such as `tp=2`; rules are not checked here. A `shape` stands for the model where it is no
+    preset.
 
     Raises:
         ConfigError: a model, key or value that is not known.
@@ -181,19 +184,20 @@ def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
     """
     backend = values.get("backend", "megatron")
     named = values.get("sharding", "fsdp2" if backend == "torch" else "")
-    found = {**values, **({"sharding": SHARDING_WORDS.get(backend, {}).get(named, named)} if named else {})}
+    settings = {**values, **({"sharding": SHARDING_WORDS.get(backend, {}).get(named, named)} if named else {})}
     if named == HYBRID and "optimizer_instances" not in values:
         gpus, pp = (whole(key, values.get(key, "1")) for key in ("gpus", "pp"))
-        found["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
-    if "ulysses" in found:
-        found |= _heads_apart(found.pop("ulysses"), found)
+        settings["optimizer_instances"] = str(max(1, gpus // (NODE * pp)))
+    if "ulysses" in settings:
+        settings |= _heads_apart(settings.pop("ulysses"), settings)
     if backend == "torch" and named in DEEPSPEED:
-        found.setdefault("grad_bytes", "2")
-    return found
+        settings.setdefault("grad_bytes", "2")
+    return settings
 
 
 def _heads_apart(text: str, values: Mapping[str, str]) -> dict[str, str]:
-    """What `ulysses=N` stands for: context parallelism that shares out heads by an all-to-all, within the ring that `cp` names, where it names one.
+    """What `ulysses=N` stands for: context parallelism that shares out heads by an all-to-all, within the ring that `cp` names, where it
+    names one.
 
     Source: DeepSpeed Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719, section 3.2.
 
@@ -210,7 +214,8 @@ def _heads_apart(text: str, values: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut(shape: Shape, words: Iterable[str]) -> tuple[Shape, tuple[str, ...], str]:
-    """The shape with as many layers and experts as words such as `layers=8` and `experts=16` say, the other words, and what to add to the model's name.
+    """The shape with as many layers and experts as words such as `layers=8` and `experts=16` say, the other words, and what to add to the
+    model's name.
 
     Raises:
         ConfigError: a number that is none, or experts of a model that has none.

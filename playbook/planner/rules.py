@@ -2,7 +2,8 @@
 
 The grids are the two ways to divide the same GPUs: TP x CP x DP x PP for everything but the experts, ETP x EP x EDP x PP for the experts.
 A rule is a condition that must not hold, the settings that it speaks of, and its message. Callers have other names for the same settings,
-so a sentence is a template: `{tp}` is the caller's name of a setting, `{set[sp=true]}` the caller's way to set it, `{c.tp}` a value of the case.
+so a sentence is a template: `{tp}` is the caller's name of a setting, `{set[sp=true]}` the caller's way to set it, `{c.tp}` a value of the
+case.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Case:
 
     def unknown(self, key: str) -> list[str]:
         """Names given for an option that it does not take."""
-        given = getattr(self.o, key)
-        return sorted(({given} - {""} if isinstance(given, str) else set(given)) - LABELS[key])
+        value = getattr(self.o, key)
+        return sorted(({value} - {""} if isinstance(value, str) else set(value)) - LABELS[key])
 
     @property
     def model(self) -> Shape:
@@ -156,8 +157,8 @@ class Words:
 
     def say(self, rule: Rule, case: Case) -> str:
         """What a rule says about a case: what was found, and what to do."""
-        found = rule.found if isinstance(rule.found, str) else rule.found(case)
-        return f"{found}; {rule.advice.format_map(_Names(case, self))}"
+        what = rule.found if isinstance(rule.found, str) else rule.found(case)
+        return f"{what}; {rule.advice.format_map(_Names(case, self))}"
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,8 @@ def broken(case: Case, rules: Iterable[Rule], *, words: Words = OWN, stated: Con
 
     `stated` are the settings that are known; a rule that speaks of another one is left out.
     """
-    known = rules if stated is None else (rule for rule in rules if rule.stated_in(stated))
-    return [words.say(rule, case) for rule in known if rule.holds(case)]
+    stated_rules = rules if stated is None else (rule for rule in rules if rule.stated_in(stated))
+    return [words.say(rule, case) for rule in stated_rules if rule.holds(case)]
 
 
 _LOW = ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
@@ -202,17 +203,20 @@ COUNTS = tuple(_low(key) for key in _LOW)
 """Degrees and counts start at 1; no other rule makes sense where one does not."""
 
 # Sources: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py` (the grids, the pipeline),
-# `megatron/core/transformer/transformer_config.py` (heads), `megatron/core/transformer/pipeline_parallel_layer_layout.py` (a listed layout may
+# `megatron/core/transformer/transformer_config.py` (heads), `megatron/core/transformer/pipeline_parallel_layer_layout.py` (a listed layout
+# may
 # give embedding and output layer a chunk of their own), `megatron/core/transformer/moe/moe_layer.py` (experts),
 # `megatron/core/num_microbatches_calculator.py` and `megatron/core/pipeline_parallel/schedules.py` (the batch).
 GRIDS = (
     Rule(
         "grid", lambda c: c.gpus % c.attention > 0, "gpus tp pp cp",
-        lambda c: f"{c.gpus} ranks do not divide into tp {c.tp} x pp {c.pp} x cp {c.cp} = {c.attention}", "start a multiple of {c.attention} ranks",
+        lambda c: f"{c.gpus} ranks do not divide into tp {c.tp} x pp {c.pp} x cp {c.cp} = {c.attention}", "start a multiple of "
+                                                                                                          "{c.attention} ranks",
     ),
     Rule(
         "expert-grid", lambda c: c.gpus % c.expert > 0, "gpus ep etp pp",
-        lambda c: f"{c.gpus} ranks do not divide into ep {c.ep} x etp {c.etp} x pp {c.pp} = {c.expert}", "start a multiple of {c.expert} ranks",
+        lambda c: f"{c.gpus} ranks do not divide into ep {c.ep} x etp {c.etp} x pp {c.pp} = {c.expert}", "start a multiple of {c.expert} "
+                                                                                                         "ranks",
     ),
 )
 """Both grids fill the GPUs."""
@@ -236,7 +240,8 @@ LAYOUT = (
         lambda c: f"{c.layers} layers do not divide into pp {c.pp} x vpp {c.vpp} = {c.chunks} chunks", "change {pp}",
     ),
     Rule("vpp-alone", lambda c: c.vpp > 1 and c.pp == 1, "vpp pp", lambda c: f"vpp {c.vpp} needs pp > 1", "set {vpp} to 1 or raise {pp}"),
-    Rule("ep-dense", lambda c: c.ep > 1 and not c.experts, "experts ep", lambda c: f"ep {c.ep} on a model without experts", "set {ep} to 1"),
+    Rule("ep-dense", lambda c: c.ep > 1 and not c.experts, "experts ep", lambda c: f"ep {c.ep} on a model without experts",
+    "set {ep} to 1"),
     Rule(
         "experts", lambda c: c.experts % c.ep > 0, "experts ep",
         lambda c: f"{c.experts} experts do not divide over ep {c.ep}", "set {ep} to a divisor of {c.experts}",
@@ -253,8 +258,10 @@ LAYOUT = (
     # The interleaved schedule takes micro-batches in groups of pp.
     Rule(
         "batch-interleaved",
-        lambda c: c.gpus % c.attention == 0 and c.global_batch_size % c.rows == 0 and c.vpp > 1 and c.microbatches % c.pp > 0, "gbs mbs vpp",
-        lambda c: f"vpp {c.vpp} needs micro-batches in a multiple of pp {c.pp}, and a step has {c.microbatches}", "change {gbs} or set {vpp} to 1",
+        lambda c: c.gpus % c.attention == 0 and c.global_batch_size % c.rows == 0 and c.vpp > 1 and c.microbatches % c.pp > 0,
+        "gbs mbs vpp",
+        lambda c: f"vpp {c.vpp} needs micro-batches in a multiple of pp {c.pp}, and a step has {c.microbatches}", "change {gbs} or set "
+                                                                                                                  "{vpp} to 1",
     ),
 )
 """Degrees divide what they share out."""
@@ -281,7 +288,8 @@ LABEL = (
 WIDTHS = (
     Rule(
         "width-experts", lambda c: c.model.expert_ffn % c.etp > 0, "model etp",
-        lambda c: f"an expert width of {c.model.expert_ffn} does not divide over etp {c.etp}", "set {etp} to a divisor of {c.model.expert_ffn}",
+        lambda c: f"an expert width of {c.model.expert_ffn} does not divide over etp {c.etp}", "set {etp} to a divisor of "
+                                                                                               "{c.model.expert_ffn}",
     ),
     Rule(
         "width-mlp", lambda c: c.model.dense_layers > 0 and c.model.ffn % c.tp > 0, "model tp",
@@ -289,13 +297,15 @@ WIDTHS = (
     ),
     Rule(
         "width-shared", lambda c: c.model.shared_ffn % c.tp > 0, "model tp",
-        lambda c: f"a shared-expert width of {c.model.shared_ffn} does not divide over tp {c.tp}", "set {tp} to a divisor of {c.model.shared_ffn}",
+        lambda c: f"a shared-expert width of {c.model.shared_ffn} does not divide over tp {c.tp}", "set {tp} to a divisor of "
+                                                                                                   "{c.model.shared_ffn}",
     ),
     Rule(
         "width-linear",
         lambda c: c.linear_heads[0] % (c.tp * c.cp) > 0 or c.linear_heads[1] % (c.tp * c.cp) > 0,
         "model tp cp",
-        lambda c: f"{c.linear_heads[0]} key and {c.linear_heads[1]} value heads of linear attention do not divide over tp x cp = {c.tp * c.cp}",
+        lambda c: f"{c.linear_heads[0]} key and {c.linear_heads[1]} value heads of linear attention do not divide over tp x cp = "
+                  f"{c.tp * c.cp}",
         "change {tp} or {cp}",
     ),
     Rule(
@@ -317,12 +327,14 @@ FEATURES = (
     ),
     Rule(
         "sp-length", lambda c: c.tp > 1 and bool(c.o.sp) and c.seq_len % (c.tp * c.cp) > 0, "tp cp sp seq_len",
-        lambda c: f"seq_len {c.seq_len} is not a multiple of tp {c.tp} x cp {c.cp} = {c.tp * c.cp} (sequence parallelism splits it)", "change {seq_len}",
+        lambda c: f"seq_len {c.seq_len} is not a multiple of tp {c.tp} x cp {c.cp} = {c.tp * c.cp} (sequence parallelism splits "
+                  f"it)", "change {seq_len}",
     ),
     *WIDTHS,
     Rule(
         "rank-order-pp", lambda c: not c.o.rank_order.endswith("pp") and c.pp > 1 and c.fills and c.dp != c.edp, "rank_order pp",
-        lambda c: f"rank order {c.o.rank_order} with pp {c.pp} needs edp = dp, found edp {c.edp} and dp {c.dp}", "set an order that ends in pp",
+        lambda c: f"rank order {c.o.rank_order} with pp {c.pp} needs edp = dp, found edp {c.edp} and dp {c.dp}", "set an order that ends "
+                                                                                                                 "in pp",
     ),
     Rule(
         "vpp-two-stages", lambda c: c.vpp > 1 and c.pp == 2 and not c.o.overlap_p2p, "vpp pp overlap_p2p",
@@ -338,7 +350,8 @@ FEATURES = (
     ),
     Rule(
         "allgather-shared",
-        lambda c: c.o.dispatcher == "allgather" and c.o.shared_overlap and (c.shape is None or c.shape.shared_ffn > 0), "dispatcher shared_overlap",
+        lambda c: c.o.dispatcher == "allgather" and c.o.shared_overlap and (c.shape is None or c.shape.shared_ffn > 0),
+        "dispatcher shared_overlap",
         "overlap of shared experts runs beside the dispatcher alltoall, found allgather",
         "set {set[dispatcher=alltoall]} or {set[shared_overlap=false]}",
     ),
@@ -349,7 +362,8 @@ FEATURES = (
     # Ulysses-style CP shards heads, those of keys and values too; trainers on torch repeat these where they are fewer.
     Rule(
         "a2a-heads", lambda c: c.o.cp_comm.startswith("a2a") and c.heads % (c.tp * c.apart) > 0, "cp_comm heads tp cp",
-        lambda c: f"{c.heads} heads do not divide over tp {c.tp} x cp {c.apart} for cp_comm {c.o.cp_comm}", "set {set[cp_comm=p2p]} or change {cp}",
+        lambda c: f"{c.heads} heads do not divide over tp {c.tp} x cp {c.apart} for cp_comm {c.o.cp_comm}", "set {set[cp_comm=p2p]} or "
+                                                                                                            "change {cp}",
     ),
     Rule(
         "a2a-kv-heads",
@@ -369,7 +383,8 @@ FEATURES = (
     # Instances of the optimizer divide both grids, the experts' of a dense model too.
     Rule(
         "instances", lambda c: c.shards % c.o.optimizer_instances > 0, "gpus tp pp optimizer_instances",
-        lambda c: f"dp x cp = {c.shards} does not divide into {c.o.optimizer_instances} optimizer instances", "change {optimizer_instances}",
+        lambda c: f"dp x cp = {c.shards} does not divide into {c.o.optimizer_instances} optimizer instances",
+        "change {optimizer_instances}",
     ),
     Rule(
         "instances-experts",
@@ -380,11 +395,13 @@ FEATURES = (
     ),
     Rule(
         "fsdp2-degrees", lambda c: c.o.sharding == "fsdp2" and c.o.backend != "torch" and (c.pp > 1 or c.ep > 1), "sharding pp ep",
-        lambda c: f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {c.pp} and ep {c.ep}", "set {set[sharding=fsdp]} or change the degrees",
+        lambda c: f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {c.pp} and ep {c.ep}", "set {set[sharding=fsdp]} or change the "
+                                                                                                 "degrees",
     ),
     Rule(
         "precision-aware", lambda c: c.o.precision_aware and c.o.sharding not in ("optimizer", "fsdp"), "precision_aware sharding",
-        lambda c: f"the precision-aware optimizer needs the distributed optimizer, found sharding {c.o.sharding}", "set {set[sharding=optimizer]}",
+        lambda c: f"the precision-aware optimizer needs the distributed optimizer, found sharding {c.o.sharding}",
+        "set {set[sharding=optimizer]}",
     ),
 )
 """What the chosen features ask of the degrees and of the model."""

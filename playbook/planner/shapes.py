@@ -64,10 +64,12 @@ class Shape:
     """A decoder's counts; `kv_heads` equals `heads` where keys and values are compressed instead of grouped (MLA).
 
     `dense_layers` counts the layers with a plain MLP, which come first; all of them in a model without experts. `tied` models have one
-    matrix for embedding and output layer. An MLP that is not `gated` has two matrices instead of three. `attention_bias` is of queries, keys
+    matrix for embedding and output layer. An MLP that is not `gated` has two matrices instead of three. `attention_bias` is of queries,
+    keys
     and values. With a `window`, every `window_every`-th layer has full attention instead (0: none has). `positions` are learned embeddings.
     Experts read and write `latent` values where that is not 0, between two projections. `blocks` has a letter for each layer of a hybrid
-    model, whose layers are half as much: `M` Mamba, `*` attention, `E` experts, `-` MLP. A `qk_norm_wide` has a weight for each value of all heads.
+    model, whose layers are half as much: `M` Mamba, `*` attention, `E` experts, `-` MLP. A `qk_norm_wide` has a weight for each value of
+    all heads.
     """
 
     layers: int
@@ -109,11 +111,11 @@ class Shape:
 
     def __hash__(self) -> int:
         """Computed once: a search looks thousands of things up by shape."""
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = hash(tuple(getattr(self, f.name) for f in fields(self)))
-            self.__dict__["_hash"] = known
-        return known
+        cached_hash: int | None = self.__dict__.get("_hash")
+        if cached_hash is None:
+            cached_hash = hash(tuple(getattr(self, f.name) for f in fields(self)))
+            self.__dict__["_hash"] = cached_hash
+        return cached_hash
 
     @property
     def up(self) -> int:

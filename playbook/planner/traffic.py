@@ -1,6 +1,8 @@
-"""What a plan sends: bytes per layer, micro-batch and step, the share of them that leaves the fast interconnect, and all of it as one table.
+"""What a plan sends: bytes per layer, micro-batch and step, the share of them that leaves the fast interconnect, and all of it as one
+table.
 
-Rings send `(n - 1) / n` of the gathered tensor; all-to-all sends all but a rank's own share. bf16 unless a docstring says otherwise; nothing overlaps.
+Rings send `(n - 1) / n` of the gathered tensor; all-to-all sends all but a rank's own share. bf16 unless a docstring says otherwise;
+nothing overlaps.
 Sources: Megatron-LM, `megatron/core/tensor_parallel/mappings.py`, `megatron/core/transformer/moe/token_dispatcher.py`,
 `megatron/core/distributed/param_and_grad_buffer.py`; Ring Attention, arXiv 2310.01889; DeepSpeed Ulysses, arXiv 2309.14509.
 """
@@ -35,10 +37,10 @@ def per_layer(plan: Plan, index: int) -> dict[str, Sent]:
     """What one layer sends per microbatch, by kind of parallelism; kinds of degree one are left out."""
     mixer, ffn = parts(plan.shape, index)
     blocks = bool(mixer) + (ffn == "mlp" or (ffn == "experts" and plan.shape.shared_ffn > 0))
-    found = {"tp": tensor(plan, blocks), "cp": context(plan) if mixer == "attention" else Sent(0, 0)}
+    by_kind = {"tp": tensor(plan, blocks), "cp": context(plan) if mixer == "attention" else Sent(0, 0)}
     if ffn == "experts":
-        found |= {"ep": experts(plan), "etp": expert_tensor(plan)}
-    return {kind: sent for kind, sent in found.items() if sent.total}
+        by_kind |= {"ep": experts(plan), "etp": expert_tensor(plan)}
+    return {kind: sent for kind, sent in by_kind.items() if sent.total}
 
 
 def tensor(plan: Plan, blocks: int) -> Sent:
@@ -54,8 +56,10 @@ def tensor(plan: Plan, blocks: int) -> Sent:
 def experts(plan: Plan) -> Sent:
     """Dispatch and combine of routed tokens, balanced over ranks; the backward pass repeats both the other way.
 
-    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it. DeepEP and HybridEP
-    send a token once to each rank that has one of its experts. Source: DeepEP, `csrc/kernels/internode.cu` and `intranode.cu`; DeepSeek-V3, arXiv 2412.19437,
+    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it.
+    DeepEP and HybridEP
+    send a token once to each rank that has one of its experts. Source: DeepEP, `csrc/kernels/internode.cu` and `intranode.cu`; DeepSeek-V3,
+    arXiv 2412.19437,
     section 3.2.2.
     """
     local = BF16 * _local(plan) * plan.shape.expert_hidden
@@ -135,13 +139,13 @@ def traffic(plan: Plan) -> dict[str, Any]:
     kinds = {_NAMES.get(halves, " and ".join(filter(None, halves)) + " layer"): i for halves, i in first.items()}
     kinds = kinds if len(kinds) > 1 else {"layer": 0}
     sent = [
-        {"what": kind, "per": f"{name} and microbatch", "forward": found.forward, "backward": found.backward}
+        {"what": kind, "per": f"{name} and microbatch", "forward": bytes_sent.forward, "backward": bytes_sent.backward}
         for name, index in kinds.items()
-        for kind, found in per_layer(plan, index).items()
+        for kind, bytes_sent in per_layer(plan, index).items()
     ]
     if plan.pp > 1:
-        found = boundary(plan)
-        sent.append({"what": "pp", "per": "chunk boundary and microbatch", "forward": found.forward, "backward": found.backward})
+        bytes_sent = boundary(plan)
+        sent.append({"what": "pp", "per": "chunk boundary and microbatch", "forward": bytes_sent.forward, "backward": bytes_sent.backward})
     chunks = pipeline.indices(pipeline.split(plan.shape.layers, plan.pp, plan.vpp), plan.pp, 0)
     step = data_parallel(plan, memory.weights(plan, 0, chunks))
     sent.append({"what": "dp", "per": "step", "forward": step["parameters"], "backward": step["gradients"]})

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from playbook.cards.load import card_of, load_all
 from playbook.cards.model import Slug
 from playbook.errors import FileError, Finding
-from playbook.paths import data_root, folders
+from playbook.paths import folders
 from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, secret_word, template_problems
 from playbook.yaml_files import Strict, did_you_mean, load, locate
 
@@ -159,7 +159,6 @@ class Factor(Strict):
 class Case(Strict):
     """One matched pair, sweep, interaction, prediction, arithmetic statement or invariant."""
 
-    SCHEMA = "case"
     id: str = Slug
     kind: Literal["pair", "command", "sweep", "interaction", "prediction", "arithmetic", "invariant"] = "pair"
     """`command` is another word for a pair whose `command` is launched."""
@@ -259,11 +258,11 @@ def load_case(id_or_path: str | Path) -> Case:
 @lru_cache(maxsize=256)
 def _shipped(path: Path, _: int) -> Case:
     """A case that lies in `bench/cases/`, read once: many records rest on the same few."""
-    return _read(path, thorough=path.parent != data_root("cases"))
+    return _read(path)
 
 
-def _read(path: Path, thorough: bool = True) -> Case:
-    case, marks = load(path, Case, thorough)
+def _read(path: Path) -> Case:
+    case, marks = load(path, Case)
     findings = [Finding(str(path), *locate(marks, where), message) for where, message in case_problems(case)]
     if case.id != path.stem:
         findings.append(Finding(str(path), *locate(marks, ("id",)), f"id '{case.id}' differs from the file's name; expected '{path.stem}'"))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from playbook.cards import model
+from playbook.errors import tables_wanted
 from playbook.records.case import Case
 from playbook.yaml_files import Strict
 
@@ -400,7 +401,6 @@ class Derived(Strict):
 class Evidence(Strict):
     """One verdict with everything behind it, written once."""
 
-    SCHEMA = "evidence"
     schema_version: Literal["evidence/1"] = SCHEMA_VERSION
     evidence_id: str = Field(pattern=r"^[0-9A-HJKMNP-TV-Z]{26}$")
     created: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
@@ -495,7 +495,8 @@ def to_frame(records: Iterable[Evidence], per: Literal["launch", "step"] = "laun
     `playbook.records.evidence.Sample`. Launches of a stored A/A that a record cites are not among its rows.
     Units: seconds and bytes; token counts are of all ranks together.
     """
-    import pandas as pd  # a third of a second, which no other command needs
+    with tables_wanted():
+        import pandas as pd  # a third of a second, which no other command needs
 
     make = _launch if per == "launch" else _steps
     rows = [row for record in records for run in record.measured.runs for row in make(_record(record) | _named(run), run)]

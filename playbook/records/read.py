@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from playbook import schemas
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
 from playbook.cards.scope import unmet
 from playbook.errors import FileError, Finding, PlaybookError
@@ -261,13 +260,9 @@ def _expired(expires: str, today: date) -> list[str]:
 
 
 class Reader:
-    """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files.
+    """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files."""
 
-    `thorough` puts evidence through its exported schema too. It refuses what the models refuse, and takes ten times as long for all records.
-    """
-
-    def __init__(self, thorough: bool = False) -> None:
-        self._thorough = thorough
+    def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int], Record | None]] = {}
         self._last: tuple[Any, list[Record]] = None, []
 
@@ -311,7 +306,7 @@ class Reader:
             raise ValueError(f"cannot be read: {e.strerror or e}") from e
         stamp = about.st_mtime_ns, about.st_size
         if path not in self._known or self._known[path][0] != stamp:
-            self._known[path] = stamp, _record(path, self._thorough)
+            self._known[path] = stamp, _record(path)
         return self._known[path][1]
 
 
@@ -336,9 +331,9 @@ def read_file(path: Path, claims: Claims | None = None, present: Present | None 
     return replace(record, present=present or Present(), foreign=_foreign(record, claims), machine=_labels([record])[record.kind])
 
 
-def _record(path: Path, thorough: bool = False) -> Record | None:
+def _record(path: Path) -> Record | None:
     try:
-        content, sha = parse(path, thorough)
+        content, sha = parse(path)
     except OSError as e:
         raise ValueError(f"cannot be read: {e.strerror or e}") from e
     if isinstance(content, Baseline):
@@ -349,8 +344,8 @@ def _record(path: Path, thorough: bool = False) -> Record | None:
     return Record(path, content, tuple(problems))
 
 
-def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
-    """The content of a file, typed by its `schema_version`, and the hash that it should carry; `thorough` as in `Reader`.
+def parse(path: Path) -> tuple[Content, str]:
+    """The content of a file, typed by its `schema_version`, and the hash that it should carry.
 
     Raises:
         OSError: it cannot be read.
@@ -367,17 +362,13 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
     model = MODELS.get(version) if isinstance(version, str) else None
     if model is None:
         raise ValueError(f"has schema_version {str(version)[:40]!r}; expected one of {', '.join(MODELS)}")
-    refused = schemas.check(data, model.SCHEMA) if thorough and model.SCHEMA else []
     try:
-        content, sha = model.model_validate(data), stored_sha(data)
-    except ValidationError as e:  # the model has the plainer words for what the schema refuses too
+        return model.model_validate(data), stored_sha(data)
+    except ValidationError as e:
         first = e.errors(include_url=False)[0]
         raise ValueError(f"has {'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from e
     except (RecursionError, ValueError) as e:  # a lone surrogate, which no hash covers
         raise ValueError(f"is no readable record ({str(e)[:120]})") from e
-    if refused:
-        raise ValueError(f"has {'.'.join(map(str, refused[0].path))}: {refused[0].message}")
-    return content, sha
 
 
 def _plain(raw: bytes) -> Any:

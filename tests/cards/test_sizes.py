@@ -34,9 +34,8 @@ PLACES = (
 )  # fmt: skip
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 DEFAULT = (
-    "llama3_8b 8 h200 2048", "llama3_8b 8 h200 32768", "llama3_8b 8 h200 131072", "llama3_8b 8 h200 65536", "llama3_8b 64 h100 131072",
-    "llama3_8b 64 gb200 65536", "qwen3_30b_a3b 8 h200 4096", "qwen3_30b_a3b 8 h200 32768", "qwen3_30b_a3b 16 h100 131072",
-    "qwen3_vl_30b_a3b 8 h200 4096", "mixtral_8x7b 64 h100 2048", "llama3_70b 64 h200 4096",
+    "llama3_8b 8 h200 2048", "llama3_8b 8 h200 131072", "llama3_8b 64 h100 131072", "llama3_8b 64 gb200 65536", "qwen3_30b_a3b 8 h200 4096",
+    "qwen3_vl_30b_a3b 8 h200 4096", "llama3_70b 64 h200 4096",
 )  # fmt: skip
 EVERY = [f"{place} {length}" for place in PLACES for length in LENGTHS]
 FEW = {f"{place} {LENGTHS[(i + half) % 8]}" for i, place in enumerate(PLACES) for half in (0, 4)}

@@ -119,6 +119,17 @@ def test_the_workflow_for_gpus_runs_the_same_steps():
     assert same == {k: v for k, v in cpu.items() if k != "Install"}
 
 
+def test_the_action_runs_what_the_workflow_runs():
+    """By its own clone, and with options that its user may change; every input comes by the environment, so that none is read as shell."""
+    action = yaml.safe_load((repo_root() / "action.yml").read_text())
+    steps = {step["name"]: step for step in action["runs"]["steps"]}
+    workflow = {name: line.replace(action["inputs"]["options"]["default"], "$OPTIONS") for name, line in steps_of("github.yml")[0].items()}
+    assert {name: step["run"] for name, step in steps.items()} == {**workflow, "Install": 'pip install "$PLAYBOOK"'}
+    for step in steps.values():
+        assert "${{" not in step["run"]
+        assert set(re.findall(r"\$([A-Z]+)\b", step["run"])) == set(step["env"])
+
+
 @pytest.mark.full
 def test_the_workflow_as_shipped_fails_on_the_slow_commit_and_names_it(shell, clone):
     steps, variables = steps_of("github.yml")

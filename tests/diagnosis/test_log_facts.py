@@ -97,6 +97,14 @@ def test_what_the_log_contradicts_is_a_message_and_no_figure(capsys, tmp_path, t
     assert says in err
 
 
+def test_a_logs_own_batch_and_tokens_say_how_long_its_sequences_are(capsys, tmp_path):
+    rows = "".join(f"{{'loss': 2.{i}, 'num_input_tokens_seen': {65536 * i}, 'epoch': {i / 10}}}\n" for i in range(1, 10))
+    text = f"  Total train batch size (w. parallel, distributed & accumulation) = 64\n{rows}{{'train_runtime': 9, 'train_steps_per_second': 1}}\n"
+    shown = asked(capsys, tmp_path, text, "--gpus", "8")
+    assert (shown["setting"]["seq_len"], shown["setting"]["gbs"]) == (1024, 64)
+    assert shown["measured"]["tokens_per_s_per_gpu"] == pytest.approx(65536 / 8)
+
+
 def test_a_pattern_reads_any_log(capsys, tmp_path):
     text = "".join(f"it {i} took 4000ms\n" for i in range(1, 21))
     shown = asked(capsys, tmp_path, text, "--gpus", "8", "--gbs", "64", "--log", r"regex:it (?P<step>\d+) took (?P<ms>\d+)ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import sys
 from datetime import date
@@ -29,7 +30,7 @@ from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
 from playbook.records.read import Reader
 from playbook_app.mcp.server import MAX_CHARS, server
-from tests.support.mcp_calls import ask
+from tests.support.mcp_calls import ask, serving
 
 TOOLS = {
     "search",
@@ -43,8 +44,9 @@ TOOLS = {
     "plan_layout",
     "diagnose",
     "export_layout",
+    "tune_next",
 }
-MAX_DEFINITIONS = 13_000
+MAX_DEFINITIONS = 14_500
 """Characters of all tool definitions together, which every client puts before each of its model's answers."""
 MAX_SUMMARY = 6000
 LAYOUT = {"gpus": 8, "model": "qwen3_30b_a3b", "settings": ["seq_len=4096", "mbs=1", "gbs=8"]}
@@ -203,6 +205,8 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
             {"model": "qwen3_8b", "gpus": 8, "hardware": "h100", "mfu": 95},
             "expected at most 80%, which the best matrix product",
         ),
+        ("tune_next", {"knobs": ["fuse"]}, "expected name=today|other"),
+        ("tune_next", {"knobs": ["fuse=off|on"], "seen": ["fast"]}, "expected seconds of a step"),
         ("plan_layout", {"model": "llama3_8b", "gpus": 8, "hardware": "64xH100"}, "names 64 GPUs, and gpus is 8"),
     ],
 )
@@ -399,6 +403,7 @@ VALID = {
         "fix": ["tp=1", "cp=1", "pp=1", "mbs=1"],
         "top": 1,
     },
+    "tune_next": {"knobs": ["fuse=off|on"], "seen": ["0.5 loss=2.0 tokens=4096", "oom"], "seed": 1, "false_keep_percent": 5.0},
     "list_cards": {},
     "get_card": {"card_id": "vlm-real-data", "section": "answer"},
     "get_claim": {"card_id": "moe-dispatcher-choice", "claim_id": "W9"},
@@ -444,11 +449,10 @@ sys.addaudithook(_watch)
 )
 def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value):
     global _watched
-    serving = server(library)
 
     async def call():
         global _watched
-        async with Client(serving) as client:
+        async with Client(serving(library)) as client:
             _watched = []
             return await client.call_tool(tool, {**VALID[tool], name: value})
 
@@ -471,3 +475,17 @@ def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value)
         assert result.structured_content
     allowed = (str(repo_root()), sys.prefix, sys.base_prefix)
     assert [e for e in seen if e[0] != "open" or not e[1].startswith((*allowed, ".playbook"))] == []
+
+
+def test_an_agent_tunes_by_the_same_procedure_and_keeps_what_it_proves(library):
+    """The agent launches what it is told, one launch a call; `fuse` gains 12 %, and nothing else does."""
+    draw, seen = random.Random(4), []
+    while True:
+        told = answer(library, "tune_next", knobs=["idle=off|on", "fuse=off|on", "other=1|2"], seen=seen, seed=7)
+        if told["launch"] is None:
+            break
+        seconds = 0.5 * (1 + draw.gauss(0, 0.004)) / (1.12 if told["launch"].get("fuse") == "on" else 1.0)
+        seen.append("crash" if told["launch"].get("other") == "2" else f"{seconds:.6f} loss=2.0 tokens=4096")
+    assert [(row["knob"], row["value"]) for row in told["kept"]] == [("fuse", "on")]
+    assert told["kept"][0]["low"] < 12 < told["kept"][0]["high"]
+    assert told["launches"] == len(seen) < 40

@@ -157,7 +157,7 @@ def test_a_faster_network_is_never_slower_and_a_slower_host_never_faster():
     chance = random.Random(11)
     networks = ("none", "25GbE", "RoCE-100", "RoCE-200", "IB-400", "IB-800")
     worse = 0
-    for plan in plans(chance, 60):
+    for plan in plans(chance, 20):
         plan = replace(plan, options=replace(plan.options, recompute=chance.choice(((), ("full",))), ep_overlap=chance.random() < 0.3))
         base = cluster(chance.choice(clusters()))
         joined = sorted((on_network(base, name) for name in networks), key=lambda c: c.nic_bytes_per_s)
@@ -166,9 +166,10 @@ def test_a_faster_network_is_never_slower_and_a_slower_host_never_faster():
         hosts = [step_time(plan, replace(base, host_speed=speed)).seconds.value for speed in (0.3, 0.7, 1.0, 1.6, 3.0)]
         assert all(slow >= fast * (1 - 1e-9) for slow, fast in itertools.pairwise(hosts)), plan
         worse += times[0] > times[-1] and hosts[0] > hosts[-1]
-    assert worse > 60
+    assert worse > 20
 
 
+@pytest.mark.full
 def test_a_slow_network_keeps_experts_and_tensors_within_a_node():
     model, found = "qwen3_235b_a22b", {}
     for network in ("100GbE", "IB-400"):

@@ -155,7 +155,7 @@ def test_a_server_reads_a_file_again_only_once_it_has_changed(tmp_path, monkeypa
     path = store.write(first, tmp_path)
     seen: list[str] = []
     parse = read_module.parse
-    monkeypatch.setattr(read_module, "parse", lambda p, thorough: seen.append(p.stem) or parse(p, thorough))
+    monkeypatch.setattr(read_module, "parse", lambda p: seen.append(p.stem) or parse(p))
     reader = Reader()
     assert reader.read([tmp_path]) is reader.read([tmp_path])
     store.write(second, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import in_process
 import pandas as pd
@@ -57,3 +58,15 @@ def test_steps_go_to_a_pipe_as_csv(tmp_path, monkeypatch, capsys, records):
 def test_parquet_asks_for_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert in_process.run(capsys, "evidence", "table", "--format", "parquet")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "package"), [((), "pandas"), (("--format", "markdown"), "tabulate"), (("--format", "parquet", "-o", "t"), "pyarrow")]
+)
+def test_without_the_packages_for_tables_one_message_says_how_to_get_them(tmp_path, monkeypatch, capsys, words, package):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = in_process.run(capsys, "evidence", "table", *words)
+    assert code == 2
+    assert err.strip() == f"error: the package '{package}' is not installed; run pip install '.[tables]' in a clone of Playbook"
+    assert not (tmp_path / "t").exists()

@@ -19,7 +19,7 @@ from playbook.records.read import read
 from playbook_app.site import build
 from playbook_app.site.cards import changes
 from playbook_app.site.evidence import trace_page
-from playbook_app.site.lists import facts, one_gpu_page
+from playbook_app.site.lists import facts, one_gpu_page, travel_page
 from playbook_app.site.llms import llms
 from playbook_app.site.models import plan_of, settings
 from playbook_app.site.shelf import DECIDED, Shelf, anchor
@@ -267,3 +267,18 @@ def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -
 
     for dispute in (d for card in load_all().values() for d in card.disputes):
         assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in whole
+
+
+def test_the_page_of_travel_counts_what_both_machines_have_decided(shipped: Shelf) -> None:
+    known = {(r.claim, r.machine): r for r in shipped.records if r.status in DECIDED and not r.altered}
+    rows = [line for line in travel_page(shipped).splitlines() if line.startswith("| [")]
+    assert rows
+    for row in rows:
+        claim = re.match(r"\| \[([^\]]+)\]", row).group(1)
+        assert {(claim, "h200x1"), (claim, "h100x1")} <= known.keys()
+        one_sign = "not in" not in row or "sign" not in row.rsplit("|", 2)[1]
+        cells = [cell.strip() for cell in row.split("|")]
+        effects = [float(re.match(r"[+−]?[\d.]+", cell.replace("+", "")).group().replace("−", "-")) for cell in (cells[4], cells[7])]
+        between = [re.search(r"&#91;([+−\d.]+), ?\s?([+−\d.]+)", cell.replace(NBSP, " ")) for cell in (cells[4], cells[7])]
+        zero = any(b and float(b[1].replace("−", "-")) <= 0 <= float(b[2].replace("−", "-")) for b in between)
+        assert one_sign == (zero or (effects[0] > 0) == (effects[1] > 0))

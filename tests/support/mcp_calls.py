@@ -5,12 +5,22 @@ from mcp import Client
 
 from playbook_app.mcp.server import server
 
+_serving = []
+"""The library that was asked last, and its server: to build one takes longer than most calls."""
+
+
+def serving(library):
+    """A server for that library, the same one while the library is the same."""
+    if not _serving or _serving[0] is not library:
+        _serving[:] = library, server(library)
+    return _serving[1]
+
 
 def ask(library, tool, **arguments):
     """One call by the official client."""
 
     async def call():
-        async with Client(server(library)) as client:
+        async with Client(serving(library)) as client:
             return await client.call_tool(tool, arguments)
 
     return anyio.run(call)

@@ -1,6 +1,7 @@
 """`python -m playbook_trainer CONFIG [key.path=value ...]`: one rank of a training run.
 
-Under torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) it joins the others; alone it is a run of one rank.
+Under torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) it joins the others;
+alone it is a run of one rank.
 Exit codes: 0 finished, 2 the configuration, layout or data cannot run, 3 stopped on NaN, 4 out of memory, 5 stopped by a signal after a
 checkpoint, 6 hung, 1 any other error.
 """
@@ -50,22 +51,25 @@ def _code(e: PlaybookError) -> int:
 
 def _place() -> tuple[int, int]:
     """This rank and the number of ranks, by the launcher's variables."""
-    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    words = [given["RANK"] or ("0" if given["WORLD_SIZE"] in (None, "1") else ""), given["WORLD_SIZE"] or "1"]
+    variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    words = [variables["RANK"] or ("0" if variables["WORLD_SIZE"] in (None, "1") else ""), variables["WORLD_SIZE"] or "1"]
     if all(w.isascii() and w.isdigit() and len(w) < 10 for w in words) and int(words[0]) < int(words[1]):
         rank, world = int(words[0]), int(words[1])
         port = os.environ.get("MASTER_PORT", "")
         if world > 1 and not (os.environ.get("MASTER_ADDR") and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
             raise ConfigError(
-                f"WORLD_SIZE is {world}, MASTER_ADDR {os.environ.get('MASTER_ADDR')!r} and MASTER_PORT {port!r}; expected the host of rank 0 and a "
-                "free port on it, the same for all ranks, as torchrun sets them"
+                f"WORLD_SIZE is {world}, MASTER_ADDR {os.environ.get('MASTER_ADDR')!r} and MASTER_PORT {port!r}; expected the host of rank "
+                "0 and a free port on it, the same for all ranks, as torchrun sets them"
             )
         return rank, world
-    found = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in given.items())
-    raise ConfigError(f"{found} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank")
+    stated = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in variables.items())
+    raise ConfigError(
+        f"{stated} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank"
+    )
 
 
 def _run(words: list[str], rank: int, world: int) -> int:
+    """Check the configuration, then the files, then train. Returns the rank's exit code."""
     # Configuration first: a mistyped key is reported before torch has been imported.
     from playbook_trainer.config import checks, environment
     from playbook_trainer.config.tree import load, parse_overrides
@@ -93,7 +97,9 @@ def _run(words: list[str], rank: int, world: int) -> int:
 
 
 def _check_files(config: TrainerConfig, rank: int) -> None:
-    """Refuse data and weights that cannot be read and folders that cannot be written, before anything is built; rank 0 takes the folders."""
+    """Refuse data and weights that cannot be read and folders that cannot be written, before anything is built;
+    rank 0 takes the folders.
+    """
     from playbook_trainer.checkpoint_files import hold
     from playbook_trainer.config.huggingface import check_rows
     from playbook_trainer.data import loader
@@ -120,6 +126,7 @@ def _check_files(config: TrainerConfig, rank: int) -> None:
 
 
 def _train(config: TrainerConfig, rank: int, world: int) -> int:
+    """Train, and turn the run's end or what it raises into the rank's exit code."""
     from playbook_trainer.checkpoint_files import mark_finished
     from playbook_trainer.loop import train
 
@@ -141,7 +148,7 @@ def _train(config: TrainerConfig, rank: int, world: int) -> int:
         if _is_out_of_memory(e):
             sys.stderr.write(f"rank {rank}: out of memory: {line}\n")
             return OUT_OF_MEMORY
-        if not any(said in str(e) for said in _LOST_PEER):
+        if not any(phrase in str(e) for phrase in _LOST_PEER):
             raise
         sys.stderr.write(f"rank {rank}: error: lost another rank, whose own log says why it has ended ({line})\n")
         return ERROR
@@ -181,7 +188,9 @@ def _uncollected() -> Iterator[None]:
 
 
 def _take_output(folder: Path) -> None:
-    """Make the folder of the run's files now, rather than find after the model has been built that they have no place, and keep other runs out of it."""
+    """Make the folder of the run's files now, rather than find after the model has been built that they have no place,
+    and keep other runs out of it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

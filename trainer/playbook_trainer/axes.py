@@ -1,6 +1,7 @@
 """Which ranks work together: one object with an axis for each kind of parallelism.
 
-The ranks of a pipeline stage form two grids, one over the other, so that experts are laid out independently of attention (parallel folding):
+The ranks of a pipeline stage form two grids, one over the other, so that experts are laid out independently of attention (parallel
+folding):
 
     attention   dp (slowest), cp, tp (fastest)
     experts     edp (slowest), ep, etp (fastest)

@@ -1,7 +1,8 @@
-"""What one GPU reaches on the kernels that a training step is made of, and several in collectives: `python -m playbook_trainer.calibrate OUT.json`.
+"""What one GPU reaches on the kernels that a training step is made of, and several in collectives:
+`python -m playbook_trainer.calibrate OUT.json`.
 
-Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates between
-the rows instead of fitting constants to whole runs.
+Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates
+between the rows instead of fitting constants to whole runs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _SLOWEST_BYTES_PER_S = 50e9
 def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _LINK_BYTES) -> Iterator[dict[str, Any]]:
     """A row for each operation and size between `degree` ranks, one for each GPU: bytes of the whole tensor, and seconds of one call.
 
-    An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal parts, and
-    a send carries it from each rank to the next, all at once.
+    An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal
+    parts, and a send carries it from each rank to the next, all at once.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
@@ -49,22 +50,23 @@ def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _L
 
 
 def _measure_rank(rank: int, degree: int, device: str, sizes: Sequence[int], out: str) -> None:
+    """Measure every collective at every size on one rank; rank 0 writes the rows, with the slowest rank's seconds, as JSON to `out`."""
     cuda = device == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{out}.store", degree)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=degree)
-    found = []
+    measured = []
     for size in sizes:
         whole = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         part = torch.zeros(size // 2 // degree, dtype=torch.bfloat16, device=device)
         other = torch.zeros_like(whole)
         for name, run in _collectives(rank, degree, whole, part, other).items():
-            taken = torch.tensor([_collective_seconds(run, size, cuda)], dtype=torch.float64, device=device)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            found.append({"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(taken)})
+            longest = torch.tensor([_collective_seconds(run, size, cuda)], dtype=torch.float64, device=device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            measured.append({"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(longest)})
     if rank == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+        Path(out).write_text(json.dumps(measured), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -89,7 +91,7 @@ def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
     """Median time of one call; on a GPU calls follow one another without waiting for the host."""
     repeats = max(3, min(100, int(_LINK_WINDOW_S * _SLOWEST_BYTES_PER_S / size))) if cuda else 1
     run()
-    found = []
+    times = []
     for _ in range(_LINK_WINDOWS):
         if cuda:
             torch.cuda.synchronize()
@@ -98,8 +100,8 @@ def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
             run()
         if cuda:
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / repeats)
-    return statistics.median(found)
+        times.append((time.perf_counter() - began) / repeats)
+    return statistics.median(times)
 
 
 SCHEMA = "calibration/1"
@@ -131,7 +133,7 @@ def seconds(run: Callable[[], Any]) -> float:
     run()
     torch.cuda.synchronize()
     repeats = max(1, min(200, int(_WINDOW_S / max(time.perf_counter() - began, 1e-6))))
-    found = []
+    times = []
     for _ in range(_WINDOWS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -139,8 +141,8 @@ def seconds(run: Callable[[], Any]) -> float:
             run()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / repeats)
-    return statistics.median(found)
+        times.append(begin.elapsed_time(end) / 1e3 / repeats)
+    return statistics.median(times)
 
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -160,7 +162,8 @@ def linear() -> Iterator[dict[str, Any]]:
             x, w, g = _normal(tokens, wide_in), _normal(wide_out, wide_in), _normal(tokens, wide_out)
             passes = {"forward": lambda: x @ w.t(), "input_gradient": lambda: g @ w, "weight_gradient": lambda: g.t() @ x}  # noqa: B023
             for name, run in passes.items():
-                yield _row("linear", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase=name, tokens=tokens, wide_in=wide_in, wide_out=wide_out)  # fmt: skip
+                shape = {"tokens": tokens, "wide_in": wide_in, "wide_out": wide_out}
+                yield _row("linear", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase=name, **shape)
 
 
 def linear_fp8() -> Iterator[dict[str, Any]]:
@@ -172,7 +175,8 @@ def linear_fp8() -> Iterator[dict[str, Any]]:
         for tokens in TOKENS:
             x, w = _normal(tokens, wide_in, dtype=torch.float8_e4m3fn), _normal(wide_out, wide_in, dtype=torch.float8_e4m3fn)
             run = lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: B023, E731
-            yield _row("linear_fp8", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase="forward", tokens=tokens, wide_in=wide_in, wide_out=wide_out)  # fmt: skip
+            shape = {"tokens": tokens, "wide_in": wide_in, "wide_out": wide_out}
+            yield _row("linear_fp8", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase="forward", **shape)
 
 
 def grouped() -> Iterator[dict[str, Any]]:
@@ -196,7 +200,9 @@ def grouped() -> Iterator[dict[str, Any]]:
 
 
 def _megatron_grouped() -> Iterator[dict[str, Any]]:
-    """The same by Transformer Engine's GroupedLinear, as megatron-core calls it; the environment chooses cuBLAS or CUTLASS before the process starts."""
+    """The same by Transformer Engine's GroupedLinear, as megatron-core calls it;
+    the environment chooses cuBLAS or CUTLASS before the process starts.
+    """
     from transformer_engine.pytorch import GroupedLinear
 
     library = "cutlass" if os.environ.get(GROUPED_GEMM) == "1" else "cublas"
@@ -266,8 +272,10 @@ def _elementwise() -> Iterator[dict[str, Any]]:
             k = 8
             place = torch.randperm(tokens * k, device="cuda")
             rows = _normal(tokens * k, width)
-            yield _row("permute", seconds(lambda: experts.spread(x.detach(), place, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
-            yield _row("unpermute", seconds(lambda: experts.collect(rows, place, None, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
+            permute = seconds(lambda: experts.spread(x.detach(), place, k))  # noqa: B023
+            unpermute = seconds(lambda: experts.collect(rows, place, None, k))  # noqa: B023
+            yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
+            yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
 
 
 def loss() -> Iterator[dict[str, Any]]:
@@ -294,7 +302,8 @@ def optimizer() -> Iterator[dict[str, Any]]:
         m, v, g = (torch.zeros(count, device="cuda", dtype=t) for t in (moments, moments, torch.bfloat16))
         p, low = torch.zeros(count, device="cuda", dtype=torch.bfloat16), torch.zeros(count, device="cuda", dtype=torch.int16)
         moved = count * (2 + 2 * (2 * m.element_size() + 4))
-        yield _row("optimizer", seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, low)), num_bytes=moved, values=count, moments=str(moments)[6:])  # noqa: B023  # fmt: skip
+        update = seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, low))  # noqa: B023
+        yield _row("optimizer", update, num_bytes=moved, values=count, moments=str(moments)[6:])
 
 
 def host() -> Iterator[dict[str, Any]]:
@@ -354,13 +363,13 @@ def measure(names: Sequence[str], budget_s: float) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("triton", "transformer-engine", "megatron-core"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

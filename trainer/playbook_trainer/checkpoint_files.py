@@ -146,8 +146,8 @@ def read_header(folder: Path, kind: type[_H], name: str) -> _H:
     except ValidationError as e:
         first = e.errors()[0]
         where = "".join(f"{x}." for x in first["loc"])[:-1]
-        said = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ConfigError(f"{path} is no {name}: {said}; {e.error_count()} such problems; choose another checkpoint.dir") from e
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ConfigError(f"{path} is no {name}: {problem}; {e.error_count()} such problems; choose another checkpoint.dir") from e
     if header.sha256 is not None and hashlib.sha256(content.rpartition(_SEAL)[0]).hexdigest() != header.sha256:
         raise ConfigError(
             f"bytes of {folder / INDEX} are not as they were written, by their checksum; the checkpoint is damaged, "
@@ -167,7 +167,7 @@ def newest(checkpoint: CheckpointConfig, rank: int, world: int) -> Path | None:
     Raises:
         ConfigError: the directory cannot be made, is a checkpoint itself, or holds one that must not be continued.
     """
-    found: list[Path | None] = [None]
+    folders: list[Path | None] = [None]
     if rank == 0 and checkpoint.dir:
         root = Path(checkpoint.dir)
         try:
@@ -177,13 +177,13 @@ def newest(checkpoint: CheckpointConfig, rank: int, world: int) -> Path | None:
         if (root / INDEX).is_file():
             # Nothing would be found in it, and the run would begin anew without a word.
             raise ConfigError(f"checkpoint.dir {root} is itself a checkpoint; set it to the folder of all of them, {root.resolve().parent}")
-        found = [None, *complete(root)][-1:]
+        folders = [None, *complete(root)][-1:]
     if world > 1:
         # A shared file system may show the ranks different states of the folder.
-        dist.broadcast_object_list(found)
-    if found[0] is not None and not checkpoint.resume:
-        raise ConfigError(f"{found[0]} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
-    return found[0]
+        dist.broadcast_object_list(folders)
+    if folders[0] is not None and not checkpoint.resume:
+        raise ConfigError(f"{folders[0]} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
+    return folders[0]
 
 
 def hold(root: Path, last_step: int | None) -> None:
@@ -202,13 +202,14 @@ def hold(root: Path, last_step: int | None) -> None:
         return  # no checkpoint can be saved in it either
     if who:
         raise ConfigError(
-            f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose another folder "
-            f"(if its machine has died, remove {root / files.LOCK})"
+            f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose "
+            f"another folder (if its machine has died, remove {root / files.LOCK})"
         )
 
 
 def is_finished(config: TrainerConfig) -> bool:
-    """Whether a run of this very configuration has come to its end, by the mark that it has left in the folder of checkpoints, and these are still there.
+    """Whether a run of this very configuration has come to its end, by the mark that it has left in the folder of checkpoints,
+    and these are still there.
 
     All ranks see that folder, so all agree.
     """
@@ -229,10 +230,10 @@ def mark_finished(config: TrainerConfig) -> None:
 
 
 def _mark(config: TrainerConfig) -> str:
-    told = dump(config)
+    settings = dump(config)
     if config.train.epochs is not None:
-        del told["train"]["steps"]  # which the data says
-    return yaml.safe_dump(told, sort_keys=False)
+        del settings["train"]["steps"]  # which the data says
+    return yaml.safe_dump(settings, sort_keys=False)
 
 
 def read_index(folder: Path) -> Index:
@@ -341,18 +342,18 @@ class Writer(FileSystemWriter):
         publish(folder, self._root, self._header, self._keep)
 
 
-def not_finite(found: Sequence[tuple[str, Tensor]], world: int) -> str | None:
-    """The first name, of any rank, whose number is not finite; `found` has a number for each tensor, finite where all its values are."""
+def not_finite(numbers: Sequence[tuple[str, Tensor]], world: int) -> str | None:
+    """The first name, of any rank, whose number is not finite; `numbers` has a number for each tensor, finite where all its values are."""
     device = (
         "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
     )  # an offloaded state is on the host, and NCCL is not
-    bad = ~torch.stack([number.float().to(device) for _, number in found] or [torch.zeros((), device=device)]).isfinite()
+    bad = ~torch.stack([number.float().to(device) for _, number in numbers] or [torch.zeros((), device=device)]).isfinite()
     anywhere = bad.any().int()
     if world > 1:
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
     if not anywhere:
         return None
-    names = [next((name for (name, _), is_bad in zip(found, bad.tolist(), strict=False) if is_bad), None)]
+    names = [next((name for (name, _), is_bad in zip(numbers, bad.tolist(), strict=False) if is_bad), None)]
     if world > 1:
         names = names * world
         dist.all_gather_object(names, names[dist.get_rank()])
@@ -360,7 +361,9 @@ def not_finite(found: Sequence[tuple[str, Tensor]], world: int) -> str | None:
 
 
 def publish(folder: Path, root: Path, header: Header, keep: int) -> None:
-    """Give a folder in which everything is written its name, and remove checkpoints that are neither among the newest `keep` nor the best."""
+    """Give a folder in which everything is written its name, and remove checkpoints that are neither among the newest `keep` nor the
+    best.
+    """
     folder.rename(_named(root, header.step))
     if header.best is not None:
         link = root / f".{_BEST}"
@@ -395,6 +398,9 @@ def clear_leftovers(root: Path) -> None:
 
 
 def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> bytes:
+    """The checkpoint's `checkpoint.json`: the header, and of each tensor the type, the shape, and the file,
+    start and length in bytes of each piece.
+    """
     tensors: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
@@ -417,7 +423,7 @@ def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataInde
 
 def is_full(text: str) -> bool:
     """Whether an error is that of torch's writer of archives that could not go on, which does not say why."""
-    return any(said in text for said in _FULL)
+    return any(phrase in text for phrase in _FULL)
 
 
 def cause(e: BaseException) -> str:

@@ -28,10 +28,13 @@ class Saver(Protocol):
         """Whether the background still writes a checkpoint, so that the next one has to wait for it."""
 
     def restore(self) -> Any | None:
-        """Load the newest complete checkpoint. Returns its header, which has `step`, `data` and `best`, or None where there is no checkpoint."""
+        """Load the newest complete checkpoint. Returns its header, which has `step`, `data` and `best`,
+        or None where there is no checkpoint.
+        """
 
     def save(self, step: int, data: dict[str, Any], best: Best | None) -> str | None:
-        """Save weights, optimizer state, `data` (the position in the data) and the best evaluation so far after `step`; `best` names a checkpoint to keep.
+        """Save weights, optimizer state, `data` (the position in the data) and the best evaluation so far after `step`;
+        `best` names a checkpoint to keep.
 
         Returns the name of a weight or moment that is not finite, and has saved nothing then.
         """
@@ -75,7 +78,9 @@ class Engine(Protocol):
         """This rank's share of the counts: decoder layers of the whole model by experts; the sum over all ranks counts each token once."""
 
     def evaluate(self, batches: list[Any]) -> Tensor:
-        """Summed loss and number of labels of `batches`, of which this rank counts its share, without building a graph; float64 [2] on its device."""
+        """Summed loss and number of labels of `batches`, of which this rank counts its share, without building a graph;
+        float64 [2] on its device.
+        """
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them."""

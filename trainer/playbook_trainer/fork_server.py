@@ -50,13 +50,13 @@ def main(argv: list[str] | None = None) -> int:
     if not _imported(Path(words[0])):
         return 2
     _say(answers, {"ready": True})
-    rest = b""
+    unread = b""
     while True:
         if select.select([0], [], [], _POLL_S)[0]:
             got = os.read(0, 1 << 16)
             if not got:
                 return 0
-            *lines, rest = (rest + got).split(b"\n")
+            *lines, unread = (unread + got).split(b"\n")
             for line in lines:
                 job = json.loads(line)
                 _say(answers, {"pid": fork(job["words"], job["environment"], Path(job["log"]), answers)})
@@ -134,11 +134,11 @@ def fork(
 
 def _ended() -> list[tuple[int, int]]:
     """Ranks that have ended since the last call, with their codes."""
-    found = []
+    codes = []
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
-    return found
+            codes.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
+    return codes
 
 
 def _say(answers: TextIO, what: dict[str, Any]) -> None:

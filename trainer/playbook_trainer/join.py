@@ -24,7 +24,8 @@ _SHOWN = 16
 
 
 def meet(rank: int, world: int) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, once all ranks have come to it. Rank 0 keeps it, unless the launcher does, as torchrun's agent.
+    """The store at MASTER_ADDR and MASTER_PORT, once all ranks have come to it.
+    Rank 0 keeps it, unless the launcher does, as torchrun's agent.
 
     Raises:
         ConfigError: another program has the port.
@@ -46,29 +47,29 @@ def meet(rank: int, world: int) -> dist.Store:
     store.set_timeout(_OPERATION)
     names = [f"playbook/rank {r}" for r in range(world)]
     store.set(names[rank], "here")
-    said = False
+    reported = False
     while rank == 0 and not store.check(names):
         waited = time.monotonic() - began
-        if (not said and waited > _SAY_S) or waited > _GIVE_UP_S:
+        if (not reported and waited > _SAY_S) or waited > _GIVE_UP_S:
             absent = [str(r) for r, name in enumerate(names) if not store.check([name])]
             _wait(rank, f"no word from rank {', '.join(absent[:_SHOWN])}{' and others' if len(absent) > _SHOWN else ''} of {world}", began)
-            said = True
+            reported = True
         time.sleep(_POLL_S)
     return store
 
 
 def _await(host: str, port: int, rank: int, began: float) -> None:
     """Until somebody listens there. Torch's own attempts would fill the log with its stack."""
-    said = False
+    reported = False
     while True:
         try:
             socket.create_connection((host, port), timeout=_SAY_S).close()
             return
         except OSError:
             waited = time.monotonic() - began
-            if (not said and waited > _SAY_S) or waited > _GIVE_UP_S:
+            if (not reported and waited > _SAY_S) or waited > _GIVE_UP_S:
                 _wait(rank, f"no answer from rank 0 at {host}:{port}", began)
-                said = True
+                reported = True
             time.sleep(_POLL_S)
 
 

@@ -52,7 +52,9 @@ class StopRequest:
         self._copies: list[tuple[Tensor, Any]] = []
 
     def listen(self) -> None:
-        """Handle SIGNALS from now on; a second signal has its usual effect. Data workers that start later inherit the handler, so they survive the first signal too."""
+        """Handle SIGNALS from now on; a second signal has its usual effect.
+        Data workers that start later inherit the handler, so they survive the first signal too.
+        """
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
                 signal.signal(signum, self._ask)
@@ -80,7 +82,8 @@ class StopRequest:
 
 
 _COLLECT_EVERY = 10
-"""Steps between collections of garbage, on all ranks at once, since one that collects makes all wait. Recomputation leaves cycles of 0.2 MB a step."""
+"""Steps between collections of garbage, on all ranks at once, since one that collects makes all wait.
+Recomputation leaves cycles of 0.2 MB a step."""
 _MAX_SKIPPED = 10
 """Steps in a row without an update, after which the run ends: it would not recover."""
 
@@ -109,11 +112,14 @@ class Trainer:
 
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
-    """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a signal)."""
-    # Device and process group, then what `auto` stands for on it, then the model, then the newest checkpoint, then the data from where that stands.
+    """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a
+    signal).
+    """
+    # Device and process group, then what `auto` stands for on it, then the model, then the newest checkpoint,
+    # then the data from where that stands.
     device = start(config, rank, world)
     target = automatic.here(torch.cuda.get_device_name(device) if device.type == "cuda" else None, world)
-    said, config = automatic.told(config, target), automatic.resolved(config, target)
+    settings_note, config = automatic.told(config, target), automatic.resolved(config, target)
     _prepare_compiler(config)
     engine = _make_engine(config, rank, world, device)
     axes = engine.axes
@@ -127,7 +133,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
 
     # From here rank 0 writes; what the user should know is said before the first step.
     recorder = Recorder(config, axes, device, first_step=trainer.step)
-    for line in filter(None, (said, *_opening(trainer, resumed=resumed is not None))):
+    for line in filter(None, (settings_note, *_opening(trainer, resumed=resumed is not None))):
         recorder.say(line)
 
     # All steps; a checkpoint that is being written is waited for, however they end.
@@ -170,10 +176,13 @@ def _opening(trainer: Trainer, *, resumed: bool) -> Iterator[str]:
     if train.epochs is not None:
         yield f"train.epochs {train.epochs:g} comes to {train.steps} steps of {train.global_batch_size} rows"
     if resumed:
-        rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
-        yield f"resumed after step {trainer.step} of {train.steps}{rest}"
+        hint = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
+        yield f"resumed after step {trainer.step} of {train.steps}{hint}"
     if profiling(config):
-        yield f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; leave out the section profile to train on"
+        yield (
+            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; "
+            "leave out the section profile to train on"
+        )
 
 
 def _make_engine(config: TrainerConfig, rank: int, world: int, device: torch.device) -> Engine:
@@ -194,10 +203,11 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
     cuda = config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
-        found = torch.cuda.device_count()
-        if device.index >= found:
+        num_gpus = torch.cuda.device_count()
+        if device.index >= num_gpus:
             raise ConfigError(
-                f"local rank {device.index} needs a GPU of its own, and this machine has {found}; start fewer ranks on it, or set train.device: cpu"
+                f"local rank {device.index} needs a GPU of its own, and this machine has {num_gpus}; start fewer ranks on it, or set "
+                "train.device: cpu"
             )
         torch.cuda.set_device(device)
     if config.train.deterministic:
@@ -320,7 +330,7 @@ def _measured_step(trainer: Trainer, recorder: Recorder) -> StepStats:
 
     engine, device, loads = trainer.engine, trainer.device, due(trainer.config.moe.load_every)
     busy = Busy(own_ranges(trainer.config.parallel), device) if due(trainer.config.train.straggler_every) else None
-    found: list[Tensor] = []
+    load_counts: list[Tensor] = []
     if loads:
         engine.count_load(True)
     with ExitStack() as stack:
@@ -328,14 +338,14 @@ def _measured_step(trainer: Trainer, recorder: Recorder) -> StepStats:
             stack.enter_context(engine.ranges())
             stack.enter_context(listening(busy))
         # The update begins to count anew.
-        stats = train_step(trainer, (lambda: found.append(engine.load())) if loads else None)
+        stats = train_step(trainer, (lambda: load_counts.append(engine.load())) if loads else None)
     if busy is not None:
         recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, device))
     if loads:
         engine.count_load(False)
         if trainer.axes.world.size > 1:
-            dist.all_reduce(found[0])
-        recorder.note_load(stats.step, found[0])
+            dist.all_reduce(load_counts[0])
+        recorder.note_load(stats.step, load_counts[0])
     return stats
 
 
@@ -344,13 +354,13 @@ def _sum_over_ranks(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Ste
     axes = trainer.axes
     # Tensor-parallel ranks compute one loss; of the ranks that share a micro-batch one counts its tokens.
     counted = counts(batches) if axes.tp.rank == 0 and axes.cp.rank == 0 and axes.is_last_stage else {}
-    own = StepTotals(
+    own_totals = StepTotals(
         squared_grad_norm=trainer.engine.squared_norm(),
         loss=loss if axes.tp.rank == 0 else 0.0,
         stop_requested=float(trainer.stop.asked),
         **counted,
     )
-    packed = own.pack(trainer.device)
+    packed = own_totals.pack(trainer.device)
     if axes.world.size > 1:
         dist.all_reduce(packed)
     return StepTotals.unpack(packed)
@@ -407,10 +417,10 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
 
 def _data_state(trainer: Trainer) -> dict[str, Any]:
     """Where the data stream stands, for all data-parallel ranks: each knows its own lanes, and any layout may resume."""
-    own = trainer.loader.state()
-    states: list[Any] = [own] * trainer.axes.dp.size
+    own_state = trainer.loader.state()
+    states: list[Any] = [own_state] * trainer.axes.dp.size
     if trainer.axes.dp.size > 1:
-        dist.all_gather_object(states, own, group=trainer.axes.dp.group)
+        dist.all_gather_object(states, own_state, group=trainer.axes.dp.group)
     return merge_states(states)
 
 
@@ -442,23 +452,25 @@ def _data_counters(trainer: Trainer) -> dict[str, int]:
 
 
 def _observe_step(trainer: Trainer) -> dict[str, Any]:
-    """Run one more step after the timed ones, under observation. Returns the activation receipt, bytes of saved activations and bytes of state."""
+    """Run one more step after the timed ones, under observation. Returns the activation receipt,
+    bytes of saved activations and bytes of state.
+    """
     config, engine, axes = trainer.config, trainer.engine, trainer.axes
     observer = Observer(engine.model, axes.group_names())
-    held: dict[str, int] = {}
+    state_bytes: dict[str, int] = {}
     before = trainer.loader.counters()
     with engine.ranges(), observing(observer):
         # Gradients exist only between the backward pass and the update.
-        stats = train_step(trainer, lambda: held.update(engine.state_bytes()))
+        stats = train_step(trainer, lambda: state_bytes.update(engine.state_bytes()))
     counters: dict[str, float] = {name: count - before[name] for name, count in trainer.loader.counters().items()}
     if trainer.device.type == "cuda":
         # A step of its own: under observation the host is too slow for the GPU's timeline to mean anything.
-        with receipt.watching_kernels() if axes.world.rank == 0 else nullcontext() as seen:
+        with receipt.watching_kernels() if axes.world.rank == 0 else nullcontext() as kernels:
             train_step(trainer)
-        if seen is not None:
-            observer.kernels, counters = seen.names, counters | seen.counters
+        if kernels is not None:
+            observer.kernels, counters = kernels.names, counters | kernels.counters
         counters["expandable_segments"] = sum(bool(s.get("is_expandable")) for s in torch.cuda.memory_snapshot())
-    highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
+    highest = {**state_bytes, "saved_activation_bytes_per_rank": observer.saved.peak}
     if axes.world.size > 1:
         values = torch.tensor([float(v) for v in highest.values()], device=trainer.device, dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)

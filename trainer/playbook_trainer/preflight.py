@@ -58,26 +58,26 @@ def place(environment: Mapping[str, str]) -> Place | None:
         if texts[0] in ("", "1"):
             continue
         if not all(text.isascii() and text.isdigit() for text in texts):
-            found = ", ".join(f"{name} '{text[:20]}'" for name, text in zip(names, texts, strict=True))
-            raise ConfigError(f"found {found}; expected three numbers, as torchrun and srun set them")
+            variables = ", ".join(f"{name} '{text[:20]}'" for name, text in zip(names, texts, strict=True))
+            raise ConfigError(f"found {variables}; expected three numbers, as torchrun and srun set them")
         ranks, rank, local = map(int, texts)
         return Place(rank, ranks, local, environment.get("SLURMD_NODENAME") or socket.gethostname())
     return None
 
 
-def readings(seconds: float, here: Place | None) -> list[dict[str, Any]] | None:
+def readings(seconds: float, placed: Place | None) -> list[dict[str, Any]] | None:
     """What every GPU of the job reaches, at the process of rank 0; None at the others. The CPU stands for a GPU where there is none.
 
     A row has host, gpu, metric, value, and for a link the host and GPU of its `other` end. Units are those that a metric's name ends with.
 
     Args:
         seconds: how long the product is repeated; the rest takes about as long again.
-        here: where a launcher put this process; None starts a process for each GPU of this machine.
+        placed: where a launcher put this process; None starts a process for each GPU of this machine.
     """
-    if here is not None:
+    if placed is not None:
         if "MASTER_ADDR" not in os.environ:
             os.environ |= _meeting(os.environ)
-        return _rank(here, meet(here.rank, here.ranks), seconds)
+        return _rank(placed, meet(placed.rank, placed.ranks), seconds)
     ranks = torch.cuda.device_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         if ranks == 1:
@@ -101,26 +101,27 @@ def _meeting(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spawned(rank: int, ranks: int, folder: str, seconds: float) -> None:
-    found = _rank(Place(rank, ranks, rank, socket.gethostname()), dist.FileStore(f"{folder}/store", ranks), seconds)
-    if found is not None:
-        (Path(folder) / "readings.json").write_text(json.dumps(found), encoding="utf-8")
+    rows = _rank(Place(rank, ranks, rank, socket.gethostname()), dist.FileStore(f"{folder}/store", ranks), seconds)
+    if rows is not None:
+        (Path(folder) / "readings.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-def _rank(here: Place, store: dist.Store, seconds: float) -> list[dict[str, Any]] | None:
+def _rank(placed: Place, store: dist.Store, seconds: float) -> list[dict[str, Any]] | None:
+    """Measure on one rank; rank 0 returns the readings of all."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", here.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device("cuda", placed.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=here.rank, world_size=here.ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
     try:
-        places: list[tuple[str, int]] = [("", 0)] * here.ranks
-        dist.all_gather_object(places, (here.host, here.local))
-        who: dict[str, Any] = {"host": here.host, "gpu": here.local}
+        places: list[tuple[str, int]] = [("", 0)] * placed.ranks
+        dist.all_gather_object(places, (placed.host, placed.local))
+        who: dict[str, Any] = {"host": placed.host, "gpu": placed.local}
         turns = max(local for _, local in places) + 1
-        own = [who | {"metric": metric, "value": value, "other": None} for metric, value in _alone(device, here.local, turns, seconds)]
-        own += [who | {"metric": "link_bytes_per_s", "value": rate, "other": other} for other, rate in _links(here.rank, places, device)]
-        every: list[list[dict[str, Any]]] | None = [[]] * here.ranks if here.rank == 0 else None
-        dist.gather_object(own, every)
+        rows = [who | {"metric": metric, "value": value, "other": None} for metric, value in _alone(device, placed.local, turns, seconds)]
+        rows += [who | {"metric": "link_bytes_per_s", "value": rate, "other": other} for other, rate in _links(placed.rank, places, device)]
+        every: list[list[dict[str, Any]]] | None = [[]] * placed.ranks if placed.rank == 0 else None
+        dist.gather_object(rows, every)
         return [reading for each in every for reading in each] if every is not None else None
     finally:
         dist.destroy_process_group()
@@ -138,10 +139,10 @@ def _alone(device: torch.device, turn: int, turns: int, seconds: float) -> Itera
         for shape in ((tokens, wide_in), (wide_in, wide_out))
     )
     dist.barrier()
-    asked = _sensors(device) if cuda else None
+    sensors = _sensors(device) if cuda else None
     yield "product_flops_per_s", 2.0 * tokens * wide_in * wide_out / _repeated(lambda: x @ w, device, seconds)
-    if asked is not None:
-        yield from _answers(asked)
+    if sensors is not None:
+        yield from _answers(sensors)
     source = torch.randint(0, 255, (_COPIED if cuda else _CPU_BYTES,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     dist.barrier()
@@ -170,27 +171,27 @@ def _repeated(run: Callable[[], Any], device: torch.device, seconds: float) -> f
     run()
     wait()
     repeats = max(1, int(seconds / _WINDOWS / max(time.perf_counter() - began, 1e-6)))
-    found = []
+    times = []
     for _ in range(_WINDOWS):
         began = time.perf_counter()
         for _ in range(repeats):
             run()
         wait()
-        found.append((time.perf_counter() - began) / repeats)
-    return statistics.median(found)
+        times.append((time.perf_counter() - began) / repeats)
+    return statistics.median(times)
 
 
 def _issued(run: Callable[[], Any], device: torch.device) -> float:
     """Median host seconds of one launch."""
-    found = []
+    times = []
     for _ in range(_WINDOWS):
         began = time.perf_counter()
         for _ in range(_LAUNCHES):
             run()
-        found.append((time.perf_counter() - began) / _LAUNCHES)
+        times.append((time.perf_counter() - began) / _LAUNCHES)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    return statistics.median(found)
+    return statistics.median(times)
 
 
 def _nothing() -> None:
@@ -209,12 +210,12 @@ def _sensors(device: torch.device) -> subprocess.Popen[str] | None:
         return None
 
 
-def _answers(asked: subprocess.Popen[str]) -> Iterator[tuple[str, float]]:
+def _answers(process: subprocess.Popen[str]) -> Iterator[tuple[str, float]]:
     """Clock, power, temperature and the reasons that hold clocks down, as far as they can be read."""
     try:
-        line = asked.communicate(timeout=30)[0]
+        line = process.communicate(timeout=30)[0]
     except subprocess.TimeoutExpired:
-        asked.kill()
+        process.kill()
         return
     for name, text in zip(("clock_mhz", "power_w", "temperature_c", "throttle_reasons"), line.split(","), strict=False):
         try:
@@ -224,7 +225,9 @@ def _answers(asked: subprocess.Popen[str]) -> Iterator[tuple[str, float]]:
 
 
 def _links(rank: int, places: Sequence[tuple[str, int]], device: torch.device) -> Iterator[tuple[tuple[str, int], float]]:
-    """Bytes per second in each direction between this GPU and others: every other one of its machine, and its like on the machines before and after."""
+    """Bytes per second in each direction between this GPU and others: every other one of its machine,
+    and its like on the machines before and after.
+    """
     size = _SENT if device.type == "cuda" else _CPU_BYTES
     outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     dist.all_reduce(outgoing[:1])  # the first collective of a group has to be one of all ranks
@@ -246,26 +249,28 @@ def _exchanged(outgoing: Tensor, incoming: Tensor, other: int, device: torch.dev
 
 
 def rounds(places: Sequence[tuple[str, int]]) -> list[list[tuple[int, int]]]:
-    """Which pairs of ranks talk at once, round by round, no rank twice in one: all pairs of a machine, then neighbours among the machines, in a ring."""
+    """Which pairs of ranks talk at once, round by round, no rank twice in one:
+    all pairs of a machine, then neighbours among the machines, in a ring.
+    """
     hosts = list(dict.fromkeys(host for host, _ in places))
     on = {host: [rank for rank, each in enumerate(places) if each[0] == host] for host in hosts}
     within = [_tournament(ranks) for ranks in on.values()]
-    found = [[pair for games in within if turn < len(games) for pair in games[turn]] for turn in range(max(map(len, within)))]
+    all_rounds = [[pair for games in within if turn < len(games) for pair in games[turn]] for turn in range(max(map(len, within)))]
     neighbours = [(a, b) for a, b in zip(hosts, hosts[1:] + hosts[:1], strict=True) if a != b][: None if len(hosts) > 2 else 1]
     last = neighbours[-1:] if len(hosts) % 2 and len(hosts) > 2 else []
     ring = neighbours[: len(neighbours) - len(last)]
     for each in (ring[::2], ring[1::2], last):
         if each:
-            found.append([pair for a, b in each for pair in zip(on[a], on[b], strict=False)])
-    return found
+            all_rounds.append([pair for a, b in each for pair in zip(on[a], on[b], strict=False)])
+    return all_rounds
 
 
 def _tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Rounds in which everybody meets everybody once. Source: the circle method for round-robin tournaments."""
     seats: list[int | None] = [*players, *[None] * (len(players) % 2)]
-    found = []
+    all_rounds = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
-        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        all_rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
         seats[1:] = [seats[-1], *seats[1:-1]]
-    return found
+    return all_rounds

@@ -1,7 +1,8 @@
 """The performance revision of each path that a run may take through the trainer. Torch-free, so that the harness reads it.
 
-Raise a path's number in the commit that makes it faster or slower, or changes what it counts: verdicts whose runs took it are then stale, others are
-not. A change that only some settings see may edit the cases that have them instead. A new path begins at FIRST: a record from before it is read as having that number.
+Raise a path's number in the commit that makes it faster or slower, or changes what it counts: verdicts whose runs took it are then stale,
+others are not. A change that only some settings see may edit the cases that have them instead. A new path begins at FIRST:
+a record from before it is read as having that number.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             _always,
             (
                 "config/automatic.py", "config/environment.py", "torch/optimizer.py", "torch/build.py", "torch/engine.py",
-                "torch/kernels/adamw.py", "torch/kernels/dense.py", "torch/model/attention.py", "torch/model/decoder.py", "torch/model/ops.py",
+                "torch/kernels/adamw.py", "torch/kernels/dense.py", "torch/model/attention.py", "torch/model/decoder.py",
+                "torch/model/ops.py",
                 "torch/parallel/pipeline.py", "torch/parallel/sharding.py", "torch/parallel/tensor.py",
             ),
         ),
@@ -157,11 +159,13 @@ def numbers() -> dict[str, int]:
 
 
 def paths(config: Mapping[str, Any], ranks: int) -> list[str]:
-    """The paths that a run of this resolved configuration takes on so many ranks. The configuration may be an old record's, and hold anything."""
-    known = modern(config)
+    """The paths that a run of this resolved configuration takes on so many ranks.
+    The configuration may be an old record's, and hold anything.
+    """
+    settings = modern(config)
 
     def value(key: str) -> Any:
-        node: Any = known
+        node: Any = settings
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
                 return neutral()[key]
@@ -179,5 +183,5 @@ def beside_backend(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
 
 def touched(files: Iterable[str], config: Mapping[str, Any], ranks: int) -> list[str]:
     """Those of a run's paths to which one of these files below `playbook_trainer/` belongs; its backend's, where there is none."""
-    changed, taken = tuple(files), paths(config, ranks)
-    return [p for p in taken if any(f.startswith(PATHS[p].files) for f in changed)] or [p for p in taken if p in BACKENDS]
+    changed, of_run = tuple(files), paths(config, ranks)
+    return [p for p in of_run if any(f.startswith(PATHS[p].files) for f in changed)] or [p for p in of_run if p in BACKENDS]

@@ -128,7 +128,7 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     per_node = cluster.per_node
     if per_node is None:
         raise ConfigError("how many ranks a node takes is not known; say --ranks-per-node, or gpus_per_node in the cluster's file")
-    checks.check(resolved, per_node * (request.nodes or cluster.nodes), here=False)
+    checks.check(resolved, per_node * (request.nodes or cluster.nodes), check_packages=False)
     if resolved.checkpoint.dir is None:
         complain("note: checkpoint.dir is not set, so a job that is preempted or reaches its time limit starts over")
     frozen = json.dumps(dump(resolved), indent=1) + "\n"

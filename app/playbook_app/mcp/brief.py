@@ -127,6 +127,16 @@ def _diagnosis(answer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _tuning(answer: Mapping[str, Any]) -> str:
+    launch = answer["launch"]
+    lines = [f"{answer['launches']} launches; next ({answer['why']}): {launch or 'as today'}" if launch is not None else answer["why"]]
+    lines += [
+        f"kept {r['knob']}={r['value']}" + (f" {r['effect']:+.1f} % [{r['low']:.1f}, {r['high']:.1f}]" if r["effect"] is not None else "")
+        for r in answer["kept"]
+    ]
+    return "\n".join([*lines, *(f"refused {r['knob']}={r['value']}: {r['reason']}" for r in answer["refused"])])
+
+
 def _speed(predicted: Mapping[str, Any]) -> str:
     tokens = predicted["tokens_per_s_per_gpu"]
     return f"{tokens['value']:.0f} tokens/s/GPU [{tokens['low']:.0f}, {tokens['high']:.0f}]"
@@ -144,5 +154,6 @@ SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "plan_layout": _plans,
     "export_layout": _export,
     "diagnose": _diagnosis,
+    "tune_next": _tuning,
 }
 """The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""

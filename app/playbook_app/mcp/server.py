@@ -34,7 +34,7 @@ from playbook.records.standing import in_words, stands
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
 from playbook.skills.model import FILE, Skill, claim_ids
 from playbook.yaml_files import did_you_mean
-from playbook_app.mcp import planning
+from playbook_app.mcp import planning, tuning
 from playbook_app.mcp.answers import (
     CardAnswer,
     CardList,
@@ -152,6 +152,7 @@ def server(library: Library) -> MCPServer[Any]:
     _memory(out)
     _export(out, library)
     _diagnosis(out, library)
+    _tuning(out)
     _resources(out, library)
     return out
 
@@ -312,6 +313,19 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
             known = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)
             return bounded(planning.diagnosis_answer(asked, figures, known), "name the layout")
+
+
+def _tuning(out: MCPServer[Any]) -> None:
+    @out.tool(title="Tune: what to launch next", annotations=ToolAnnotations(**_READ_ONLY))
+    def tune_next(
+        knobs: tuning.Knobs,
+        seen: tuning.Seen = [],  # noqa: B006
+        seed: Annotated[int, _number("The same in every call.", 0)] = 0,
+        false_keep_percent: Annotated[float, Field(ge=0.1, le=50)] = 5.0,
+    ) -> tuning.TuneAnswer:
+        """The next launch of a tuning, or what is proven to make the run faster. Keep nothing that is not in `kept`."""
+        with _told():
+            return bounded(tuning.tune_answer(knobs, seen, seed, false_keep_percent), "name fewer knobs")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:

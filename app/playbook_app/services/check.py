@@ -21,7 +21,6 @@ from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
 from playbook.records.read import Reader, Record, speaks_for
-from playbook.skills import foreign
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench import statements
 from playbook_bench.judge import effects, receipt
@@ -109,7 +108,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
     found += _recipes(cards)
-    records, unreadable = _records(data_root("results"), thorough=not paths)
+    records, unreadable = _records(data_root("results"))
     if not paths:  # a check of one's own cards does not judge everybody's records anew
         findings += unreadable + replay.unsound(records)
     found += _expired(cards, records, day)
@@ -117,15 +116,15 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
 
 
 @cache
-def _reader(thorough: bool) -> Reader:
+def _reader() -> Reader:
     """Keeps the records that it has read, since a process may check many cards."""
-    return Reader(thorough)
+    return Reader()
 
 
-def _records(folder: Path, thorough: bool) -> tuple[list[Record], list[Finding]]:
+def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return _reader(thorough).read([folder]), []
+        return _reader().read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 
@@ -435,5 +434,4 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
 def rule_rows() -> list[dict[str, str]]:
     """Every rule: its id, whether it is an error or a warning, and what it finds."""
     rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in lint.RULES]
-    rows += [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]
-    return rows + [{"id": i, "weight": "error", "finds": title} for i, title in foreign.RULES]
+    return rows + [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]

@@ -6,19 +6,28 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from playbook.cards.model import Card
+from playbook.diagnosis.claims import speed_effect
 from playbook.errors import ConfigError, PlaybookError
+from playbook.paths import data_root, folders
 from playbook.planner import memory
 from playbook.records import confidential
 from playbook.records.case import Budget, Case, Guardrails, Loss, load_case
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
+from playbook.records.machine import CPU
+from playbook.records.read import Record, verdicts
 from playbook_bench.machine import requirements
+from playbook_bench.run.store import replace
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import walls
 from playbook_bench.tune import knobs as files
 from playbook_bench.tune import order
-from playbook_bench.tune.knobs import Knobs
+from playbook_bench.tune.knobs import Knob, Knobs
 from playbook_bench.tune.order import Predicted, Ranked
 from playbook_bench.tune.procedure import Setup
 from playbook_bench.tune.session import Plan
@@ -129,3 +138,114 @@ def _of_candidate(subject: Subject, settings: tuple[tuple[str, str], ...], machi
     if not memory.fits(peak, machine.gpu_memory_gib):
         return Predicted(refusal=f"would need {peak / 2**30:.0f} GiB of {machine.gpu_memory_gib:.0f}")
     return Predicted()
+
+
+# --- ready sets --------------------------------------------------------------------------------------------------------------------------
+
+_MARKS: Mapping[str, Sequence[str]] = {
+    "megatron-core": ("bare_megatron",),
+    "megatron-lm": ("pretrain_", "--tensor-model-parallel-size", "--micro-batch-size"),
+    "torchtitan": ("torchtitan", "--job.config_file", "run_train.sh"),
+    "accelerate": ("--per_device_train_batch_size", "--gradient_checkpointing", "accelerate"),
+    "playbook": ("trainer_steps", "playbook_trainer", "trainer/configs/"),
+}
+"""Words by which a command is known, the surest first."""
+
+
+def ready(case: Case, records: Sequence[Record], machine: Machine) -> Knobs:
+    """The ready set that fits a case: that of its framework, without what it has already; gains are those of records, from the same kind of GPU where there are any.
+
+    Raises:
+        ConfigError: the framework is not known, or its whole set is in use already.
+    """
+    words = [*case.command, *case.baseline.get("arguments", [])]
+    framework = (
+        "playbook" if not case.command else next((name for name, marks in _MARKS.items() if any(m in w for m in marks for w in words)), "")
+    )
+    sets = yaml.safe_load((data_root("tables") / "knobs.yaml").read_text(encoding="utf-8"))
+    if framework not in sets:
+        raise ConfigError(f"the command is of no framework with a ready set ({', '.join(sets)}); name a file of knobs: --knobs FILE")
+    whole = Knobs.model_validate(sets[framework])
+    environment = case.baseline.get("environment", {})
+    fitting = {name: knob for name, knob in whole.knobs.items() if files.fits(knob, words, environment if case.command else case.baseline)}
+    if not fitting:
+        raise ConfigError(f"the command has all that the ready set of {framework} would set; name a file of knobs: --knobs FILE")
+    known = {name: _with_gain(knob, records, machine) for name, knob in fitting.items()}
+    return Knobs(
+        framework=framework,
+        knobs={n: k.model_copy(update={"excludes": [e for e in k.excludes if e in known]}) for n, k in known.items()},
+    )
+
+
+def _with_gain(knob: Knob, records: Sequence[Record], machine: Machine) -> Knob:
+    """The knob with what its claim was seen to bring: on this kind of GPU, else on another."""
+    rows = [(row, effect) for row in verdicts(records, knob.claim or "") if (effect := speed_effect(row)) is not None]
+    kind = machine.name.partition("x")[0]
+    rows.sort(key=lambda pair: pair[0].machine.partition("x")[0] != kind)
+    if not rows or rows[0][0].machine == CPU != machine.name:
+        return knob
+    row, effect = rows[0]
+    return knob.model_copy(update={"gain": round(100 * effect[0], 1), "scope": f"measured on {row.machine}"})
+
+
+# --- what was decided, as claims ---------------------------------------------------------------------------------------------------------
+
+
+def emit_claims(plan: Plan, answer: Mapping[str, Any], machine: Machine, day: str) -> Path | None:
+    """A card among the user's own, with a claim for each knob that a round has decided; None where none was.
+
+    Raises:
+        StoreError: the card cannot be written.
+    """
+    decided = [row for row in (*answer["kept"], *answer["refused"]) if row["effect_percent"]]
+    if not decided:
+        return None
+    own, name, first = folders("cards")[1], f"tuned-{plan.key[:8]}", 100 + int(plan.key, 16) % 800
+    kept = tuple(sorted((row["knob"], row["value"]) for row in answer["kept"]))
+    claims = []
+    for number, row in enumerate(decided):
+        without = tuple(pair for pair in kept if pair[0] != row["knob"])
+        content = plan.subject.with_settings(tuple(sorted((*without, (row["knob"], row["value"])))), without).model_dump(mode="json")
+        case = Case.model_validate(
+            {**content, "id": f"{name}-{number}", "summary": f"{row['knob']} at {row['value']}, as a tuning decided it."}
+        )
+        replace(
+            own.resolve().parent / "bench" / "cases" / f"{case.id}.yaml",
+            yaml.safe_dump(case.model_dump(mode="json", exclude_defaults=True), width=140),
+        )
+        claims.append(_claim(plan, row, f"Z{first + number}", case, answer, machine, day))
+    card = {
+        "id": name,
+        "title": f"Tuned for {answer['goal']} on {machine.name}",
+        "summary": f"What a tuning of one command on {machine.description} has decided: {len(kept)} settings kept of {len(plan.setup.choices)}.",
+        "symptoms": [f"which settings make {plan.subject.case.id} faster on {machine.name}"],
+        "phase": "retune",
+        "wall": "compute",
+        "claims": claims,
+    }
+    Card.model_validate(card)
+    path = own / f"{name}.yaml"
+    replace(path, yaml.safe_dump(card, sort_keys=False, allow_unicode=True, width=140))
+    return path
+
+
+def _claim(
+    plan: Plan, row: Mapping[str, Any], ident: str, case: Case, answer: Mapping[str, Any], machine: Machine, day: str
+) -> dict[str, Any]:
+    """A kept change: at least its lower bound. One that a round refused: at most its upper bound."""
+    kept, today = row in answer["kept"], plan.subject.knobs.knobs[row["knob"]].texts[0]
+    bound = round(row["effect_percent"]["low" if kept else "high"], 1)
+    words = f"{'at least' if kept else 'at most'} {bound:g} % better {answer['goal']}"
+    return {
+        "id": ident,
+        "statement": f"On {machine.name}, {row['knob']} at {row['value']} instead of {today} gives {words}, beside the other settings that were kept.",
+        "mechanism": "Not known: matched launches of the set with and without it, in a drawn order, decided it.",
+        "kind": "pair",
+        "comparison": {"baseline": case.compared("baseline"), "candidate": case.compared("candidate")},
+        "metric": plan.metric,
+        "expect": {"op": ">=" if kept else "<=", "margin": {"value": bound, "unit": "percent"}},
+        "scope": {"gpus": f"=={machine.gpus}"} if machine.gpus else {},
+        "label": "training-equivalent",
+        "sources": [{"title": f"Record of a tuning, {answer['record']}", "origin": "own tuning", "date": day}],
+        "case": case.id,
+    }

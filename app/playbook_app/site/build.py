@@ -34,6 +34,7 @@ from playbook_app.site.lists import (
     phases,
     record_and_trace,
     summary,
+    travel_page,
 )
 from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook_app.site.models import families_page, models_page, recipes_page
@@ -109,6 +110,7 @@ def generate(
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(whole),
         "_generated/one-h200.md": one_gpu_page(shelf),
+        "_generated/travel.md": travel_page(shelf),
         "_generated/calculator.md": calculator_page(),
         "_generated/families.md": families_page(whole),
         "_generated/models.md": models_page(data_root("configs")),

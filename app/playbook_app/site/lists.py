@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from playbook.cards.model import Card, Claim, MechanismCheck, counted
 from playbook.cards.scope import unmet
@@ -97,6 +97,64 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
             waiting.append([name, text(claim.statement), why, "", ""])
     drawn = verdict_forest(shelf, cards, "../", machine)
     return render("one_gpu.md", forest=markdown(drawn), settled=settled, waiting=waiting)
+
+
+HOME, AWAY = "h200x1", "h100x1"
+"""Machine classes of the page of travel: where most verdicts are from, and where they were repeated."""
+
+
+class _Pair(NamedTuple):
+    """A claim's current verdicts from both machines, and in what they agree."""
+
+    card: Card
+    claim: Claim | MechanismCheck
+    home: Record
+    away: Record
+    verdict: bool
+    sign: bool
+    size: bool
+    """Whether the intervals overlap; of two counts, whether they are within 5 % of each other."""
+
+
+def travel_page(shelf: Shelf) -> str:
+    """Verdicts from one H200 beside those from one H100: in how many verdict, sign and size agree."""
+    pairs = [
+        pair for card in sorted(shelf.cards.values(), key=lambda c: c.title) for claim in each(card) if (pair := _pair(shelf, card, claim))
+    ]
+    rows = [
+        [
+            link(text(p.claim.id), f"../cards/{p.card.id}.md#{anchor(p.claim.id)}"), text(p.claim.statement), *_priced(p.home), *_priced(p.away),
+            "yes" if all((p.verdict, p.sign, p.size)) else f"not in {', '.join(n for n in ('verdict', 'sign', 'size') if not getattr(p, n))}",
+        ]
+        for p in pairs
+    ]  # fmt: skip
+    counts = {name: sum(getattr(p, name) for p in pairs) for name in ("verdict", "sign", "size")}
+    flipped = [link(text(p.claim.id), f"../cards/{p.card.id}.md#{anchor(p.claim.id)}") for p in pairs if not p.verdict]
+    return render("travel.md", rows=rows, counts=counts, flipped=flipped)
+
+
+def _pair(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> _Pair | None:
+    """The pair of a claim that both machines have decided, with an effect each."""
+    current = {r.machine: r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)}
+    if not {HOME, AWAY} <= current.keys():
+        return None
+    home, away = current[HOME], current[AWAY]
+    ours, theirs = _range(home), _range(away)
+    if ours is None or theirs is None:
+        return None
+    zero = any(low <= 0 <= high for _, low, high in (ours, theirs))
+    counted_alike = abs((1 + ours[0]) / (1 + theirs[0]) - 1) <= 0.05 if ours[0] > -1 < theirs[0] else ours[0] == theirs[0]
+    size = (ours[1] <= theirs[2] and theirs[1] <= ours[2]) or (ours[1] == ours[2] and theirs[1] == theirs[2] and counted_alike)
+    return _Pair(card, claim, home, away, home.status == away.status, zero or (ours[0] > 0) == (theirs[0] > 0), size)
+
+
+def _range(record: Record) -> tuple[float, float, float] | None:
+    """Effect of a record's comparison with its interval."""
+    comparison = record.get("derived", "comparison", default=None) or {}
+    value, low, high = (comparison.get(key) for key in ("effect", "low", "high"))
+    if not (isinstance(value, int | float) and isinstance(low, int | float) and isinstance(high, int | float)):
+        return None
+    return value, low, high
 
 
 def _priced(record: Record) -> list[str]:

@@ -9,15 +9,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from playbook.cards.model import Expect, Quantity, in_words
 from playbook.records.evidence import Curve
 from playbook_bench.judge import design, statistics
 from playbook_bench.judge.design import Launch
 from playbook_bench.judge.statistics import AGREEING_LAUNCHES, Interval, aa_deviation, least_effect, pairs_needed, t_quantile
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VERSION = 3
 
@@ -247,6 +248,8 @@ def _simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[fl
     Source: O. J. Dunn, Multiple comparisons among means, JASA 56 (1961); pooled deviation of randomised complete blocks: D. C. Montgomery,
     Design and Analysis of Experiments, chapter 4.
     """
+    import numpy as np
+
     y = np.asarray(rows, dtype=float)
     n, k = y.shape
     if n < 2:
@@ -271,12 +274,16 @@ def _simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[fl
 
 def _hodges_lehmann(differences: Sequence[float]) -> float:
     """Median of all pairwise means: where the effect lies if single launches are not to be trusted."""
+    import numpy as np
+
     walsh = [(a + b) / 2 for a, b in itertools.combinations_with_replacement(differences, 2)]
     return float(np.median(walsh))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Exact two-sided p of the mean under random signs; it cannot fall below 2 / 2^n."""
+    import numpy as np
+
     n = len(differences)
     d = np.abs(np.asarray(differences, dtype=float))
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=n)))
@@ -318,6 +325,8 @@ def _trend(launches: Sequence[Sequence[float]], alpha: float) -> Trend:
     Raises:
         ValueError: no launch, or launches of unequal length.
     """
+    import numpy as np
+
     if not launches or len({len(x) for x in launches}) != 1:
         raise ValueError("a trend needs launches with equally many timed steps")
     rows = [np.asarray(x, dtype=float) / np.median(x) for x in launches]
@@ -342,6 +351,7 @@ def _slope(profile: np.ndarray, alpha: float) -> tuple[float, float, float]:
 
     All of n steps are in order by chance once in n! / 2 times: of four, once in twelve, which would pass for a drift at any error rate.
     """
+    import numpy as np
     from scipy.stats import linregress, theilslopes
 
     at = np.arange(len(profile))
@@ -357,6 +367,8 @@ def _lag_one(values: np.ndarray) -> float:
     """Correlation of neighbours around the straight line that fits best. On average it is (2 + 4 r) / n too low for noise of correlation
     r.
     """
+    import numpy as np
+
     at = np.arange(len(values))
     residual = values - np.polynomial.Polynomial.fit(at, values, 1)(at)
     power = float(residual @ residual)

@@ -380,7 +380,6 @@ class Container(Strict):
 class Cluster(Strict):
     """A cluster: where jobs go, what they run in, and which variables its platform wants."""
 
-    SCHEMA = "cluster"
     partition: _Line | None = None
     account: _Line | None = None
     qos: _Line | None = None

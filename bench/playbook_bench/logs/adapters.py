@@ -53,16 +53,21 @@ def _by_figure(tags: Mapping[str, _Points]) -> dict[str, tuple[str, _Points]]:
 
 
 def _scalars(path: Path) -> dict[str, list[tuple[int, float, float]]]:
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    scalars: dict[str, list[tuple[int, float, float]]] = {}
     for event in _events(path):
         for value in event.summary.value:
             scalar = _scalar(value)
             if scalar is not None:
-                found.setdefault(value.tag, []).append((event.step, scalar, event.wall_time))
-    return found
+                scalars.setdefault(value.tag, []).append((event.step, scalar, event.wall_time))
+    return scalars
 
 
 def _events(path: Path) -> Iterator[Any]:
+    """The records of an event file, by TensorBoard's own reader.
+
+    Raises:
+        LogError: TensorBoard is not installed, or the file is too large, damaged, or still being written.
+    """
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -83,7 +88,8 @@ def _events(path: Path) -> Iterator[Any]:
         raise LogError(f"{path}: cannot be read as an event file ({shown(e)}); expected what a SummaryWriter wrote") from e
     if done != size:
         raise LogError(
-            f"{path}: is damaged after byte {done} of {size}, or still being written; expected a whole event file. Let the run close its writer"
+            f"{path}: is damaged after byte {done} of {size}, or still being written; expected a whole event file. "
+            "Let the run close its writer"
         )
 
 

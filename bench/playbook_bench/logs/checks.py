@@ -128,7 +128,11 @@ def _optional(line: Line, name: str, names: set[str]) -> float | None:
 
 
 def _fields(rows: Sequence[Numbered], expected: Expected) -> tuple[set[str], list[str]]:
-    """Figures that the lines hold, and those that most lines do not, which are passed over. A line without one that most have is damaged."""
+    """The names of figures that the lines hold, and of those that most lines do not, which are passed over.
+
+    Raises:
+        LogError: a line lacks a figure that most have, or one is not finite.
+    """
     counts = Counter(name for _, values in rows for name in values)
     names = {name for name, n in counts.items() if 2 * n >= len(rows)}
     begins = {name: number for number, values in reversed(rows) for name in values if name in _RATES}
@@ -139,11 +143,13 @@ def _fields(rows: Sequence[Numbered], expected: Expected) -> tuple[set[str], lis
         for name, value in values.items():
             if name == "nan" and value:
                 raise LogError(
-                    f"{expected.adapter}: line {number} says that its loss or gradients are NaN; expected finite ones. The run is no measurement"
+                    f"{expected.adapter}: line {number} says that its loss or gradients are NaN; expected finite ones. "
+                    "The run is no measurement"
                 )
             if name in names and not math.isfinite(value) and not (name in _NOT_WHEN_SKIPPED and values.get("skipped")):
                 raise LogError(
-                    f"{expected.adapter}: line {number} has {name} {value}; expected a finite number. The run is no measurement: let it train soundly first"
+                    f"{expected.adapter}: line {number} has {name} {value}; expected a finite number. "
+                    "The run is no measurement: let it train soundly first"
                 )
         late = rates if number < begin else set()
         missing = sorted(names - values.keys() - late - (_NOT_WHEN_SKIPPED if values.get("skipped") else set()))
@@ -176,7 +182,8 @@ def _seconds(lines: Sequence[Line], names: set[str], expected: Expected) -> tupl
         seconds = _rates(moments, lines)
         if in_bursts(moments):
             raise LogError(
-                f"{expected.adapter}: lines arrived in bursts, so the command buffers what it prints; expected each as its step ends. Set PYTHONUNBUFFERED=1, or flush"
+                f"{expected.adapter}: lines arrived in bursts, so the command buffers what it prints; expected each as its step ends. "
+                "Set PYTHONUNBUFFERED=1, or flush"
             )
     elif expected.running and "mean_seconds" in names:
         clock = "mean"
@@ -184,14 +191,15 @@ def _seconds(lines: Sequence[Line], names: set[str], expected: Expected) -> tupl
     elif expected.running:
         return "none", [math.nan] * len(lines)
     else:
-        held = ", ".join(sorted(names)) or "nothing known here"
+        figures = ", ".join(sorted(names & {"step", "epoch", *FIELDS})) or "nothing known here"
         raise LogError(
-            f"{expected.adapter}: lines about steps hold {held}; expected the seconds of a step as well. {expected.timed}; {ARRIVAL}"
+            f"{expected.adapter}: lines about steps hold {figures}; expected the seconds of a step as well. {expected.timed}; {ARRIVAL}"
         )
     for line, value in list(zip(lines, seconds, strict=True))[clock != "logged" :]:
         if not 0 < value < math.inf:
             raise LogError(
-                f"{expected.adapter}: step {line.step} on line {line.number} took {value:g} s; expected more than 0. The clock went back, or is too coarse"
+                f"{expected.adapter}: step {line.step} on line {line.number} took {value:g} s; expected more than 0. "
+                "The clock went back, or is too coarse"
             )
     return clock, seconds
 
@@ -257,6 +265,7 @@ def _skipped(lines: Sequence[Line], covered: int) -> Iterable[str]:
 
 
 def _caveats(lines: Sequence[Line], every: int, clock: Clock, sparse: Sequence[str], expected: Expected) -> Iterable[str]:
+    """What the figures do not vouch for, as sentences. `sparse`: figures that most lines lack."""
     if steps.is_late(lines, every, expected):
         yield f"the log begins at step {lines[0].step}: the run went on from a checkpoint, or the beginning is missing"
     if clock == "differences" and expected.running and (unit := _clock_unit(lines)):

@@ -85,8 +85,8 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     "mean_seconds": _each("seconds by the closing line"),
 }
 """For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
-Capitals and punctuation do not matter, nor does a leading `train`, though a name without it goes first. `time`, `samples` and `throughput` are left out:
-they mean too many things."""
+Capitals and punctuation do not matter, nor does a leading `train`, though a name without it goes first. `time`, `samples` and `throughput`
+are left out: they mean too many things."""
 
 _PUNCTUATION = re.compile(r"[^a-z0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
@@ -136,18 +136,18 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 def ranked(row: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
     """The figures of one line, each with the place of its name in `NAMES`: two clocks of a log are not one."""
-    found: dict[str, tuple[int, float]] = {}
+    values: dict[str, tuple[int, float]] = {}
     for name, raw in row.items():
-        known = _figure(name)
-        if known is None:
+        figure, rank, factor = _figure(name) or ("", 0, 0.0)
+        if not figure:
             continue
-        if known[0] == "step" and isinstance(raw, str) and (both := _OF_TOTAL.fullmatch(raw.strip())):
+        if figure == "step" and isinstance(raw, str) and (both := _OF_TOTAL.fullmatch(raw.strip())):
             raw = both[1]
-            found.setdefault("total", (2 * len(NAMES["total"]), float(both[2])))
-        value = number(raw) if known[0] != "clock" else _moment(name, raw)
-        if value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
-            found[known[0]] = (known[1], value * known[2])
-    return found
+            values.setdefault("total", (2 * len(NAMES["total"]), float(both[2])))
+        value = number(raw) if figure != "clock" else _moment(name, raw)
+        if value is not None and (figure not in values or rank < values[figure][0]):
+            values[figure] = (rank, value * factor)
+    return values
 
 
 def _moment(name: str, raw: Any) -> float | None:
@@ -169,12 +169,13 @@ def _moment(name: str, raw: Any) -> float | None:
 
 def figure_of(name: str) -> tuple[str, float] | None:
     """The figure that the name of a number is read as, with the factor to our unit."""
-    known = None if _plain(name).removeprefix("train_") in _DATES else _figure(name)
-    return (known[0], known[2]) if known else None
+    figure, _, factor = (None if _plain(name).removeprefix("train_") in _DATES else _figure(name)) or ("", 0, 0.0)
+    return (figure, factor) if figure else None
 
 
 @lru_cache(4096)
 def _figure(name: str) -> tuple[str, int, float] | None:
+    """The figure of a name, the name's place among those of the figure, and the factor to our unit."""
     plain = _plain(name)
     bare = plain.removesuffix("_step") if plain.endswith("loss_step") else plain
     if bare in _BY_NAME:

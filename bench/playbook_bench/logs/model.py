@@ -53,8 +53,8 @@ def _stated(text: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
 
 
 Clock = Literal["logged", "differences", "arrival", "mean", "none"]
-"""Where seconds come from: the log states them; they lie between the log's own time stamps; they lie between the moments at which its lines arrived;
-they are the mean of the whole run, by its closing line; it holds none, and seconds are NaN."""
+"""Where seconds come from: the log states them; they lie between the log's own time stamps; they lie between the moments at which its lines
+arrived; they are the mean of the whole run, by its closing line; it holds none, and seconds are NaN."""
 NO_TIME: tuple[Clock, ...] = ("mean", "none")
 """Clocks of logs that hold no time of a step."""
 

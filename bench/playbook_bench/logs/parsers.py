@@ -47,20 +47,22 @@ _OTHER_SPLITS = frozenset({"eval", "val", "valid", "validation", "test"})
 _NANOGPT = (
     re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms"),
     re.compile(
-        r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
+        r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?"
+        r"train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
     ),
 )
 _DEEPSPEED = (
     re.compile(
-        r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, MemAllocated=[\d.]{1,20}GB, "
-        r"MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
+        r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, "
+        r"MemAllocated=[\d.]{1,20}GB, MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
     ),
     re.compile(r"\b\d{1,15}/(?P<step>\d{1,15}), (?:RunningAvg)?SamplesPerSec=[\d.]{1,20}"),
 )
 _MMENGINE = (
     re.compile(
-        r"\b(?:Iter\(train\)\s+|Epoch\(train\)\s+\[(?P<epoch>\d{1,9})\])\[\s*(?P<step>\d{1,15})/\d{1,15}\] .{1,200} time: (?P<seconds>\d{1,9}\.\d{4}) "
-        r" ?data_time: \d{1,9}\.\d{4} .{0,80}\bmemory: (?P<memory_mib>\d{1,9})  .{0,80}\bloss: (?P<loss>\d{1,9}\.\d{4})\b"
+        r"\b(?:Iter\(train\)\s+|Epoch\(train\)\s+\[(?P<epoch>\d{1,9})\])\[\s*(?P<step>\d{1,15})/\d{1,15}\] .{1,200} "
+        r"time: (?P<seconds>\d{1,9}\.\d{4})  ?data_time: \d{1,9}\.\d{4} .{0,80}"
+        r"\bmemory: (?P<memory_mib>\d{1,9})  .{0,80}\bloss: (?P<loss>\d{1,9}\.\d{4})\b"
     ),
 )
 _TIMM = (
@@ -99,7 +101,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _objects(text: str) -> Iterator[tuple[int, str, str]]:
-    """For each line its number, what stands before an object, and the object, empty where there is none. One that is printed over several lines is joined."""
+    """For each line its number, what stands before an object, and the object, empty where there is none.
+
+    An object that is printed over several lines is joined, under the number of its last line.
+    """
     begun: list[str] = []
     before = ""
     for number, line in lines(text):
@@ -151,7 +156,10 @@ def _beside(row: dict[str, Any]) -> bool:
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with seconds that only its other figures tell: ms-swift's mean speed since the start, before it wrote `elapsed_time`; mmengine's `time`."""
+    """The row with seconds that only its other figures tell.
+
+    They are ms-swift's mean speed since the start, before it wrote `elapsed_time`, and mmengine's `time`.
+    """
     named, speed = figures(row), fields.number(row.get(_SPEED))
     if "seconds" in named or "clock" in named:
         return row
@@ -173,6 +181,11 @@ def hugging_face(text: str) -> Iterator[Row]:
 
 
 def _trainer_state(text: str) -> Iterator[Row]:
+    """The entries of the Trainer's history that have a loss.
+
+    Raises:
+        LogError: the text is no `trainer_state.json`.
+    """
     try:
         state = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as e:
@@ -196,7 +209,10 @@ def _mean(closing: dict[str, Any], steps: Any) -> dict[str, float]:
 
 
 def _trainer_console(text: str) -> Iterator[Row]:
-    """The dictionaries that the Trainer prints. They have no step: its progress bar has, which it draws anew after each, and its closing line."""
+    """The dictionaries that the Trainer prints.
+
+    They have no step. Its progress bar has, which it draws anew after each, and so has its closing line.
+    """
     rows: list[Row] = []
     bars: list[dict[str, Any] | None] = []
     closing: dict[str, Any] = {}
@@ -211,8 +227,8 @@ def _trainer_console(text: str) -> Iterator[Row]:
         row = {item[1]: item[2] for item in items if item and item[1] != "train_runtime"}
         if body.startswith("{'train_runtime'"):
             closing = {item[1]: item[2] for item in items if item}
-        alone = len({item[1] for item in items if item}) == len(items)
-        if alone and "loss" in row:
+        complete = len({item[1] for item in items if item}) == len(items)
+        if complete and "loss" in row:
             rows.append((number, row))
             bars.append(None)
     if not closing and len(bars) > 1 and all(bars[:-1]) and bars[-1] is None:  # cut off before the bar was drawn anew
@@ -234,13 +250,19 @@ def _bar_seconds(bar: re.Match[str]) -> int:
 
 
 def table(text: str) -> Iterator[Row]:
-    """CSVLogger's `metrics.csv`, or a table that Weights & Biases exports. Rows of one step that hold different figures are one; those of a validation count for nothing."""
+    """CSVLogger's `metrics.csv`, or a table that Weights & Biases exports.
+
+    Rows of one step that hold different figures are one; those of a validation count for nothing.
+
+    Raises:
+        LogError: a row has other columns than the header, or two columns hold one figure.
+    """
     pending: Row | None = None
-    found = [line for _, line in lines(text)]
+    text_rows = [line for _, line in lines(text)]
     try:
-        rows = csv.reader(found)
+        rows = csv.reader(text_rows)
         names = _columns(next(rows, []))
-        if len(names) < 2 or not any("step" in figures({name: 0.0}) for name in names) or found[1:2] == [] or "," not in found[1]:
+        if len(names) < 2 or not any("step" in figures({name: 0.0}) for name in names) or text_rows[1:2] == [] or "," not in text_rows[1]:
             return
         for number, cells in enumerate(rows, start=2):
             if len(cells) != len(names):
@@ -277,7 +299,7 @@ def _columns(header: list[str]) -> list[str]:
 
 
 def torchtitan(text: str) -> Iterator[Row]:
-    """`step: 10  loss: 7.1  grad_norm: 1.2  memory: 9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%`, with the logger's time before it."""
+    """`step: 10  loss: 7.1  grad_norm: 1.2  memory: 9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%`, the logger's time before it."""
     for number, line in lines(text):
         start = _TITAN.search(line)
         if start is None:
@@ -312,15 +334,23 @@ def megatron(text: str) -> Iterator[Row]:
 
     Primus puts the mean so far behind an iteration's own figure: `elapsed time per iteration (ms): 1200.0/1250.3`.
     """
+    names: list[str] = []
     for number, line in lines(text):
         start = _MEGATRON.search(line)
         timed = any(name in line for name in _MEGATRON_TIMES)
         if start is not None and timed and (row := _barred(line[start.end() :])) is not None:
+            if _MEGATRON_TIMES[1] in line:  # nanotron ends a line with no bar: one that was cut off lacks names
+                names = names or list(row)
+                if list(row) != names:
+                    continue
             yield number, {"iteration": start[1], "train_iters": start[2], **{name: value.partition("/")[0] for name, value in row.items()}}
 
 
 def nemo(text: str) -> Iterator[Row]:
-    """Lines of NeMo 2, `Training epoch 0, iteration 9/99 | global_batch_size: 8 | ... | train_step_timing in s: 6.08`: steps from 0 to the number behind the bar."""
+    """Lines of NeMo 2, `Training epoch 0, iteration 9/99 | global_batch_size: 8 | ... | train_step_timing in s: 6.08`.
+
+    Steps go from 0 to the number behind the stroke.
+    """
     for number, line in lines(text):
         start = _NEMO.search(line)
         row = _barred(line[start.end() :]) if start is not None else None
@@ -336,7 +366,10 @@ def _barred(text: str) -> dict[str, Any] | None:
 
 
 def verl(text: str) -> Iterator[Row]:
-    """Lines of verl's console, `step:1 - actor/grad_norm:0.5 - timing_s/step:38.4 - perf/total_num_tokens:18603`; those of a validation alone hold no figure of ours."""
+    """Lines of verl's console, `step:1 - actor/grad_norm:0.5 - timing_s/step:38.4 - perf/total_num_tokens:18603`.
+
+    Those of a validation alone hold no figure of ours.
+    """
     for number, line in lines(text):
         start = _VERL.search(line)
         items = [_VERL_ITEM.fullmatch(part) for part in line[start.end() :].rstrip().split(" - ")] if start else []
@@ -361,17 +394,17 @@ def _matching(patterns: tuple[re.Pattern[str], ...]) -> Parser:
 
 
 nanogpt = _matching(_NANOGPT)
-"""`iter 10: loss 2.9, time 345.1ms, mfu 38.2%`, and modded-nanoGPT's `step:10/1750 train_time:1234ms step_avg:123.4ms`, a time since the start."""
+"""`iter 10: loss 2.9, time 345.1ms, mfu 38.2%`, and modded-nanoGPT's `step:10/1750 train_time:1234ms step_avg:123.4ms`, since the start."""
 deepspeed = _matching(_DEEPSPEED)
-"""The throughput timer's lines, `epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=...`, and those of 2022, `0/10, SamplesPerSec=...`."""
+"""The throughput timer's lines, `.../global_step=10, RunningAvgSamplesPerSec=...`, and those of 2022, `0/10, SamplesPerSec=...`."""
 mmengine = _matching(_MMENGINE)
-"""`Epoch(train) [1][50/300]  lr: 2e-2  eta: 0:10:00  time: 0.5012  data_time: 0.0012  memory: 3512  loss: 1.2345`, and `Iter(train) [50/80000] ...`."""
+"""`Epoch(train) [1][50/300]  lr: 2e-2  time: 0.5012  data_time: 0.0012  memory: 3512  loss: 1.2345`, and `Iter(train) [50/80000] ...`."""
 timm = _matching(_TIMM)
 """`Train: 0 [  50/1251 (  4%)]  Loss: 6.914 (6.93)  Time: 0.512s, 500.1/s  (0.530s, ...)  LR: 1.000e-05  Data: 0.010 (0.012)`."""
 
 
 def torchtune(text: str) -> Iterator[Row]:
-    """`Step 10 | loss:1.68 lr:2e-05 tokens_per_second_per_gpu:1234.5 grad_norm:1.5 peak_memory_active:14.2`, with the same names in each line."""
+    """`Step 10 | loss:1.68 lr:2e-05 tokens_per_second_per_gpu:1234.5 peak_memory_active:14.2`, with the same names in each line."""
     names: list[str] = []
     for number, line in lines(text):
         if (start := _TORCHTUNE.search(line)) is not None:
@@ -385,13 +418,15 @@ def _blocks(adapter: str, head: re.Pattern[str], figure: re.Pattern[str]) -> Par
     """A parser of blocks: a line with step and number of steps, and below it one figure a line, further in."""
 
     def parse(text: str) -> Iterator[Row]:
+        """One row for each block, under the number of its head."""
         pending: Row | None = None
         for number, line in lines(text):
             begins, item = head.search(line.rstrip()), figure.fullmatch(line.rstrip())
             if pending is not None and item is not None and begins is None:
                 if item[1] in pending[1]:
                     raise LogError(
-                        f"{adapter}: line {number} names {shown(item[1])} twice for one step; the log is damaged, or two processes write into it"
+                        f"{adapter}: line {number} names {shown(item[1])} twice for one step; "
+                        "the log is damaged, or two processes write into it"
                     )
                 pending[1][item[1]] = item[2].replace(",", "")
                 continue
@@ -427,20 +462,21 @@ def by_pattern(pattern: str) -> Parser:
         raise LogError(f"regex: {shown(pattern)} is no regular expression ({shown(e)})") from e
     if "step" not in compiled.groupindex or len(pattern) > _LONGEST_PATTERN:
         raise LogError(
-            f"regex: {shown(pattern)} has groups {sorted(compiled.groupindex)}; expected named groups `(?P<step>...)` and `(?P<seconds>...)`, "
-            f"perhaps loss and tokens, in at most {_LONGEST_PATTERN} characters"
+            f"regex: {shown(pattern)} has groups {sorted(compiled.groupindex)}; "
+            "expected named groups `(?P<step>...)` and `(?P<seconds>...)`, perhaps loss and tokens, "
+            f"in at most {_LONGEST_PATTERN} characters"
         )
 
     def parse(text: str) -> Iterator[Row]:
         until = time.monotonic() + _REGEX_S
         for number, line in lines(text):
             try:
-                found = compiled.search(line, timeout=max(1e-3, until - time.monotonic()))
+                match = compiled.search(line, timeout=max(1e-3, until - time.monotonic()))
             except TimeoutError as e:
                 raise LogError(
                     f"regex: {shown(pattern)} took more than {_REGEX_S:g} s, the last on line {number}; avoid repeats inside repeats"
                 ) from e
-            if found is not None:
-                yield number, {name: value for name, value in found.groupdict().items() if value is not None}
+            if match is not None:
+                yield number, {name: value for name, value in match.groupdict().items() if value is not None}
 
     return parse

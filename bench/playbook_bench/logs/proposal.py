@@ -53,8 +53,8 @@ _GROUPS = {
     ("memory_bytes", 2.0**30): "memory_gib",
     ("flops_per_s", 1e12): "tflops",
 }
-"""Names of groups for figures of these units; others have their own."""
-_OWN = frozenset({"loss", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_gpu", "memory_bytes"})
+"""Names of groups for figures of these units; those of `_SAME_NAME` are named as the figure is."""
+_SAME_NAME = frozenset({"loss", "grad_norm", "tokens", "tokens_total", "tokens_per_s", "tokens_per_s_per_gpu", "memory_bytes"})
 _TOTALS = {"ms": "ms_total", "seconds": "seconds_total", "tokens": "tokens_total"}
 
 
@@ -131,14 +131,14 @@ def _name(form: _Form, i: int) -> str:
     """The group's name of a figure, by its unit, or by the words before it as trainers write them; empty where nothing tells."""
     before, behind = form.words[i], form.words[i + 1]
     words = re.sub(r"[\s:=|]+$", "", before).rpartition("| ")[2].split(" ")
-    known = next((f for k in range(min(4, len(words)), 0, -1) if (f := figure_of(" ".join(words[-k:])))), None)
-    if known and known[0] == "step":
+    figure, factor = next((f for k in range(min(4, len(words)), 0, -1) if (f := figure_of(" ".join(words[-k:])))), ("", 0.0))
+    if figure == "step":
         return ""
     by_unit = "" if _NO_STEP_TIME.search(before) else next((name for name, unit in _BY_UNIT if re.match(unit, behind)), "")
     if by_unit:
-        name = _TOTALS.get(by_unit, by_unit) if known and known[0] == "clock" else by_unit
-    elif known:
-        name = _GROUPS.get(known) or (known[0] if known[1] == 1 and known[0] in _OWN else "")
+        name = _TOTALS.get(by_unit, by_unit) if figure == "clock" else by_unit
+    elif figure:
+        name = _GROUPS.get((figure, factor)) or (figure if factor == 1 and figure in _SAME_NAME else "")
     else:
         by_name = (name for name, word in _BY_NAME if re.search(word, before, re.IGNORECASE))
         name = "" if _NO_STEP_TIME.search(before) else next(by_name, "")

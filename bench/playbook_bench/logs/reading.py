@@ -30,8 +30,8 @@ _KNOWN = f"{_NAMES}, {_PATTERN}PATTERN"
 class NoAdapter(LogError):
     """No adapter knows a line of a log."""
 
-    known = _NAMES
-    """Those that were tried."""
+    tried = _NAMES
+    """The adapters that were tried."""
 
     def __init__(self, message: str, pattern: str) -> None:
         super().__init__(message)
@@ -51,11 +51,11 @@ def read(
 ) -> StepLog:
     """The steps that a log tells of: its text, a file, or a folder with one file that an adapter knows.
 
-    `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make: only
-    with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that is neither
-    0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs that hold no time.
+    `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make:
+    only with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that
+    is neither 0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs without times.
     `running`: the run may go on, so that a log which ends early is one, with a caveat; so is one without times: its seconds
-    are those of a file `beside` it that has its steps and losses, else NaN.
+    are those of a file `beside` it that has its steps and losses, else the mean of the run, else NaN.
 
     Raises:
         LogError: the log is not the whole and sound log of one run, or does not say how long its steps took.
@@ -94,12 +94,12 @@ def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
     patterns = [name for each in ADAPTERS for name in each.files]
-    known = [found for name in patterns for found in sorted(path.glob(name))]
-    if len(known) != 1:
+    files = [file for name in patterns for file in sorted(path.glob(name))]
+    if len(files) != 1:
         raise LogError(
-            f"{path}: holds {len(known)} files that an adapter reads; expected one of {', '.join(patterns)}, or name the file itself"
+            f"{path}: holds {len(files)} files that an adapter reads; expected one of {', '.join(patterns)}, or name the file itself"
         )
-    return known[0]
+    return files[0]
 
 
 def _source(adapter: Adapter, content: str | Path) -> str:
@@ -107,12 +107,12 @@ def _source(adapter: Adapter, content: str | Path) -> str:
         if isinstance(content, str):
             raise LogError(f"{adapter.name}: reads {adapter.reads}; expected a path, and found what a command printed. Name the file")
         return str(content)
-    found = fields.load(content) if isinstance(content, Path) else content
-    if len(found) > fields.MAX_BYTES:
+    text = fields.load(content) if isinstance(content, Path) else content
+    if len(text) > fields.MAX_BYTES:
         raise LogError(
             f"the log is longer than {fields.MAX_BYTES >> 20} MiB; expected the log of one run. Let one rank write it, or run fewer steps"
         )
-    return found
+    return text
 
 
 def named(name: str) -> Adapter:
@@ -124,10 +124,10 @@ def named(name: str) -> Adapter:
     if name.startswith(_PATTERN):
         parse = parsers.by_pattern(name.removeprefix(_PATTERN))
         return Adapter("regex", "lines that a pattern finds", (), parse, "one line printed for each step", "Name a group `seconds` or `ms`")
-    found = next((each for each in ADAPTERS if each.name == name), None)
-    if found is None:
+    adapter = next((each for each in ADAPTERS if each.name == name), None)
+    if adapter is None:
         raise LogError(f"there is no adapter {fields.shown(name)}; expected one of {_KNOWN}")
-    return found
+    return adapter
 
 
 def _chosen(name: str | None, content: str | Path) -> Adapter:
@@ -136,17 +136,17 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
         return named(name)
     if isinstance(content, Path) and (binary := [a for a in ADAPTERS if a.binary and any(content.match(p) for p in a.files)]):
         return binary[0]
-    whole = fields.load(content) if isinstance(content, Path) else content
-    found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
-    if found is None:
-        fitting = f"{_PATTERN}{proposed}" if (proposed := pattern(whole)) else ""
+    text = fields.load(content) if isinstance(content, Path) else content
+    adapter = next((each for each in ADAPTERS if not each.binary and _knows(each, text)), None)
+    if adapter is None:
+        fitting = f"{_PATTERN}{proposed}" if (proposed := pattern(text)) else ""
         hint = (
             f"This pattern fits its lines: {shlex.quote(fitting)}"
             if fitting
             else "JSON lines with step, seconds, loss and tokens are read without options"
         )
         raise NoAdapter(f"no adapter knows a line of this log; expected one of {_KNOWN}. {hint}", fitting)
-    return found
+    return adapter
 
 
 def _knows(adapter: Adapter, content: str) -> bool:
@@ -197,9 +197,9 @@ def _with_seconds(log: StepLog, other: StepLog) -> StepLog | None:
     """The log with the other's seconds; its first step may have none."""
     of_step = {step.step: step for step in other.steps}
     common = [step for step in log.steps if step.step in of_step]
-    same = all(math.isclose(step.loss or 0.0, of_step[step.step].loss or 0.0, rel_tol=_ROUNDING) for step in common)
-    told = "loss" not in (*log.unknown, *other.unknown)
-    if other.clock in NO_TIME or len(common) < max(2, len(log.steps) - 1) or not (same and told):
+    equal_losses = all(math.isclose(step.loss or 0.0, of_step[step.step].loss or 0.0, rel_tol=_ROUNDING) for step in common)
+    have_losses = "loss" not in (*log.unknown, *other.unknown)
+    if other.clock in NO_TIME or len(common) < max(2, len(log.steps) - 1) or not (equal_losses and have_losses):
         return None
     steps = tuple(replace(step, seconds=of_step[step.step].seconds) for step in common)
     return replace(log, steps=steps, clock=other.clock)

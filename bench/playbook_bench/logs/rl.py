@@ -48,17 +48,20 @@ _LENGTHS = (
 
 
 def slime(text: str) -> Iterator[_Row]:
-    """`perf 2: {'perf/rollout_time': 98.6, ...}`, one from the engine and one from the trainer for each rollout, and `rollout 2: {...}`; one row for the three."""
-    seen: dict[str, dict[str, Any]] = {}
+    """`perf 2: {'perf/rollout_time': 98.6, ...}`, one from the engine and one from the trainer for each rollout, and `rollout 2: {...}`.
+
+    The three are one row.
+    """
+    rollouts: dict[str, dict[str, Any]] = {}
     for line_number, line in lines(text):
         start = _SLIME.search(line)
         if start is None:
             continue
-        row = seen.setdefault(start[2], {"step": start[2]})
+        row = rollouts.setdefault(start[2], {"step": start[2]})
         row.update(_ITEM.findall(line[start.end() :]))
         if start[1] == "perf" and "perf/step_time" in row:
-            yield line_number, seen.pop(start[2])
-            seen.clear()
+            yield line_number, rollouts.pop(start[2])
+            rollouts.clear()
 
 
 def openrlhf(text: str) -> Iterator[_Row]:
@@ -70,7 +73,7 @@ def openrlhf(text: str) -> Iterator[_Row]:
 
 
 def nemo_rl(text: str) -> Iterator[_Row]:
-    """Blocks of NeMo-RL: a rule with `Step 3/100`, then one figure a line, `• Total step time: 66.55s` and `• policy_training: 25.05s (37.6%)`."""
+    """Blocks of NeMo-RL: a rule with `Step 3/100`, then one figure a line, such as `• policy_training: 25.05s (37.6%)`."""
     row: dict[str, Any] = {}
     first = 0
     for line_number, line in lines(text):
@@ -86,15 +89,14 @@ def nemo_rl(text: str) -> Iterator[_Row]:
 
 def steps(rows: Iterator[_Row]) -> list[Step]:
     """The steps of a log that names phases or lengths of responses; none of one that does not."""
-    found = [_step(row) for _, row in rows]
-    return [s for s in found if len(s.phases) > 1 or s.longest is not None]
+    return [s for s in (_step(row) for _, row in rows) if len(s.phases) > 1 or s.longest is not None]
 
 
 def _step(row: Mapping[str, Any]) -> Step:
-    held = {name: value for name, raw in row.items() if (value := number(raw)) is not None and value >= 0}
-    phases = {phase: sum(held[n] for n in names if n in held) for phase, names in NAMES.items() if any(n in held for n in names)}
-    if "rollout" not in phases and _WAIT in held:
-        phases["rollout"] = max(0.0, held[_WAIT] - phases.get("weight transfer", 0.0))
-    total = next((held[n] for n in _TOTALS if n in held), figures(row).get("seconds"))
-    mean, longest = next(((held[a], held[b]) for a, b in _LENGTHS if a in held and b in held), (None, None))
+    values = {name: value for name, raw in row.items() if (value := number(raw)) is not None and value >= 0}
+    phases = {phase: sum(values[n] for n in names if n in values) for phase, names in NAMES.items() if any(n in values for n in names)}
+    if "rollout" not in phases and _WAIT in values:
+        phases["rollout"] = max(0.0, values[_WAIT] - phases.get("weight transfer", 0.0))
+    total = next((values[n] for n in _TOTALS if n in values), figures(row).get("seconds"))
+    mean, longest = next(((values[a], values[b]) for a, b in _LENGTHS if a in values and b in values), (None, None))
     return Step(total, phases, mean, longest)

@@ -105,7 +105,10 @@ def _added(group: Sequence[Numbered]) -> Numbered:
 
 
 def numbered(rows: Sequence[Numbered], expected: Expected) -> tuple[list[Line], list[str]]:
-    """Lines with their steps, and a word where they count anew in each epoch; where they have none, counted, if their epochs show that none is missing."""
+    """Lines with their steps, and a word where these count anew in each epoch.
+
+    Where lines have no step they are counted, if their epochs show that none is missing.
+    """
     if any("step" in values for _, values in rows):
         return _through_epochs([Line(number, _whole(values["step"], number, expected), values) for number, values in rows])
     origin, every = _uncounted([values for _, values in rows], expected)
@@ -168,8 +171,8 @@ def _uncounted(rows: Sequence[Mapping[str, float]], expected: Expected) -> tuple
         fits = [e for e in range(1, int(most / n) + 1) if least < e * (n + 1) and e * n < most]
         if len(fits) != 1:
             raise LogError(
-                f"{expected.adapter}: the log has {n} lines about steps, and its closing line tells of about {steps:.0f} steps, which leaves open how many "
-                f"a line covers; expected the number of steps as well, or a line for each: {expected.each_step}"
+                f"{expected.adapter}: the log has {n} lines about steps, and its closing line tells of about {steps:.0f} steps, "
+                f"which leaves open how many a line covers; expected the number of steps as well, or a line for each: {expected.each_step}"
             )
         return before + fits[0], fits[0]
     return before + 1, 1
@@ -191,7 +194,8 @@ def _even_epochs(rows: Sequence[Numbered], expected: Expected) -> None:
     coarse = not usual > 2 * unit
     if coarse and expected.steps is None:
         raise LogError(
-            f"{expected.adapter}: lines have no step, and their epochs are too coarse to show that none is missing; expected the number of steps as well"
+            f"{expected.adapter}: lines have no step, and their epochs are too coarse to show that none is missing; "
+            "expected the number of steps as well"
         )
     for (number, _), growth in zip(rows[1:], growths, strict=True):
         if not (growth >= 0 if coarse else 0 < growth < _NEXT_LINE * usual + unit):
@@ -207,7 +211,8 @@ def interval(lines: Sequence[Line], expected: Expected) -> int:
         if b.step == a.step:
             raise LogError(
                 f"{expected.adapter}: step {b.step} is logged twice, on lines {a.number} and {b.number}; expected once. "
-                "Where several ranks write into one log, keep one (torchrun --local-ranks-filter 0); lines of micro-batches need a counter of them, `micro_step`"
+                "Where several ranks write into one log, keep one (torchrun --local-ranks-filter 0); "
+                "lines of micro-batches need a counter of them, `micro_step`"
             )
         if b.step < a.step:
             raise LogError(
@@ -221,8 +226,8 @@ def interval(lines: Sequence[Line], expected: Expected) -> int:
         is_last = i == len(gaps) - 1 > 1 and b.step - a.step < every
         if b.step - a.step != (a.next_in or every) and not is_first and not is_last:
             raise LogError(
-                f"{expected.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), where every {every} is logged; "
-                "steps are missing from the log"
+                f"{expected.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), "
+                f"where every {every} is logged; steps are missing from the log"
             )
     begin = lines[0].step
     if expected.first is not None and begin not in range(expected.first, expected.first + every):
@@ -249,8 +254,8 @@ def end(lines: Sequence[Line], every: int, expected: Expected) -> list[str]:
             return [f"the log ends at step {last} of {steps}: the run goes on, or ended early"]
         if late:
             raise LogError(
-                f"{expected.adapter}: the first step logged is {begin} on line {lines[0].number}, the last is {last}; expected {steps} steps. "
-                "The beginning is missing, or the run ended early"
+                f"{expected.adapter}: the first step logged is {begin} on line {lines[0].number}, the last is {last}; "
+                f"expected {steps} steps. The beginning is missing, or the run ended early"
             )
         raise LogError(
             f"{expected.adapter}: the log ends at step {last} (line {lines[-1].number}); expected {steps} steps. "

@@ -210,7 +210,9 @@ def _verdict(low: float, high: float, margin: float) -> Verdict:
 
 
 def hint(outcome: Outcome, result: AbAnswer) -> str:
-    """What helps where nothing was decided: the option that lets launches be compared which do different work, or what effect they can show; else empty."""
+    """What helps where nothing was decided: the option that lets launches be compared which do different work, or what effect they can
+    show; else empty.
+    """
     derived, measured = outcome.evidence.derived, outcome.evidence.measured
     details = [gate.detail for gate in derived.gates if not gate.ok]
     option = next((option for words, option in _ADVISED_OPTIONS.items() if any(words in each for each in details)), "")

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from playbook import files
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, tables_wanted
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Comparison, Curve, Evidence, Machine, Measured, Run
 from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
@@ -342,7 +342,9 @@ def history(path: Path) -> pd.DataFrame:
     Raises:
         ConfigError: the file is something else, or its folder is not there.
     """
-    import pandas as pd  # a third of a second, which no other answer needs
+    with tables_wanted():
+        import pandas as pd  # a third of a second, which no other answer needs
+        import pyarrow as pa  # noqa: F401  pandas reads Parquet by it
 
     if not path.exists() and path.parent.is_dir():
         return pd.DataFrame(columns=list(_HISTORY))

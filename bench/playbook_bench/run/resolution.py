@@ -16,9 +16,10 @@ _BY_STEPS = 0.5
 
 
 def sentence(measured: Measured, comparison: Comparison) -> str:
-    """The least effect that the last look would show four times out of five, and what would make it smaller; empty where launches do not differ.
+    """The least effect that the last look would show four times out of five, and what would make it smaller.
 
-    It takes the launches so far for those to come. More steps help where what single steps differ by explains what launches differ by.
+    Empty where launches do not differ. It takes the launches so far for those to come. More steps help where what single steps differ by
+    explains what launches differ by.
     """
     plan = measured.plan
     if plan is None or comparison.deviation is None or comparison.scale != "log_ratio" or comparison.alpha_look is None:
@@ -28,8 +29,11 @@ def sentence(measured: Measured, comparison: Comparison) -> str:
         return ""
     alpha = verdict.rules_of(plan).level(plan.looks, plan.alpha, last)
     least = judge.least_effect(last, comparison.deviation, alpha)
-    text = f"pairs of launches differ by {100 * comparison.deviation:.1f} %: {last} pairs show an effect from about {100 * math.expm1(least):.0f} % on"
-    return f"{text}; to see a smaller one, {_advice(measured.runs, comparison)}"
+    return (
+        f"pairs of launches differ by {100 * comparison.deviation:.1f} %: "
+        f"{last} pairs show an effect from about {100 * math.expm1(least):.0f} % on; "
+        f"to see a smaller one, {_advice(measured.runs, comparison)}"
+    )
 
 
 def _advice(runs: Sequence[Run], comparison: Comparison) -> str:
@@ -60,6 +64,6 @@ def order_matters(comparison: Comparison) -> str:
     if plain * comparison.effect >= 0:
         return ""
     return (
-        f"the means alone say {100 * plain:+.1f} %, and {100 * comparison.effect:+.1f} % is what is left once drift and what a launch leaves"
-        " for the next are taken out: launches differ too much to say which"
+        f"the means alone say {100 * plain:+.1f} %, and {100 * comparison.effect:+.1f} % is what is left once drift and what a launch"
+        " leaves for the next are taken out: launches differ too much to say which"
     )

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
-from playbook.errors import PlaybookError
+from playbook.errors import PlaybookError, tables_wanted
 
 MAX_BYTES = 4 << 30
 """Of a file or a whole archive, unpacked."""
@@ -220,7 +220,8 @@ def _unpacked(name: str, read: Callable[[int], bytes], budget: list[int]) -> Unp
         case "xz":
             return Unpacked(name, _Xz(packed).read, budget)
         case "zstd":
-            import pyarrow as pa
+            with tables_wanted():
+                import pyarrow as pa
 
             return Unpacked(name, partial(_little, pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), "zstd")), budget)
         case _:

@@ -1,7 +1,4 @@
-"""Kineto's Chrome trace (torch.profiler) as a stream of its events, and those as a Timeline.
-
-One event is in memory at a time, whatever the file's size. The events are the list `traceEvents` of a document, or the whole document. Each
-is decoded by json's own scanner out of a piece of text that grows where an event goes on behind it.
+"""Kineto's Chrome trace (torch.profiler) as a Timeline.
 
 Kernels carry the correlation of the call that launched them. On a machine without GPU there are only operators on the host's threads;
 the time in which at least one runs is then what `busy` means. Backward work outside every `.bwd` range is traced to the forward
@@ -10,9 +7,7 @@ operator that autograd recorded the same sequence number for.
 
 from __future__ import annotations
 
-import codecs
 import itertools
-import json
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -22,159 +17,9 @@ from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.kernels import communicates, union
+from playbook_bench.trace.chrome import Document
 from playbook_bench.trace.containers import Unpacked, one
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread
-
-_CHUNK = 1 << 20
-_MAX_VALUE = 64 << 20
-"""Characters of one event, or of one value beside the events."""
-_SPACE = re.compile(r"[ \t\n\r\ufeff]*")
-_BETWEEN = re.compile(r"[ \t\n\r,]*")
-_DECODE = json.JSONDecoder(strict=False).raw_decode
-_NEAR = 8
-"""Characters before the end of a text within which a value that the end cuts is found to be wrong: `\\u12`, `fals`."""
-
-
-class _CutError(Exception):
-    """The text ended inside the document."""
-
-
-class Document:
-    """A Chrome trace that is being read. `cut`: its end is missing; `head`: its values beside the events, once they have been passed."""
-
-    def __init__(self, stream: Unpacked) -> None:
-        self.cut, self.head = False, dict[str, Any]()
-        self._stream, self._name = stream, stream.name
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text, self._at, self._over = "", 0, False
-
-    def events(self) -> Iterator[Any]:
-        """The events, in order.
-
-        Raises:
-            PlaybookError: it is no Chrome trace, or damaged before its end.
-        """
-        try:
-            yield from self._whole()
-        except _CutError:
-            self.cut = True
-        except RecursionError as e:
-            raise PlaybookError(f"{self._name}: is nested too deeply to be a Chrome trace") from e
-
-    def _whole(self) -> Iterator[Any]:
-        first = self._next()
-        if first == "[":
-            yield from self._list()
-        elif first == "{":
-            yield from self._members()
-        else:
-            what = "is empty, and so" if not first else "is"
-            raise PlaybookError(f"{self._name}: {what} not valid JSON; expected the Chrome trace that torch.profiler writes")
-        if self._next():
-            raise PlaybookError(
-                f"{self._name}: goes on behind its end, as where several processes wrote into one file; trace anew, each rank into its own"
-            )
-
-    def _members(self) -> Iterator[Any]:
-        """The events of a document that is an object; its other values go into `head`.
-
-        Raises:
-            PlaybookError: it is no Chrome trace.
-        """
-        self._at += 1
-        listed = False
-        while (c := self._need()) != "}":
-            if c == ",":
-                self._at += 1
-                continue
-            key = self._value()
-            if not isinstance(key, str) or self._need() != ":":
-                self._refuse("expected a name and a colon")
-            self._at += 1
-            if self._need() == "[" and key == "traceEvents":
-                listed = True
-                yield from self._list()
-            else:
-                value = self._value()
-                if len(self.head) < _CHUNK:
-                    self.head[key] = value
-        self._at += 1
-        if not listed and "entries" not in self.head:  # a dump of the flight recorder has these
-            raise PlaybookError(f"{self._name}: has no list 'traceEvents'; expected the Chrome trace that torch.profiler writes")
-
-    def _list(self) -> Iterator[Any]:
-        self._at += 1
-        while True:
-            match = _BETWEEN.match(self._text, self._at)
-            self._at = match.end() if match else self._at
-            if self._at == len(self._text):
-                if not self._more():
-                    raise _CutError
-            elif self._text[self._at] == "]":
-                self._at += 1
-                return
-            else:
-                yield self._value()
-
-    def _need(self) -> str:
-        """The next character, which must be there."""
-        c = self._next()
-        if not c:
-            raise _CutError
-        return c
-
-    def _next(self) -> str:
-        """The next character that is no space; none at the end."""
-        while True:
-            match = _SPACE.match(self._text, self._at)
-            self._at = match.end() if match else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
-                return ""
-
-    def _value(self) -> Any:
-        """The next value of the document, read on until it is whole."""
-        while True:
-            try:
-                value, end = _DECODE(self._text, self._at)
-            except json.JSONDecodeError as e:
-                if not self._more():
-                    if e.pos >= len(self._text) - _NEAR or e.msg.startswith("Unterminated"):
-                        raise _CutError from e
-                    self._refuse(e.msg)
-            except ValueError as e:
-                self._refuse(str(e)[:80])
-            else:
-                # A number that touches the end may go on behind it.
-                if end < len(self._text) or not self._more():
-                    self._at = end
-                    return value
-
-    def _more(self) -> bool:
-        """Read on; False at the end. A value that does not fit doubles the piece, so that it is not scanned again and again."""
-        self._text = self._text[self._at :]
-        self._at = 0
-        if self._over:
-            return False
-        if len(self._text) > _MAX_VALUE:
-            self._refuse(f"no value ends within {_MAX_VALUE >> 20} million characters")
-        target, pieces, size = max(_CHUNK, len(self._text)), [self._text], 0
-        while size < target:
-            data = self._stream.read(_CHUNK)
-            if not data:
-                self._over = True
-                pieces.append(self._decoder.decode(b"", final=True))
-                break
-            size += len(data)
-            pieces.append(self._decoder.decode(data))
-        self._text = "".join(pieces)
-        return True
-
-    def _refuse(self, what: str) -> None:
-        near = self._text[self._at : self._at + 40]
-        raise PlaybookError(f"{self._name}: is not valid JSON ({what} near {near!r}); the file is damaged: copy it, or trace, anew")
-
 
 _MAX_EVENTS = 4_000_000
 """Events that are kept: those of the host and the device, without flows and Python functions."""
@@ -188,8 +33,14 @@ _MAX_US = 10**16
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 _MOST_NAMED = 64
+_MOST_RANKS = 4096
 _ON_DEVICE = "gpu_user_annotation"
 _READ = {*_DEVICE, *_HOST, _ON_DEVICE}
+_LABEL = re.compile(r"\[([^\]]{1,60})\] |(rank[-_ ]?\d{1,6})\b", re.IGNORECASE)
+"""What tools that merge traces write before the number of a process: `[TP03] 7`, `rank3 7`."""
+_NUMBERED = re.compile(r"(?:tp|rank)[-_ ]?(\d{1,6})", re.IGNORECASE)
+_Key = tuple[str, str | int]
+"""How a rank of a merged trace is told: by `rank` in an event's arguments, by a label, or by its process (`pid`)."""
 _GROUP = ("Process Group Description", "Process Group Name", "Process Group Ranks", "Group size")
 
 
@@ -216,9 +67,9 @@ class _Launched(NamedTuple):
 
 
 class _Recorded:
-    """What is kept of a trace's events. Names are shared between events, so that many fit."""
+    """What is kept of one rank's events. Names are shared between events, so that many fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, str]) -> None:
         self.operators: list[Event] = []
         self.annotations: list[Span] = []
         self.marks: list[Span] = []
@@ -230,53 +81,31 @@ class _Recorded:
         """The two ends of each forward-to-backward flow by (end, id), as thread and time."""
         self.processes: set[str] = set()
         self.devices: set[str] = set()
-        self._names: dict[str, str] = {}
-        self._damaged = self._all = 0
+        self._names = names
 
-    def read(self, events: Iterator[Any], name: str) -> None:
-        """Keep what counts.
+    @property
+    def size(self) -> int:
+        """How many events are kept."""
+        return len(self.operators) + len(self.device) + len(self.calls)
 
-        Raises:
-            PlaybookError: too many events, or hardly one has a time.
-        """
-        for event in events:
-            self._all += 1
-            if not isinstance(event, dict):
-                self._damaged += 1
-                continue
-            self._keep(event)
-            if self._all % 1024 == 0 and len(self.operators) + len(self.device) + len(self.calls) > _MAX_EVENTS:
-                raise PlaybookError(f"{name}: has more than {_MAX_EVENTS:,} operators and kernels; trace fewer steps (profile.steps)")
-        if self._damaged and self._damaged * 2 > self._all:
-            raise PlaybookError(
-                f"{name}: {self._damaged} of {self._all} events have no usable time; expected the Chrome trace that torch.profiler writes"
-            )
+    def add(self, other: _Recorded) -> None:
+        """Take over what is kept of another process of the same rank, which is empty then: memory holds it once."""
+        for kind in ("operators", "annotations", "marks", "device"):
+            getattr(self, kind).extend(getattr(other, kind))
+            getattr(other, kind).clear()
+        self.calls |= {number: min(call, self.calls.get(number, call), key=lambda c: c[1]) for number, call in other.calls.items()}
+        self.flows |= other.flows
+        self.processes |= other.processes
+        self.devices |= other.devices
 
-    def _keep(self, e: dict[str, Any]) -> None:
-        """Keep one event if it is an operator, an annotation, device work, the call that launched it, or an end of a flow."""
-        kind, category = e.get("ph"), e.get("cat")
-        if kind in ("s", "f") and category == "fwdbwd":
-            number, moment, tid = _int(e.get("id")), _ns(e.get("ts")), _int(e.get("tid"))
-            if number is not None and moment is not None and tid is not None:
-                self.flows[str(kind), number] = (tid, moment)
-            return
-        if kind != "X" or not isinstance(category, str) or not isinstance(e.get("name"), str):
-            return
-        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
-        if start is None or duration is None or duration < 0:
-            self._damaged += 1
-            return
-        if category in _HOST and "pid" in e and len(self.processes) < _MOST_NAMED:
-            self.processes.add(str(e["pid"])[:40])
-        thread, args = _int(e.get("tid")), e.get("args")
+    def keep(self, e: dict[str, Any], span: Span | None, start: int, duration: int) -> None:
+        """One piece of work, checked: of the device, or `span` of the host or a range."""
+        args = e.get("args")
         args = args if isinstance(args, dict) else {}
-        if category not in _READ:
-            return
-        name = self._names.setdefault(e["name"], e["name"][:300])
-        if category in _DEVICE:
-            self._ran(category, name, start, start + duration, args)
-        elif thread is not None:
-            self._called(category, Span(thread, name, start, start + duration), args)
+        if e["cat"] in _DEVICE:
+            self._ran(e["cat"], self._names.setdefault(e["name"], e["name"][:300]), start, start + duration, args)
+        elif span is not None:
+            self._called(e["cat"], span, args)
 
     def _called(self, category: str, span: Span, args: dict[str, Any]) -> None:
         """What the host did, and ranges."""
@@ -305,6 +134,92 @@ class _Recorded:
         return self._names.setdefault(label, label)
 
 
+class _Reader:
+    """The events of a file, kept by the rank that they are of."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[_Key, _Recorded] = {}
+        self.process_names: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._damaged = self._all = 0
+
+    def read(self, events: Iterator[Any], name: str) -> None:
+        """Keep what counts.
+
+        Raises:
+            PlaybookError: too many events, or hardly one has a time.
+        """
+        for event in events:
+            self._all += 1
+            if not isinstance(event, dict):
+                self._damaged += 1
+                continue
+            self._keep(event)
+            if self._all % 1024 == 0 and sum(each.size for each in self.ranks.values()) > _MAX_EVENTS:
+                raise PlaybookError(f"{name}: has more than {_MAX_EVENTS:,} operators and kernels; trace fewer steps (profile.steps)")
+        if self._damaged and self._damaged * 2 > self._all:
+            raise PlaybookError(
+                f"{name}: {self._damaged} of {self._all} events have no usable time; expected the Chrome trace that torch.profiler writes"
+            )
+
+    def _of(self, e: dict[str, Any]) -> _Recorded:
+        """What is kept of the rank that an event is of."""
+        args, pid = e.get("args"), e.get("pid")
+        number = _int(args.get("rank")) if isinstance(args, dict) else None
+        label = _LABEL.match(pid) if isinstance(pid, str) else None
+        key: _Key = ("rank", number) if number is not None else ("label", label[1] or label[2]) if label else ("pid", str(pid)[:40])
+        if key not in self.ranks and len(self.ranks) >= _MOST_RANKS:
+            key = ("pid", "")
+        return self.ranks.setdefault(key, _Recorded(self._names))
+
+    def _keep(self, e: dict[str, Any]) -> None:
+        """Keep one event if it is an operator, an annotation, device work, the call that launched it, or an end of a flow."""
+        kind, category = e.get("ph"), e.get("cat")
+        if kind == "M" and e.get("name") == "process_name" and isinstance(e.get("args"), dict) and len(self.process_names) < _MOST_RANKS:
+            self.process_names[str(e.get("pid"))[:40]] = str(e["args"].get("name"))[:40]
+        if kind in ("s", "f") and category == "fwdbwd":
+            number, moment, tid = _int(e.get("id")), _ns(e.get("ts")), _int(e.get("tid"))
+            if number is not None and moment is not None and tid is not None:
+                self._of(e).flows[str(kind), number] = (tid, moment)
+            return
+        if kind != "X" or not isinstance(category, str) or not isinstance(e.get("name"), str):
+            return
+        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
+        if start is None or duration is None or duration < 0:
+            self._damaged += 1
+            return
+        if category not in _READ:
+            return
+        rank, thread = self._of(e), _int(e.get("tid"))
+        if category in _HOST and "pid" in e and len(rank.processes) < _MOST_NAMED:
+            rank.processes.add(str(e["pid"])[:40])
+        name = self._names.setdefault(e["name"], e["name"][:300])
+        rank.keep(e, None if thread is None else Span(thread, name, start, start + duration), start, duration)
+
+    def split(self) -> list[tuple[str, int | None, _Recorded]]:
+        """The ranks of the file with a name and, where it is told, a number: several where tools that merge traces left what tells them
+        apart.
+
+        That is a rank or a label on everything that ran, or a process for each rank with both its host's and its GPU's work.
+        What one rank leaves otherwise, of its own process and of its GPU, belongs together.
+        """
+        full = {key: each for key, each in self.ranks.items() if each.size}
+        stated = all(kind != "pid" for kind, _ in full)
+        alone = all(each.device and each.calls for each in full.values())
+        if len(full) > 1 and (stated or alone):
+            return [(f"{kind} {value}", self._number(kind, value), each) for (kind, value), each in full.items()]
+        whole, *others = sorted(self.ranks.values(), key=lambda each: -len(each.operators) - len(each.calls)) or [_Recorded(self._names)]
+        for each in others:
+            whole.add(each)
+        return [("", None, whole)]
+
+    def _number(self, kind: str, value: str | int) -> int | None:
+        if isinstance(value, int):
+            return value
+        match = _NUMBERED.fullmatch(self.process_names.get(value, "") if kind == "pid" else value)
+        return int(match[1]) if match else None
+
+
 def read(path: Path) -> Timeline:
     """The trace of one rank.
 
@@ -320,28 +235,40 @@ def parse(stream: Unpacked) -> Timeline:
     """The trace of one rank, from the bytes of its file.
 
     Raises:
-        PlaybookError: too large, not JSON, or no Chrome trace.
+        PlaybookError: too large, not JSON, no Chrome trace, or of several ranks.
     """
-    return of_document(Document(stream), stream)
+    (_, timeline), *others = of_document(Document(stream), stream)
+    if others:
+        raise PlaybookError(
+            f"{stream.name}: holds the traces of {len(others) + 1} ranks; expected the trace of one rank, as it was written"
+        )
+    return timeline
 
 
-def of_document(document: Document, stream: Unpacked) -> Timeline:
-    """The same, of a document whose `head` then says what else it holds.
+def of_document(document: Document, stream: Unpacked) -> list[tuple[str, Timeline]]:
+    """The same of each rank in a document, whose `head` then says what else it holds, with a name where several were merged into one file.
 
     Raises:
         PlaybookError: too large, not JSON, or no Chrome trace.
     """
-    recorded = _Recorded()
-    recorded.read(document.events(), stream.name)
+    reader = _Reader()
+    reader.read(document.events(), stream.name)
+    ranks = reader.split()
+    about = document.head.get("distributedInfo")
+    stated = _int(about.get("rank")) if isinstance(about, dict) else None
+    cut = document.cut or stream.cut
+    return [(name, _timeline(rank, stream.name, number if len(ranks) > 1 else stated, cut)) for name, number, rank in ranks]
+
+
+def _timeline(recorded: _Recorded, name: str, number: int | None, cut: bool) -> Timeline:
+    """One rank's work, checked. `cut`: its file is cut off."""
     spans = [span._replace(name=_range_name(span.name)) for span in recorded.annotations if _is_range(span.name)]
-    _check_one_rank(recorded, spans, stream.name)
+    _check_one_rank(recorded, spans, name)
     stacks, amount = Stacks(close_backward(spans)), _amount(recorded)
     timeline = _device_timeline(spans, stacks, recorded) if recorded.device else _host_timeline(spans, stacks, recorded)
     timeline.marks = [span for span in recorded.annotations if not _is_range(span.name)]
-    timeline.device_marks = recorded.marks
-    about = document.head.get("distributedInfo")
-    timeline.rank = _int(about.get("rank")) if isinstance(about, dict) else None
-    if document.cut or stream.cut:
+    timeline.device_marks, timeline.rank = recorded.marks, number
+    if cut:
         timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
     return timeline
 

@@ -14,7 +14,7 @@ from typing import Any
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import containers, flight, kineto, nsys, snapshot
+from playbook_bench.trace import chrome, containers, flight, kineto, nsys, snapshot
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -39,8 +39,8 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     ranks = list(islice(contents(path, ranges), 2))
     if len(ranks) > 1:
         raise PlaybookError(
-            f"{path}: holds several files; expected one rank's: playbook bench trace --file {path} compares them and names the one that "
-            "waits least"
+            f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them "
+            "and names the one that waits least"
         )
     for _, timeline in ranks:
         if isinstance(timeline, PlaybookError):
@@ -78,7 +78,10 @@ def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline |
             yield str(file), _tried(partial(_of_nsys, file, ranges))
             continue
         for stream in containers.files(file):
-            yield stream.name, _tried(partial(_of_stream, stream, ranges))
+            try:
+                yield from _of_stream(stream, ranges)
+            except PlaybookError as e:
+                yield stream.name, e
 
 
 def _files(path: Path) -> list[Path]:
@@ -106,18 +109,21 @@ def _starts(path: Path, head: bytes) -> bool:
         raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
 
 
-def _of_stream(stream: containers.Unpacked, ranges: bool) -> Timeline | dict[str, Any]:
+def _of_stream(stream: containers.Unpacked, ranges: bool) -> list[tuple[str, Timeline | dict[str, Any]]]:
+    """What a file holds by its name: one trace or dump, or the traces of several ranks that were merged."""
     head = stream.peek(len(nsys.SQLITE_MAGIC))
     if head == nsys.SQLITE_MAGIC:
         with tempfile.NamedTemporaryFile(suffix=".sqlite") as f:
             shutil.copyfileobj(stream, f)
             f.flush()
-            return nsys.read(Path(f.name), ranges)
+            return [(stream.name, nsys.read(Path(f.name), ranges))]
     if head.startswith(containers.HEAD):
-        return _dump(containers.load_pickle(stream), stream.name)
-    document = kineto.Document(stream)
-    timeline = kineto.of_document(document, stream)
-    return _dump(document.head, stream.name) if "entries" in document.head else timeline
+        return [(stream.name, _dump(containers.load_pickle(stream), stream.name))]
+    document = chrome.Document(stream)
+    timelines = kineto.of_document(document, stream)
+    if "entries" in document.head:
+        return [(stream.name, _dump(document.head, stream.name))]
+    return [(f"{stream.name}: {name}" if name else stream.name, timeline) for name, timeline in timelines]
 
 
 def _dump(document: Any, name: str) -> dict[str, Any]:

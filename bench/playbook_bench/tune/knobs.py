@@ -87,7 +87,6 @@ class Knob(Strict):
 class Knobs(Strict):
     """The knobs of one command, or the ready set of a framework."""
 
-    SCHEMA = "knobs"
     framework: str | None = None
     """For a ready set: whose commands it is for."""
     knobs: dict[str, Knob] = Field(min_length=1, max_length=MOST_KNOBS)
@@ -175,6 +174,25 @@ def check_today(words: Sequence[str], knobs: Knobs) -> None:
                 raise ConfigError(
                     f"knob {name}: the command has {target} {now}, and its first value is {text_of(value)}; put today's first"
                 )
+
+
+_LEFT_OUT = ("unset", "false", "0")
+
+
+def fits(knob: Knob, words: Sequence[str], environment: Mapping[str, object]) -> bool:
+    """Whether a run has the knob's first value, and none of the others; left out counts for what a default is everywhere: off, false, 0, unset. `environment`: its variables, or the keys of a case of our trainer."""
+
+    def now(target: str) -> str | None:
+        if target.startswith("-"):
+            return _option(words, target)
+        name = target.removeprefix("$")
+        return text_of(environment[name]) if name in environment else _key(words, name)  # type: ignore[arg-type]
+
+    def holds(changes: Mapping[str, Value]) -> bool:
+        return all(text_of(v) in _LEFT_OUT if (seen := now(k)) is None else seen == text_of(v) for k, v in changes.items())
+
+    first, *others = (knob.changes(text) for text in knob.texts)
+    return holds(first) and not any(changes != first and holds(changes) for changes in others)
 
 
 def _with_option(words: Sequence[str], option: str, value: Value) -> list[str]:

@@ -246,6 +246,7 @@ def answer(session: Session) -> dict[str, Any]:
         "ended": session.ended,
         "problem": tuning.problem,
         "settings": dict(tuning.best) if complete else {},
+        "run": plan.subject.in_words(tuning.best) if complete else "",
         "command": plan.command,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,35 +39,45 @@ class Subject:
     """Folder of changed configuration files."""
     here: Path = field(default_factory=Path.cwd)
 
-    def with_settings(self, settings: Settings) -> Case:
-        """The case whose baseline is the start and whose candidate is the start with these settings.
+    def _copies(self, settings: Settings) -> Path:
+        """Where changed files of these settings lie."""
+        return self.copies / digest([list(pair) for pair in settings], 16)
+
+    def in_words(self, settings: Settings) -> str:
+        """What to paste: the command with these settings, or the keys for our trainer."""
+        if not self.case.command:
+            changes = knobs.changes_of(self.knobs, settings)
+            return " ".join(f"{target.removeprefix('$')}={knobs.text_of(value)}" for target, value in changes.items())
+        words = knobs.words_of([*self.case.command, *self.case.baseline.get("arguments", [])], self.knobs, settings, self._copies(settings))
+        variables = {**self.case.baseline.get("environment", {}), **knobs.environment_of(self.knobs, settings)}
+        return shlex.join([*(["env", *(f"{k}={v}" for k, v in variables.items())] if variables else []), *words])
+
+    def with_settings(self, settings: Settings, before: Settings = ()) -> Case:
+        """The case whose baseline is the start with the settings `before`, and whose candidate is the start with these.
 
         Raises:
             ConfigError: a knob does not fit the case.
         """
-        case, sides = self.case, dict[str, dict[str, Any]]()
-        places = self.copies / digest([list(pair) for pair in settings], 16)
-        variables = knobs.environment_of(self.knobs, settings)
-        start = dict(case.baseline)
-        environment: dict[str, Any] = {}
+        case, sides, environment = self.case, dict[str, dict[str, Any]](), dict[str, Any]()
+        start, command = dict(case.baseline), list[str]()
+        both = {"baseline": before, "candidate": settings}
+        variables = {side: knobs.environment_of(self.knobs, of) for side, of in both.items()}
         if not case.command:
-            changes = knobs.changes_of(self.knobs, settings)
-            if options := [target for target in changes if target.startswith("-")]:
+            changes = {side: knobs.changes_of(self.knobs, of) for side, of in both.items()}
+            if options := [target for of in changes.values() for target in of if target.startswith("-")]:
                 raise ConfigError(f"{options[0]} is an option, and case '{case.id}' runs our trainer; name its configuration's key")
-            keys = {target: value for target, value in changes.items() if not target.startswith("$")}
-            sides = {"baseline": start, "candidate": {**start, **keys}}
-            before = case.delta.environment.get("baseline", {})
-            if variables or before:
-                environment = {"baseline": before, "candidate": {**before, **variables}}
-            command: list[str] = []
+            sides = {side: {**start, **{k: v for k, v in of.items() if not k.startswith("$")}} for side, of in changes.items()}
+            already = case.delta.environment.get("baseline", {})
+            if already or any(variables.values()):
+                environment = {side: {**already, **of} for side, of in variables.items()}
         else:
             words = [*case.command, *start.pop("arguments", [])]
-            changed = knobs.words_of(words, self.knobs, settings, places)
-            command = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words, changed, strict=False))]
-            for side, each in (("baseline", words), ("candidate", changed)):
+            changed = {side: knobs.words_of(words, self.knobs, of, self._copies(of)) for side, of in both.items()}
+            command = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*changed.values(), strict=False))]
+            for side, each in changed.items():
                 sides[side] = {**start, **({"arguments": each[len(command) :]} if each[len(command) :] else {})}
-            if variables:
-                sides["candidate"]["environment"] = {**start.get("environment", {}), **variables}
+                if variables[side]:
+                    sides[side]["environment"] = {**start.get("environment", {}), **variables[side]}
         delta = case.delta.model_copy(update={"environment": environment, "reason": case.delta.reason or "the settings that were tuned"})
         rules = [rule for name, _ in settings for rule in self.knobs.knobs[name].require]
         activation = Activation(candidate=Receipt(require=rules), every=case.activation.every)

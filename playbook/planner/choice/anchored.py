@@ -19,24 +19,25 @@ from playbook.planner.time.step import Estimate, StepTime
 from playbook.text import count
 
 
-def anchored(found: Answer, path: Path | None = None, *, with_published: bool = True) -> Answer:
-    """The answer with each plan's speed scaled by what measured runs showed over what was predicted for them: published ones, and those of a table.
+def anchored(answer: Answer, path: Path | None = None, *, with_published: bool = True) -> Answer:
+    """The answer with each plan's speed scaled by what measured runs showed over what was predicted for them: published ones, and those of
+    a table.
 
     One scale holds for all plans, so their order stays.
 
     Raises:
         ConfigError: the table has no run that can be predicted and was measured.
     """
-    if not found.choices:
-        return found
-    mine = _of_table(path) if path else []
-    first = found.choices[0]
-    scale = scale_of(found.question, first.time, fp8=bool(first.plan.options.fp8), mine=mine, with_published=with_published)
+    if not answer.choices:
+        return answer
+    own_anchors = _of_table(path) if path else []
+    first = answer.choices[0]
+    scale = scale_of(answer.question, first.time, fp8=bool(first.plan.options.fp8), mine=own_anchors, with_published=with_published)
     if scale == NO_SCALE:
-        return found
-    sources = [*([count(len(mine), "run")] if mine else []), *(["published runs"] if with_published else [])]
-    choices = [replace(c, time=scaled(c.time, scale)) for c in found.choices]
-    return replace(found, choices=choices, anchored=f"{' and '.join(sources)}, x{exp(scale.log):.2f}")
+        return answer
+    sources = [*([count(len(own_anchors), "run")] if own_anchors else []), *(["published runs"] if with_published else [])]
+    choices = [replace(c, time=scaled(c.time, scale)) for c in answer.choices]
+    return replace(answer, choices=choices, anchored=f"{' and '.join(sources)}, x{exp(scale.log):.2f}")
 
 
 def scale_of(q: Question, time: StepTime, *, fp8: bool, mine: Sequence[Anchor] = (), with_published: bool = True) -> Scale:
@@ -74,12 +75,12 @@ def scaled(time: StepTime, scale: Scale) -> StepTime:
 
 
 def _of_table(path: Path) -> list[Anchor]:
-    found = []
+    anchors = []
     for run, measured in read_runs(path):
         prediction = predict(run)
         error = None if isinstance(prediction, str) else prediction.error(measured)
         if error is not None and not isinstance(prediction, str):
-            found.append(Anchor(run, error, prediction.spread, prediction.parts))
-    if not found:
+            anchors.append(Anchor(run, error, prediction.spread, prediction.parts))
+    if not anchors:
         raise ConfigError(f"{path}: no run with a speed that can be compared; expected tokens_per_s_per_gpu, tflops_per_gpu or step_time_s")
-    return found
+    return anchors

@@ -21,22 +21,22 @@ def lost(best: Choice, other: Choice, most: int = 2) -> str:
     more = {k: other.time.parts.get(k, 0.0) - best.time.parts.get(k, 0.0) for k in PARTS}
     worst = sorted((k for k in more if more[k] > 0.005 * whole), key=lambda k: -more[k])[:most]
     slower = other.time.seconds.value / best.time.seconds.value - 1
-    said = " and ".join(f"{PARTS[k]} (+{more[k] / whole:.0%} of its step)" for k in worst)
-    return f"{slower:.1%} slower: more {said}" if said else f"{slower:.1%} slower"
+    differences = " and ".join(f"{PARTS[k]} (+{more[k] / whole:.0%} of its step)" for k in worst)
+    return f"{slower:.1%} slower: more {differences}" if differences else f"{slower:.1%} slower"
 
 
-def next_run(found: Answer) -> tuple[Choice, Choice, str] | None:
+def next_run(answer: Answer) -> tuple[Choice, Choice, str] | None:
     """Two plans among the ties that differ most in what decides, and the part that does; None where nothing ties."""
-    if len(found.ties) < 2:
+    if len(answer.ties) < 2:
         return None
-    best = found.choices[0]
-    shares = [(other, part, abs(_share(best, part) - _share(other, part))) for other in _tied(found)[1:] for part in PARTS]
+    best = answer.choices[0]
+    shares = [(other, part, abs(_share(best, part) - _share(other, part))) for other in _tied(answer)[1:] for part in PARTS]
     other, part, _ = max(shares, key=lambda s: s[2])
     return best, other, part
 
 
-def _tied(found: Answer) -> Sequence[Choice]:
-    return [found.choices[i] for i in found.ties]
+def _tied(answer: Answer) -> Sequence[Choice]:
+    return [answer.choices[i] for i in answer.ties]
 
 
 def _share(choice: Choice, part: str) -> float:

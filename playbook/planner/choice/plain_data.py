@@ -23,20 +23,22 @@ _WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
 
 
 def words(plan: Plan) -> list[str]:
-    """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others would be taken for none."""
+    """The words that make `playbook layout` judge the plan: every setting with an effect that is not its default, and chunks where others
+    would be taken for none.
+    """
     plain = {f.name: f.default for f in fields(Plan)}
     whole = MODELS.get(plan.model, plan.shape)
     cut = [f"{k}={getattr(plan.shape, k)}" for k in ("layers", "experts") if getattr(plan.shape, k) != getattr(whole, k)]
     shown = {k for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k]} | ({"vpp"} if unknowns.chunks(plan)[0] > 1 else set())
-    found = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
-    found += [f"imbalance={plan.imbalance:.4g}"] if plan.imbalance != 1 else []
+    settings = [f"gpus={plan.gpus}", *cut, *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if k in shown)]
+    settings += [f"imbalance={plan.imbalance:.4g}"] if plan.imbalance != 1 else []
     usual = Options()
     for f in fields(Options):
         value = getattr(plan.options, f.name)
         if value != getattr(usual, f.name):
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
-            found.append(f"{f.name}={text}")
-    return [word for word in found if not idle(plan, [word.partition("=")[0]])]
+            settings.append(f"{f.name}={text}")
+    return [word for word in settings if not idle(plan, [word.partition("=")[0]])]
 
 
 def layout(plan: Plan) -> dict[str, Any]:
@@ -48,8 +50,8 @@ def layout(plan: Plan) -> dict[str, Any]:
 def _options(options: Options) -> dict[str, Any]:
     usual = Options()
     chosen = {f.name: getattr(options, f.name) for f in fields(Options)}
-    kept = ("backend", "sharding", "dispatcher", "recompute")
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in chosen.items() if k in kept or v != getattr(usual, k)}
+    always = ("backend", "sharding", "dispatcher", "recompute")
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in chosen.items() if k in always or v != getattr(usual, k)}
 
 
 def split(plan: Plan) -> list[list[int]] | None:
@@ -64,15 +66,16 @@ def pipeline_string(plan: Plan) -> str | None:
     return pipeline.string(sizes, plan.shape.mtp) if len(set(sizes)) > 1 else None
 
 
-def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
+def document(answer: Answer, published: dict[str, Any] | None = None) -> dict[str, Any]:
     """The answer of `playbook plan --json` and of the tool `plan_layout`, with the nearest published runs.
 
-    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs, `routing_share` what uneven routing does.
+    Units: GiB, tokens per second and GPU, seconds; `network_share` is what of a step the network between nodes costs, `routing_share` what
+    uneven routing does.
     """
-    assumed = [*dict.fromkeys(a for c in found.choices for a in c.time.assumptions)]
-    assumed += [f"anchored: {found.anchored}"] if found.anchored else []
-    measure = next_run(found)
-    question = found.question
+    assumed = [*dict.fromkeys(a for c in answer.choices for a in c.time.assumptions)]
+    assumed += [f"anchored: {answer.anchored}"] if answer.anchored else []
+    measure = next_run(answer)
+    question = answer.question
     return {
         "schema": SCHEMA,
         "question": {
@@ -81,22 +84,23 @@ def document(found: Answer, published: dict[str, Any] | None = None) -> dict[str
             "fix": list(question.fixed), "memory_gib": question.capacity / GIB,
         },
         "published": published,
-        "plans": [_row(c, question.cluster) for c in found.choices],
-        "ties": found.ties,
-        "runner_up": lost(found.choices[0], found.choices[1]) if len(found.choices) > 1 else None,
+        "plans": [_row(c, question.cluster) for c in answer.choices],
+        "ties": answer.ties,
+        "runner_up": lost(answer.choices[0], answer.choices[1]) if len(answer.choices) > 1 else None,
         "measure_next": measure and {"plans": [words(measure[0].plan), words(measure[1].plan)], "decides": measure[2]},
-        "counts": vars(found.counts),
-        "nearest": found.obstacle
+        "counts": vars(answer.counts),
+        "nearest": answer.obstacle
         and {
-            "layout": layout(found.obstacle.plan), "memory_gib": found.obstacle.stage.peak / GIB, "stage": found.obstacle.stage.row(),
-            "ways": list(found.obstacle.ways),
+            "layout": layout(answer.obstacle.plan), "memory_gib": answer.obstacle.stage.peak / GIB, "stage": answer.obstacle.stage.row(),
+            "ways": list(answer.obstacle.ways),
         },
-        "broken": list(found.broken),
+        "broken": list(answer.broken),
         "assumptions": [*assumed, "memory is the estimated peak of allocated bytes; the driver and the allocator take more"],
     }  # fmt: skip
 
 
 def _row(choice: Choice, cluster: Cluster) -> dict[str, Any]:
+    """One plan as plain data. Units: GiB, tokens per second and GPU, seconds; shares are of a step."""
     speed = choice.time.tokens_per_s_per_gpu
     return {
         "layout": layout(choice.plan),

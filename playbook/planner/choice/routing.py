@@ -26,7 +26,9 @@ _EXPERT, _RANK = "max_over_mean", re.compile(r"ep([1-9][0-9]{0,3})")
 
 @dataclass(frozen=True)
 class Routing:
-    """Loads over the mean: of the fullest expert, and of the fullest rank by EP degree; `rank` is that of every degree where `ranks` is empty, 0 if unknown."""
+    """Loads over the mean: of the fullest expert, and of the fullest rank by EP degree; `rank` is that of every degree where `ranks` is
+    empty, 0 if unknown.
+    """
 
     words: str
     rank: float = 0.0
@@ -64,7 +66,8 @@ def routing_share(plan: Plan, cluster: Cluster) -> float | None:
 
 
 def measured(text: str) -> Routing:
-    """The routing of `--imbalance`: a ratio such as `1.35`, tokens of the fullest rank over the mean, or a run that wrote down its experts' load.
+    """The routing of `--imbalance`: a ratio such as `1.35`, tokens of the fullest rank over the mean, or a run that wrote down its experts'
+    load.
 
     Raises:
         ConfigError: it is neither.
@@ -76,12 +79,12 @@ def measured(text: str) -> Routing:
             raise ConfigError(f"imbalance is '{plain}'; expected a ratio from 1 to {_MOST:g}: tokens of the fullest rank over the mean")
         return Routing("routing, stated", rank=rank)
     path = Path(plain)
-    found = of_run(path)
-    if found is None:
+    routing = of_run(path)
+    if routing is None:
         raise ConfigError(
             f"imbalance {str(path)[:200]}: no step with an expert_load; expected a ratio such as 1.35, or a run with moe.load_every"
         )
-    return found
+    return routing
 
 
 def of_run(path: Path) -> Routing | None:
@@ -103,7 +106,8 @@ def of_run(path: Path) -> Routing | None:
     degrees = set.intersection(*(set(load) for load in loads))
     middle = {key: median(load[key] for load in loads) for key in degrees}
     expert = middle[_EXPERT]
-    words = f"routing, measured in {len(loads)} steps of {re.sub('[^ -~]', '?', file.parent.name or file.name)[:40]}, the fullest expert {expert:.3g} times the mean"
+    run = re.sub("[^ -~]", "?", file.parent.name or file.name)[:40]
+    words = f"routing, measured in {len(loads)} steps of {run}, the fullest expert {expert:.3g} times the mean"
     return Routing(words, expert=expert, ranks={int(m[1]): value for key, value in middle.items() if (m := _RANK.fullmatch(key))})
 
 
@@ -114,9 +118,9 @@ def _load(line: str) -> dict[str, float]:
     except (ValueError, RecursionError):
         return {}
     load = data.get("expert_load") if isinstance(data, dict) else None
-    found = {
+    loads = {
         k: float(v)
         for k, v in (load.items() if isinstance(load, dict) else ())
         if (k == _EXPERT or _RANK.fullmatch(k)) and isinstance(v, int | float) and not isinstance(v, bool) and 1 <= v <= _MOST
     }
-    return found if _EXPERT in found else {}
+    return loads if _EXPERT in loads else {}

@@ -12,7 +12,8 @@ from playbook.planner.plan import Plan
 def scaled(plan: Plan, gpus: int, layers: int, samples: int = 0) -> Plan:
     """The plan on `gpus` GPUs with so many layers and samples per step; what a rank holds of a layer stays.
 
-    The degrees are those that divide the GPUs. What a larger degree would have split is cut from the model itself: heads, widths and vocabulary by tensor parallelism, experts by
+    The degrees are those that divide the GPUs. What a larger degree would have split is cut from the model itself: heads, widths and
+    vocabulary by tensor parallelism, experts by
     expert parallelism, the sequence by context parallelism; so products keep their shapes, and attention over a cut sequence is shorter.
     Transfers between ranks that are left out, and the pipeline's bubble, take no time there.
     """

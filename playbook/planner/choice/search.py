@@ -1,4 +1,6 @@
-"""The search: `plan_layouts` answers a question with every layout that fits, fastest first. Bounds spare most of the work and change no answer."""
+"""The search: `plan_layouts` answers a question with every layout that fits, fastest first. Bounds spare most of the work and change no
+answer.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ class Answer:
 
 
 def plan_layouts(question: Question, count: int = 5) -> Answer:
-    """The best plans for a question: the layouts that are legal, those that fit, their times; then what ties with the first, or what stands in the way.
+    """The best plans for a question: the layouts that are legal, those that fit, their times; then what ties with the first, or what stands
+    in the way.
 
     Raises:
         ConfigError: the question cannot be asked.
@@ -95,10 +98,10 @@ def plan_layouts(question: Question, count: int = 5) -> Answer:
     space.check(question)
     if question.goal == "gpus":
         question = replace(question, gpus=_fewest(question) or question.gpus, goal="tokens/s")
-    found = search(question, max(count, _COMPARED))
-    obstacle = None if found.choices else _obstacle(question)
-    broken = () if found.choices or obstacle else space.most_broken(question)
-    return Answer(question, found.choices[:count], found.counts, [i for i in ties(question, found) if i < count], obstacle, broken)
+    answer = search(question, max(count, _COMPARED))
+    obstacle = None if answer.choices else _obstacle(question)
+    broken = () if answer.choices or obstacle else space.most_broken(question)
+    return Answer(question, answer.choices[:count], answer.counts, [i for i in ties(question, answer) if i < count], obstacle, broken)
 
 
 def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
@@ -110,24 +113,24 @@ def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
     timer = _Timer(question)
     if question.goal == "memory":
         plans = sorted((_lean(question, layout) for layout in legal), key=_memory_of)
-        found = [_choice(timer, plan) for plan in plans if _memory_of(plan) <= question.capacity]
-        return Found(found[:count], Counts(space.enumerated(question), len(legal), len(found), timer.timed))
+        choices = [_choice(timer, plan) for plan in plans if _memory_of(plan) <= question.capacity]
+        return Found(choices[:count], Counts(space.enumerated(question), len(legal), len(choices), timer.timed))
     if prune:
         fitting = list(_fitting(question, legal))
-        found, number = _pruned(timer, fitting, count), len(fitting)
+        choices, number = _pruned(timer, fitting, count), len(fitting)
     else:
-        found = [best for best in (_best(timer, layout) for layout in legal) if best]
-        number = len(found)
-    found.sort(key=_order)
-    return Found(found[:count], Counts(space.enumerated(question), len(legal), number, timer.timed))
+        choices = [best for best in (_best(timer, layout) for layout in legal) if best]
+        number = len(choices)
+    choices.sort(key=_order)
+    return Found(choices[:count], Counts(space.enumerated(question), len(legal), number, timer.timed))
 
 
-def ties(question: Question, found: Found) -> list[int]:
+def ties(question: Question, timed: Found) -> list[int]:
     """Places of plans whose lead over each other lies within what the times may be off; the first is one of them."""
-    if question.goal == "memory" or not found.choices:
-        return [0] if found.choices else []
-    best = found.choices[0]
-    return [i for i, c in enumerate(found.choices) if c is best or _told(best, c) < 1]
+    if question.goal == "memory" or not timed.choices:
+        return [0] if timed.choices else []
+    best = timed.choices[0]
+    return [i for i, c in enumerate(timed.choices) if c is best or _told(best, c) < 1]
 
 
 def _told(best: Choice, other: Choice) -> float:
@@ -165,7 +168,8 @@ class _Timer:
 def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
     """The best of the layouts, those with the best bound first; a layout whose bound is under the worst of the best is not looked into.
 
-    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so the layers alone with its fastest
+    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so the layers alone with its
+    fastest
     switches bound the layout, and its time with them does so closer; they are its best options where they fit too.
     """
     question, bounds = timer.question, []
@@ -173,9 +177,9 @@ def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
         plans = [_with(layout, _carry(o, layout.options)) for o in space.switches(question, layout)]
         least = min(least_seconds(plan, question.cluster) for plan in plans)
         bounds.append((layout.global_batch * layout.seq_len / layout.gpus / least, i, layout, plans))
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for bound, _, layout, plans in sorted(bounds, key=lambda b: (-b[0], b[1])):
-        worst = _rounded(found[count - 1].speed) if len(found) >= count else 0.0
+        worst = _rounded(choices[count - 1].speed) if len(choices) >= count else 0.0
         if bound * _OVER < worst:
             break
         fastest = next(_timed(timer, plans), None)
@@ -183,8 +187,8 @@ def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
             continue
         best = _first_fit(question, [fastest] if fastest else []) or _best(timer, layout)
         if best:
-            found = sorted([*found, best], key=_order)[: count + 1]
-    return found
+            choices = sorted([*choices, best], key=_order)[: count + 1]
+    return choices
 
 
 def _carry(switched: Options, layout: Options) -> Options:
@@ -203,7 +207,9 @@ def _best(timer: _Timer, layout: Plan) -> Choice | None:
 
 
 def _timed(timer: _Timer, plans: list[Plan]) -> Iterator[tuple[StepTime, Plan]]:
-    """Legal plans with their times, the fastest first. Rules are checked last: they take as long as a time does, and the first is often all that is asked for."""
+    """Legal plans with their times, the fastest first. Rules are checked last: they take as long as a time does, and the first is often all
+    that is asked for.
+    """
     timed = sorted(((timer(plan), plan) for plan in plans), key=lambda t: -_rounded(t[0].tokens_per_s_per_gpu.value))
     return ((time, plan) for time, plan in timed if not plan.broken())
 
@@ -218,12 +224,12 @@ def _first_fit(question: Question, timed: Iterable[tuple[StepTime, Plan]]) -> Ch
 
 def _fitting_stages(plan: Plan, capacity: float) -> tuple[StageBytes, ...]:
     """The stages of a plan that fits; none of one that does not."""
-    found = []
+    stages = []
     for stage in memory.each_stage(plan):
         if stage.peak > capacity:
             return ()
-        found.append(stage)
-    return tuple(found)
+        stages.append(stage)
+    return tuple(stages)
 
 
 def _choice(timer: _Timer, plan: Plan) -> Choice:
@@ -247,14 +253,15 @@ def _rungs(question: Question, layout: Plan) -> Iterator[Plan]:
 def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:
     """The layouts that fit, each with the least recompute that does.
 
-    Where states alone do not fit, no batch does; where a micro-batch does not, no larger one does. Legal layouts come with micro-batches rising.
+    Where states alone do not fit, no batch does; where a micro-batch does not, no larger one does. Legal layouts come with micro-batches
+    rising.
     """
     grid: tuple[int, ...] = ()
     full = False
     for layout in legal:
-        own = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp)
-        if own != grid:
-            grid, full = own, False
+        degrees = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp)
+        if degrees != grid:
+            grid, full = degrees, False
             *_, most = _rungs(question, layout)
             full = memory.least(most) > question.capacity
         if full:
@@ -321,23 +328,23 @@ def _obstacle(question: Question) -> Obstacle | None:
     plan = leanest(question)
     if plan is None:
         return None
-    held = max(memory.stages(plan), key=lambda s: s.peak)
-    return Obstacle(plan, held, tuple(_ways(question)))
+    fullest = max(memory.stages(plan), key=lambda s: s.peak)
+    return Obstacle(plan, fullest, tuple(_ways(question)))
 
 
 def _ways(question: Question) -> list[str]:
     """What would let a plan fit: permissions that are not given, full sharding, more GPUs."""
-    found = []
-    left = [a for a in ("bf16-moments", "bf16-gradients", "offload") if a not in question.allow and question.backend == "megatron"]
-    for wanted in (*((a,) for a in left), tuple(left)):
-        if wanted and fits(replace(question, allow=question.allow | set(wanted))):
-            found.append(f"--allow {','.join((*sorted(question.allow), *wanted))}")
+    ways = []
+    not_allowed = [a for a in ("bf16-moments", "bf16-gradients", "offload") if a not in question.allow and question.backend == "megatron"]
+    for added in (*((a,) for a in not_allowed), tuple(not_allowed)):
+        if added and fits(replace(question, allow=question.allow | set(added))):
+            ways.append(f"--allow {','.join((*sorted(question.allow), *added))}")
             break
     if (
         question.backend == "megatron"
         and "sharding" not in question.kept
         and fits(replace(question, fixed=(*question.fixed, "sharding=fsdp")))
     ):
-        found.append("--fix sharding=fsdp")
+        ways.append("--fix sharding=fsdp")
     more = next((n for n in (2, 4, 8, 16, 32) if fits(_widened(question, n * question.gpus))), None)
-    return [*found, *([f"--gpus {more * question.gpus}"] if more else [])]
+    return [*ways, *([f"--gpus {more * question.gpus}"] if more else [])]

@@ -75,9 +75,9 @@ class Question:
             ConfigError: a word is no setting.
         """
         named = {word.partition("=")[0] for word in self.fixed}
-        taken = named & {"gpus", "seq_len", "gbs", "layers", "experts"}
-        if taken:
-            raise ConfigError(f"--fix {', '.join(sorted(taken))}: --gpus, --seq, --gbs, --layers and --experts say that")
+        reserved = named & {"gpus", "seq_len", "gbs", "layers", "experts"}
+        if reserved:
+            raise ConfigError(f"--fix {', '.join(sorted(reserved))}: --gpus, --seq, --gbs, --layers and --experts say that")
         words = [f"gpus={self.gpus}", f"seq_len={self.seq_len}", f"gbs={self.global_batch}", *self.fixed]
         words += ["backend=torch", *([] if "loss" in named else ["loss=compiled"])] if self.backend == "torch" else []
         for kind, word in (("bf16-moments", "moment_bytes=2"), ("bf16-gradients", "grad_bytes=2")):
@@ -125,10 +125,12 @@ def check(question: Question) -> None:
 
 
 def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
-    """The values that each setting of a layout may take; one that is fixed has one. `lean` ones need the least memory: one sample, no interleaving."""
+    """The values that each setting of a layout may take; one that is fixed has one. `lean` ones need the least memory: one sample, no
+    interleaving.
+    """
     shape, gpus, seq = question.shape, question.gpus, question.seq_len
     torch = question.backend == "torch"
-    found: dict[str, list[int]] = {
+    degrees: dict[str, list[int]] = {
         "tp": [n for n in _powers(min(_MOST_TP, question.cluster.domain)) if shape.heads % n == 0],
         "cp": [n for n in _powers(max(1, seq // _LEAST_CP_TOKENS)) if n == 1 or seq % (2 * n) == 0],
         "pp": [n for n in range(1, min(_MOST_STAGES, shape.layers, gpus) + 1) if gpus % n == 0],
@@ -137,7 +139,7 @@ def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
         "vpp": [1] if torch or lean else list(_CHUNKS),
         "mbs": [1] if lean else list(_MICRO_BATCHES),
     }
-    return {k: [getattr(question.base, k)] if k in question.kept else v for k, v in found.items()}
+    return {k: [getattr(question.base, k)] if k in question.kept else v for k, v in degrees.items()}
 
 
 def enumerated(question: Question) -> int:
@@ -151,18 +153,19 @@ def enumerated(question: Question) -> int:
 def layouts(question: Question, *, lean: bool = False) -> Iterator[Plan]:
     """Every legal layout, or the `lean` ones, with the options that all share.
 
-    Expert tensor parallelism is 1 or as wide as tensor parallelism. Megatron-FSDP is not among them unless it is fixed: on four H200s it ran at
+    Expert tensor parallelism is 1 or as wide as tensor parallelism. Megatron-FSDP is not among them unless it is fixed: on four H200s it
+    ran at
     half of what its time adds up to (`docs/experiments/peers-on-four-h200s.md`).
     """
     base, of, gpus, batch = question.base, axes(question, lean=lean), question.gpus, question.global_batch
     for tp, cp, pp in product(of["tp"], of["cp"], of["pp"]):
-        dp, left = divmod(gpus, tp * cp * pp)
-        if left or batch % dp:
+        dp, remainder = divmod(gpus, tp * cp * pp)
+        if remainder or batch % dp:
             continue
         grids = [(ep, etp) for ep, etp in product(of["ep"], of["etp"]) if etp in (1, tp) or "etp" in question.kept]
         for (ep, etp), vpp, mbs in product(grids, of["vpp"], of["mbs"]):
-            micro, rest = divmod(batch, mbs * dp)
-            if rest or gpus % (ep * etp * pp) or (vpp != 1 and (pp == 1 or micro % pp)):
+            micro, incomplete = divmod(batch, mbs * dp)
+            if incomplete or gpus % (ep * etp * pp) or (vpp != 1 and (pp == 1 or micro % pp)):
                 continue
             plan = replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=mbs)
             plan = question.routing.on(plan) if question.routing else plan
@@ -191,14 +194,14 @@ def most_broken(question: Question) -> tuple[str, ...]:
     ]
     filling = [p for p in plans if not grid(gpus=p.gpus, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, etp=p.etp)]
     broken: Counter[str] = Counter()
-    said: dict[str, str] = {}
+    message_of: dict[str, str] = {}
     for plan in filling or plans:
         for sentence in plan.broken() or filter(None, [_workless(plan)]):
             rule = re.sub("[0-9]+", "", sentence)  # what one rule says of two layouts differs in figures
             broken[rule] += 1
-            said.setdefault(rule, sentence)
+            message_of.setdefault(rule, sentence)
     most = max(broken.values(), default=0)
-    return tuple(said[rule] for rule, number in broken.items() if number == most)
+    return tuple(message_of[rule] for rule, number in broken.items() if number == most)
 
 
 def ladder(question: Question) -> list[tuple[str, ...]]:
@@ -208,19 +211,19 @@ def ladder(question: Question) -> list[tuple[str, ...]]:
 
 def switches(question: Question, layout: Plan) -> list[Options]:
     """Options that change how fast a layout is beside recompute: dispatcher, overlap, and what is allowed."""
-    o, kept = layout.options, question.kept
+    o, fixed_options = layout.options, question.kept
     routed = layout.ep * layout.etp > 1
     flex = routed and question.backend == "megatron" and _has_flex(question.cluster)
     dispatchers = ["alltoall", *(["hybridep"] if flex else [])] if routed else [""]
     overlap = [False, True] if routed and layout.ep > 1 and (layout.pp == 1 or layout.vpp > 1) and layout.shape.mtp < 2 else [False]
     graphs = [(), _GRAPHS[bool(layout.shape.experts)]] if "graphs" in question.allow else [()]
-    found = []
+    variants = []
     for dispatcher, both, recipe, graphed in product(
         dispatchers, overlap if question.backend == "megatron" else [False], recipes(question), graphs
     ):
-        wanted: dict[str, Any] = {"dispatcher": dispatcher, "ep_overlap": both, "fp8": recipe, "graphs": graphed}
-        found.append(replace(o, **{k: v for k, v in wanted.items() if k not in kept}))
-    return list(dict.fromkeys(found))
+        options: dict[str, Any] = {"dispatcher": dispatcher, "ep_overlap": both, "fp8": recipe, "graphs": graphed}
+        variants.append(replace(o, **{k: v for k, v in options.items() if k not in fixed_options}))
+    return list(dict.fromkeys(variants))
 
 
 def recipes(question: Question) -> list[str]:

@@ -19,7 +19,8 @@ _HOUR_S, _DAY_H, _MEGA = 3600, 24, 1e6
 class Training:
     """What training on so many tokens takes, each figure with the 80 % interval of the plan's speed.
 
-    `energy_mwh` counts every GPU at the most that its board may draw, and neither hosts, network nor cooling; None where no source says what that is.
+    `energy_mwh` counts every GPU at the most that its board may draw, and neither hosts, network nor cooling; None where no source says
+    what that is.
     `price` is in the currency in which a GPU hour is priced; None where no price is given.
     """
 
@@ -54,5 +55,5 @@ def by_gpus(question: Question, numbers: Sequence[int], anchor: Path | None = No
         ConfigError: the question cannot be asked.
     """
     for gpus in numbers:
-        found = plan_layouts(replace(question, gpus=gpus), 1)
-        yield anchored(found, anchor, with_published=with_published) if anchor or with_published else found
+        answer = plan_layouts(replace(question, gpus=gpus), 1)
+        yield anchored(answer, anchor, with_published=with_published) if anchor or with_published else answer

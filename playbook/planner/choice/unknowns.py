@@ -33,9 +33,12 @@ def ladder(shape: Shape, backend: str) -> list[tuple[str, ...]]:
 def chunks(plan: Plan) -> tuple[int, ...]:
     """Chunks of layers of a stage (`vpp`) that a run may have where it names none, the likeliest first.
 
-    Where layers divide over the stages: 1, as trainers have it by default, or the most that divide too. Where they do not, megatron-core runs only a
-    layout that lists them, and whoever lists the layers balances the stages: the most chunks whose fullest stage has the least, with embedding and
-    output layer as one layer each. Llama 3 405B has 126 layers on 16 stages so, one layer a chunk (arXiv 2407.21783, section 3.3.2). torchtitan
+    Where layers divide over the stages: 1, as trainers have it by default, or the most that divide too. Where they do not, megatron-core
+    runs only a
+    layout that lists them, and whoever lists the layers balances the stages: the most chunks whose fullest stage has the least, with
+    embedding and
+    output layer as one layer each. Llama 3 405B has 126 layers on 16 stages so, one layer a chunk (arXiv 2407.21783, section 3.3.2).
+    torchtitan
     splits any number of layers, and has one chunk by default.
     """
     layers, pp = plan.shape.layers, plan.pp
@@ -52,8 +55,8 @@ def chunked(plan: Plan, stated: Container[str]) -> tuple[Plan, tuple[str, ...]]:
     likeliest = plan.vpp if "vpp" in stated else chunks(plan)[0]
     if likeliest == plan.vpp:
         return plan, ()
-    said = f"vpp unknown: {likeliest}, the most chunks that balance {plan.shape.layers} layers on {plan.pp} stages"
-    return replace(plan, vpp=likeliest), (said,)
+    message = f"vpp unknown: {likeliest}, the most chunks that balance {plan.shape.layers} layers on {plan.pp} stages"
+    return replace(plan, vpp=likeliest), (message,)
 
 
 def _fullest(layers: int, pp: int, vpp: int) -> int:
@@ -81,13 +84,14 @@ def fits(plan: Plan, gpu_gib: float) -> bool:
 
 
 def fitted(plan: Plan, gpu_gib: float, stated: Container[str]) -> tuple[Plan, tuple[str, ...]]:
-    """A plan with the least recompute that fits, then with the narrowest states, as far as neither is `stated`; and what was taken for granted.
+    """A plan with the least recompute that fits, then with the narrowest states, as far as neither is `stated`; and what was taken for
+    granted.
 
     Where nothing fits, the plan that needs the least comes back.
     """
     tries = list(_tries(plan, stated))
-    found = next((p for p in tries if fits(p, gpu_gib)), None) or min(tries, key=held)
-    return found, tuple(_filled(plan, found, stated))
+    fitting = next((p for p in tries if fits(p, gpu_gib)), None) or min(tries, key=held)
+    return fitting, tuple(_filled(plan, fitting, stated))
 
 
 def over(plan: Plan, gpu_gib: float) -> str:
@@ -113,9 +117,9 @@ def _narrow(plan: Plan, stated: Container[str]) -> Iterator[Plan]:
         yield replace(plan, grad_bytes=2, moment_bytes=2, master_bytes=2, options=replace(o, precision_aware=True))
 
 
-def _filled(plan: Plan, found: Plan, stated: Container[str]) -> Iterator[str]:
-    again = found.options.recompute
-    if "recompute" not in stated and again:
-        yield f"recompute unknown: the least that fits, {'+'.join(again)}"
-    if found.grad_bytes < plan.grad_bytes:
+def _filled(plan: Plan, fitting: Plan, stated: Container[str]) -> Iterator[str]:
+    recompute = fitting.options.recompute
+    if "recompute" not in stated and recompute:
+        yield f"recompute unknown: the least that fits, {'+'.join(recompute)}"
+    if fitting.grad_bytes < plan.grad_bytes:
         yield "widths of gradients and optimizer states unknown: 2 bytes each, since 4 do not fit"

@@ -20,8 +20,10 @@ _MOST_ROWS = 20_000
 _ABOVE = 1.02
 """No kernel is faster than its peak, by more than the clock's own error."""
 _KINDS = {
-    "linear": "products", "linear_fp8": "8-bit products", "grouped": "experts' products (torch)", "megatron_grouped": "experts' products (megatron)",
-    "attention": "attention", "loss": "loss", "norm": "kernels that move bytes", "optimizer": "optimizer", "host_launch": "host", "collective": "links",
+    "linear": "products", "linear_fp8": "8-bit products", "grouped": "experts' products (torch)", "megatron_grouped": "experts' products "
+                                                                                                                      "(megatron)",
+    "attention": "attention", "loss": "loss", "norm": "kernels that move bytes", "optimizer": "optimizer", "host_launch": "host",
+    "collective": "links",
 }  # fmt: skip
 """Kinds of row that an answer names, in its words."""
 _RING = ("all_gather", "reduce_scatter")
@@ -88,52 +90,55 @@ def _shown(text: str) -> str:
     return re.sub(r"[^ -~]", "?", text[:80])
 
 
-def calibrated(found: Calibration, base: Cluster | None = None) -> Cluster:
+def calibrated(calibration: Calibration, base: Cluster | None = None) -> Cluster:
     """The cluster of the calibration's GPU, or `base`, as it was measured; what it has no rows of stays as the table has it.
 
     Raises:
         ConfigError: its GPU is not known or another than that of `base`, or a row is faster than the GPU's peak.
     """
     try:
-        known = cluster(found.device)
+        listed = cluster(calibration.device)
     except ConfigError as e:
         if base is None:
-            raise ConfigError(f"{found.label}: {e}; a hardware file with `gpu:` says which it is") from e
-        known = base
-    base = base or known
-    if known.bf16_flops_per_s != base.bf16_flops_per_s:
-        raise ConfigError(f"{found.label}: measured on {found.device}, and gpu is {base.name}; expected a calibration of that GPU")
-    _check_peaks(found, base)
+            raise ConfigError(f"{calibration.label}: {e}; a hardware file with `gpu:` says which it is") from e
+        listed = base
+    base = base or listed
+    if listed.bf16_flops_per_s != base.bf16_flops_per_s:
+        raise ConfigError(
+            f"{calibration.label}: measured on {calibration.device}, and gpu is {base.name}; expected a calibration of that GPU"
+        )
+    _check_peaks(calibration, base)
     reference = cluster("h200").laws.launch
     try:
-        laws = of_rows(found.rows, base.bf16_flops_per_s, base.fp8_flops_per_s, base.memory_bytes_per_s, base.laws)
+        laws = of_rows(calibration.rows, base.bf16_flops_per_s, base.fp8_flops_per_s, base.memory_bytes_per_s, base.laws)
     except (TypeError, ZeroDivisionError, OverflowError) as e:
-        raise ConfigError(f"{found.label}: a row has a word where a number is expected ({type(e).__name__}); measure again") from e
-    kinds = {row["kind"] for row in found.rows}
+        raise ConfigError(f"{calibration.label}: a row has a word where a number is expected ({type(e).__name__}); measure again") from e
+    kinds = {row["kind"] for row in calibration.rows}
     launch = "host_launch" in kinds
     return replace(
         base,
         laws=laws,
-        memory_gib=found.memory_bytes / GIB if found.memory_bytes else base.memory_gib,
+        memory_gib=calibration.memory_bytes / GIB if calibration.memory_bytes else base.memory_gib,
         host_speed=reference / laws.launch if launch else base.host_speed,
         host_known=launch or base.host_known,
         transferred="linear" not in kinds and base.transferred,
-        rings={**base.rings, **dict(_rings(found.rows))},
-        bf16_reached=max(base.bf16_reached, _best(found.rows, "linear") / base.bf16_flops_per_s),
-        fp8_reached=max(base.fp8_reached, _best(found.rows, "linear_fp8") / base.fp8_flops_per_s),
+        rings={**base.rings, **dict(_rings(calibration.rows))},
+        bf16_reached=max(base.bf16_reached, _best(calibration.rows, "linear") / base.bf16_flops_per_s),
+        fp8_reached=max(base.fp8_reached, _best(calibration.rows, "linear_fp8") / base.fp8_flops_per_s),
         calibrated=True,
-        notes=(*base.notes, _words(found, kinds)),
+        notes=(*base.notes, _words(calibration, kinds)),
     )
 
 
-def _check_peaks(found: Calibration, base: Cluster) -> None:
-    for place, row in enumerate(found.rows):
+def _check_peaks(calibration: Calibration, base: Cluster) -> None:
+    for place, row in enumerate(calibration.rows):
         peak = base.fp8_flops_per_s if row["kind"] == "linear_fp8" else base.bf16_flops_per_s
         rate = row.get("flops_per_s", 0.0)
         if isinstance(rate, str) or rate > _ABOVE * peak:
             shown = rate if isinstance(rate, str) else f"{rate / 1e12:.0f} TFLOP/s"
             raise ConfigError(
-                f"{found.label}: rows[{place}] has {_shown(shown)}, and the peak of {base.name} is {peak / 1e12:.0f}; is it a calibration of this GPU?"
+                f"{calibration.label}: rows[{place}] has {_shown(shown)}, and the peak of {base.name} is {peak / 1e12:.0f}; is it a "
+                f"calibration of this GPU?"
             )
 
 
@@ -141,11 +146,13 @@ def _best(rows: Rows, kind: str) -> float:
     return max((float(row.get("flops_per_s", 0.0)) for row in rows if row["kind"] == kind), default=0.0)
 
 
-def _words(found: Calibration, kinds: Collection[str]) -> str:
+def _words(calibration: Calibration, kinds: Collection[str]) -> str:
     """What was measured: all but what is named."""
-    by = f"{found.device}{f', torch {found.torch}' if found.torch else ''}"
-    left = [word for kind, word in _KINDS.items() if kind not in kinds]
-    return f"measured, {found.label} ({by}): kernels and host" + (f"; from the table of GPUs: {', '.join(left)}" if left else "")
+    by = f"{calibration.device}{f', torch {calibration.torch}' if calibration.torch else ''}"
+    not_measured = [word for kind, word in _KINDS.items() if kind not in kinds]
+    return f"measured, {calibration.label} ({by}): kernels and host" + (
+        f"; from the table of GPUs: {', '.join(not_measured)}" if not_measured else ""
+    )
 
 
 def _rings(rows: Rows) -> Iterator[tuple[int, tuple[float, float]]]:

@@ -31,7 +31,6 @@ _Word = Annotated[str, Field(min_length=1, max_length=200)]
 class Hardware(Strict):
     """A machine and the network between such machines; what a file leaves out is as the table of GPUs has it."""
 
-    SCHEMA = "hardware"
     gpu: _Word | None = None
     """Kind of GPU, such as `h100`; the calibration's, if not given."""
     calibration: _Word | None = None
@@ -67,7 +66,8 @@ _BEFORE, _AFTER = re.compile(r"([0-9]{1,7}) ?x ?(\S.*)", re.I), re.compile(r"(\S
 
 
 def counted(hardware: str, gpus: int | None = None) -> tuple[str, int | None]:
-    """The kind of GPU that `64xH100`, `h100x64` or `h100` names, and how many: those named there, else `gpus`. A file says nothing of their number.
+    """The kind of GPU that `64xH100`, `h100x64` or `h100` names, and how many: those named there, else `gpus`. A file says nothing of their
+    number.
 
     Raises:
         ConfigError: it names another number than `gpus`, or none.
@@ -114,8 +114,8 @@ def of_text(text: str, network: str = "") -> Cluster:
     return _joined(_of_content(text, "", None) if is_text(text) else cluster(text), network)
 
 
-def _joined(found: Cluster, network: str) -> Cluster:
-    return on_network(found, network) if network else found
+def _joined(machine_named: Cluster, network: str) -> Cluster:
+    return on_network(machine_named, network) if network else machine_named
 
 
 def _of_content(text: str, file: str, folder: Path | None) -> Cluster:
@@ -161,20 +161,23 @@ def _stated(stated: Hardware, file: str, measured: str | None, name: str) -> Clu
     changes |= {"host_known": True} if stated.host_speed else {}
     if stated.nvlink_domain or stated.link_gb_s:  # what was measured over other links does not hold here
         changes["rings"] = {n: ring for n, ring in base.rings.items() if not stated.link_gb_s and n <= (stated.nvlink_domain or n)}
-    found = replace(base, **changes)
+    stated_cluster = replace(base, **changes)
     words = [words.format(getattr(stated, key)) for key, words in _WORDS.items() if getattr(stated, key) is not None]
     if words:
-        found = replace(found, notes=(*found.notes, f"stated, {label}: {', '.join(words)}"))
+        stated_cluster = replace(stated_cluster, notes=(*stated_cluster.notes, f"stated, {label}: {', '.join(words)}"))
     if stated.network:
-        return on_network(found, stated.network)
+        return on_network(stated_cluster, stated.network)
     if stated.network_gb_s:
-        said = f"network: {stated.network_gb_s:.3g} GB/s for each GPU between nodes, measured ({label})"
-        return replace(found, nic_bytes_per_s=stated.network_gb_s * _GIGA / NIC_RING.value, network=said)
+        network_words = f"network: {stated.network_gb_s:.3g} GB/s for each GPU between nodes, measured ({label})"
+        return replace(stated_cluster, nic_bytes_per_s=stated.network_gb_s * _GIGA / NIC_RING.value, network=network_words)
     if stated.adapters_per_gpu:
-        rate = found.nic_bytes_per_s * stated.adapters_per_gpu
-        said = f"network: {rate / _GIGA:.3g} GB/s for each GPU between nodes, {stated.adapters_per_gpu:g} adapters of the data sheet; --network names another"
-        return replace(found, nic_bytes_per_s=rate, network=said)
-    return found
+        rate = stated_cluster.nic_bytes_per_s * stated.adapters_per_gpu
+        network_words = (
+            f"network: {rate / _GIGA:.3g} GB/s for each GPU between nodes, {stated.adapters_per_gpu:g} adapters of the data sheet;"
+            " --network names another"
+        )
+        return replace(stated_cluster, nic_bytes_per_s=rate, network=network_words)
+    return stated_cluster
 
 
 _PLAIN = {
@@ -187,7 +190,8 @@ _PLAIN = {
 """Keys of the file, and the figures of a cluster that they are."""
 _WORDS = {
     "gpus_per_node": "{} GPUs in a node", "nvlink_domain": "{} in one NVLink domain", "link_gb_s": "{:g} GB/s over its links",
-    "adapters_per_gpu": "{:g} adapters for a GPU", "host_speed": "a host {:g} times as fast as the calibrated one", "memory_gib": "{:g} GiB of memory",
+    "adapters_per_gpu": "{:g} adapters for a GPU", "host_speed": "a host {:g} times as fast as the calibrated one",
+    "memory_gib": "{:g} GiB of memory",
 }  # fmt: skip
 """What an answer says of each key."""
 

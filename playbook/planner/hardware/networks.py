@@ -21,9 +21,11 @@ _GIGA = 1e9
 
 
 def on_network(cluster: Cluster, network: str) -> Cluster:
-    """The cluster with its nodes joined by a network such as `100GbE`, `RoCE-200`, `IB-400` or `EFA-3200`; `none` says that there is no InfiniBand.
+    """The cluster with its nodes joined by a network such as `100GbE`, `RoCE-200`, `IB-400` or `EFA-3200`; `none` says that there is no
+    InfiniBand.
 
-    InfiniBand and RoCE are rates of an adapter, of which a GPU has one unless a file says otherwise; Ethernet and EFA are rates of a node, which its GPUs share.
+    InfiniBand and RoCE are rates of an adapter, of which a GPU has one unless a file says otherwise; Ethernet and EFA are rates of a node,
+    which its GPUs share.
 
     Raises:
         ConfigError: no such network is known.
@@ -36,8 +38,8 @@ def on_network(cluster: Cluster, network: str) -> Cluster:
         raise ConfigError(f"network is '{plain[:40]}'; expected {_EXPECTED}; or none, without InfiniBand")
     of_a_gpu = bool(match["kind"]) and match["kind"].lower() != "efa"
     rate = gbits * _GIGA / _BITS * (cluster.adapters if of_a_gpu else 1 / cluster.node)
-    taken = f", taken as {_ETHERNET}" if name != plain else ""
-    return _joined(cluster, rate, f"network {plain}{taken}: {rate / _GIGA:.3g} GB/s for each GPU between nodes")
+    taken_as = f", taken as {_ETHERNET}" if name != plain else ""
+    return _joined(cluster, rate, f"network {plain}{taken_as}: {rate / _GIGA:.3g} GB/s for each GPU between nodes")
 
 
 @lru_cache(maxsize=256)

@@ -43,7 +43,9 @@ _RUN = 0.09
 
 @dataclass(frozen=True)
 class Anchor:
-    """A run with the logarithm of measured over predicted speed, the spread of that prediction, and what the step's parts take, as `spread.weights` has them."""
+    """A run with the logarithm of measured over predicted speed, the spread of that prediction, and what the step's parts take, as
+    `spread.weights` has them.
+    """
 
     run: Run
     error: float
@@ -75,8 +77,8 @@ class Anchors:
         self._shared = np.array([_shared(a) for a in self._anchors])
         self._parts = _unit(np.array([a.parts for a in self._anchors]))
         rows = [self._covariance(a) for a in self._anchors]
-        own = np.array([a.spread**2 for a in self._anchors]) - self._shared**2
-        self._inverse = np.linalg.inv(np.array(rows) + np.diag(own))
+        run_variance = np.array([a.spread**2 for a in self._anchors]) - self._shared**2
+        self._inverse = np.linalg.inv(np.array(rows) + np.diag(run_variance))
         self._errors = np.array([a.error for a in self._anchors])
         self._configurations: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for i, anchor in enumerate(self._anchors):
@@ -88,8 +90,8 @@ class Anchors:
         With `leave_out`, runs of the same configuration do not count; where it is `source`, none of the same source does either.
         """
         near = self._covariance(asked)
-        same = self._configurations.get(configuration(asked.run), []) if leave_out else []
-        out = [i for i in same if _alike(self._anchors[i].run, asked.run)]
+        same_configuration = self._configurations.get(configuration(asked.run), []) if leave_out else []
+        out = [i for i in same_configuration if _alike(self._anchors[i].run, asked.run)]
         if leave_out == "source":
             group = asked.run.word("source_group")
             out = sorted({*out, *(i for i, a in enumerate(self._anchors) if a.run.word("source_group") == group)})
@@ -103,12 +105,12 @@ class Anchors:
 
     def _covariance(self, asked: Anchor) -> _Vector:
         """Of the asked prediction's error with that of each anchor's."""
-        found = sum(
+        weights = sum(
             (weight * codes.same(_key(asked, columns)) for (columns, weight), codes in zip(_KINDS, self._codes, strict=True)),
             np.zeros(len(self._anchors)),
         )
-        found = found + _PARTS * self._groups.same(_key(asked, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
-        return np.asarray(_shared(asked) * self._shared * found)
+        weights = weights + _PARTS * self._groups.same(_key(asked, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
+        return np.asarray(_shared(asked) * self._shared * weights)
 
 
 class _Codes:
@@ -139,21 +141,21 @@ def configuration(run: Run) -> tuple[str, ...]:
 def newest(runs: Iterable[Run]) -> set[str]:
     """Ids of the runs that are the newest release of their configuration in their source; those of one release all count."""
     latest: dict[tuple[str, ...], str] = {}
-    kept: dict[tuple[str, ...], list[str]] = {}
+    ids_of: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         key = (run.word("source_group"), run.word("task"), run.word("routing").partition(",")[2], *configuration(run))
         release = run.word("release_or_date")
         if release > latest.get(key, ""):
-            latest[key], kept[key] = release, []
+            latest[key], ids_of[key] = release, []
         if release == latest.get(key, ""):
-            kept.setdefault(key, []).append(run.id)
-    return {i for ids in kept.values() for i in ids}
+            ids_of.setdefault(key, []).append(run.id)
+    return {i for ids in ids_of.values() for i in ids}
 
 
 def _alike(a: Run, b: Run) -> bool:
     """Whether two runs may be the same configuration: what one of them leaves open counts as the same."""
-    said = [(a.word(c).lower(), b.word(c).lower()) for c in _CHOICES]
-    return configuration(a) == configuration(b) and all(x == y or not x or not y for x, y in said)
+    choices = [(a.word(c).lower(), b.word(c).lower()) for c in _CHOICES]
+    return configuration(a) == configuration(b) and all(x == y or not x or not y for x, y in choices)
 
 
 def _key(anchor: Anchor, columns: tuple[str, ...]) -> tuple[str, ...]:
@@ -161,7 +163,9 @@ def _key(anchor: Anchor, columns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _batch(run: Run) -> str:
-    """Nothing where the batch is stated, else the run's own name: where it is a guess, the error is the guess's, and no other run shares it."""
+    """Nothing where the batch is stated, else the run's own name: where it is a guess, the error is the guess's, and no other run shares
+    it.
+    """
     return "" if run.word("mbs") or run.word("gbs") else run.id
 
 

@@ -70,7 +70,9 @@ _SHARDING = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """A run as plans that are equally likely, the cluster, and what was taken for granted; `guesses` counts what no other plan tries otherwise."""
+    """A run as plans that are equally likely, the cluster, and what was taken for granted; `guesses` counts what no other plan tries
+    otherwise.
+    """
 
     plans: tuple[Plan, ...]
     cluster: Cluster
@@ -175,8 +177,8 @@ def rank(run: Run) -> int:
 
 def _imbalance(run: Run) -> float:
     """Tokens of the fullest rank over the mean: runs that show speed alone force their routing to be even."""
-    said = run.word("routing").lower()
-    even = re.search(r"\bbalance|_balance|\beven|\bforce", said) or _capacity(run) or (not said and "performance" in run.word("task"))
+    routing = run.word("routing").lower()
+    even = re.search(r"\bbalance|_balance|\beven|\bforce", routing) or _capacity(run) or (not routing and "performance" in run.word("task"))
     return 1.0 if even else _NATURAL
 
 
@@ -224,7 +226,8 @@ def _found(name: str, folder: str) -> Shape:
 @lru_cache(maxsize=4096)
 def _gpt_shape(layers: int, heads: int, hidden: int, positions: int) -> Shape:
     return Shape(
-        layers, heads, heads, 0, "a GPT of stated sizes", hidden, _VOCAB, head_dim=hidden // heads, ffn=4 * hidden, dense_layers=layers, gated=False,
+        layers, heads, heads, 0, "a GPT of stated sizes", hidden, _VOCAB, head_dim=hidden // heads, ffn=4 * hidden, dense_layers=layers,
+        gated=False,
         tied=True, positions=positions, norm_bias=True, mlp_bias=True, attention_bias=True, output_bias=True,
     )  # fmt: skip
 
@@ -237,23 +240,28 @@ def _gpt(run: Run) -> Shape:
 
 
 def _precision(run: Run, machine: Cluster, words: list[str]) -> str:
-    said = re.sub(r"[\s-]+", "_", run.word("precision").lower())
-    name = next((k for k in sorted(_PRECISIONS, key=len, reverse=True) if said.startswith(k)), None)
-    if name is None and said:
-        raise Unexpressed(f"precision '{said[:40]}' is not known; expected one of {', '.join(_PRECISIONS)}")
-    if not said:
+    """The recipe of 8-bit products that a run's precision stands for, empty for 16 bits; what it is taken for goes to `words`.
+
+    Raises:
+        Unexpressed: no plan has it, or the GPU has no 8-bit products.
+    """
+    precision = re.sub(r"[\s-]+", "_", run.word("precision").lower())
+    name = next((k for k in sorted(_PRECISIONS, key=len, reverse=True) if precision.startswith(k)), None)
+    if name is None and precision:
+        raise Unexpressed(f"precision '{precision[:40]}' is not known; expected one of {', '.join(_PRECISIONS)}")
+    if not precision:
         words.append("precision unknown: bf16")
     if name in _STANDS_FOR:
         words.append(f"{name} as {_STANDS_FOR[name]}")
-    if "+" in said:
-        words.append(f"{said} as {name} throughout")
-    found = _PRECISIONS[name or "bf16"]
+    if "+" in precision:
+        words.append(f"{precision} as {name} throughout")
+    recipe = _PRECISIONS[name or "bf16"]
     if name == "fp8" and machine.name in _BLACKWELL:
         words.append("fp8 on this GPU: mxfp8")
-        found = "mxfp8"
-    if found and not machine.has_fp8:
+        recipe = "mxfp8"
+    if recipe and not machine.has_fp8:
         raise Unexpressed(f"{machine.name} has no 8-bit products")
-    return found
+    return recipe
 
 
 def _assume(words: list[str], column: str, value: int) -> int:
@@ -262,21 +270,26 @@ def _assume(words: list[str], column: str, value: int) -> int:
 
 
 def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
-    given = {k: run.count(k) for k in ("gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
-    found = {k: given[k] or 1 for k in ("tp", "cp", "pp")}
-    gpus = given["gpus"] or (given["dp"] * found["tp"] * found["cp"] * found["pp"] if given["dp"] else None)
+    """GPUs and degrees of parallelism by name; those that are silent are 1, and said in `words`.
+
+    Raises:
+        Unexpressed: they do not divide one another, the GPUs, or the model.
+    """
+    cells = {k: run.count(k) for k in ("gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
+    by_name = {k: cells[k] or 1 for k in ("tp", "cp", "pp")}
+    gpus = cells["gpus"] or (cells["dp"] * by_name["tp"] * by_name["cp"] * by_name["pp"] if cells["dp"] else None)
     if gpus is None:
         raise Unexpressed("the number of GPUs is unknown")
-    silent = [k for k in ("tp", "cp", "pp") if given[k] is None]
+    silent = [k for k in ("tp", "cp", "pp") if cells[k] is None]
     if silent:
         words.append(f"{', '.join(silent)} unknown: 1")
-    ep = given["ep"] or 1
-    etp = given["etp"]
+    ep = cells["ep"] or 1
+    etp = cells["etp"]
     if etp is None:
-        etp = found["tp"] if shape.experts and gpus % (found["tp"] * ep * found["pp"]) == 0 else 1
-        if found["tp"] > 1 and shape.experts:
+        etp = by_name["tp"] if shape.experts and gpus % (by_name["tp"] * ep * by_name["pp"]) == 0 else 1
+        if by_name["tp"] > 1 and shape.experts:
             words.append(f"etp unknown: {etp}, as megatron-core takes it")
-    degrees = {**found, "gpus": gpus, "ep": ep if shape.experts else 1, "etp": etp if shape.experts else 1}
+    degrees = {**by_name, "gpus": gpus, "ep": ep if shape.experts else 1, "etp": etp if shape.experts else 1}
     for names in (("tp", "cp", "pp"), ("ep", "etp", "pp")):
         if gpus % prod(degrees[n] for n in names):
             raise Unexpressed(f"{gpus} GPUs do not divide into {' x '.join(f'{n} {degrees[n]}' for n in names)}")
@@ -290,34 +303,34 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
 def _spread(plan: Plan, machine: Cluster, words: list[str]) -> Plan:
     """The plan with the least expert parallelism from 8 on that fits; the most, where none does."""
     degrees = [n for n in (8, 16, 32, 64) if plan.shape.experts % n == 0 and plan.gpus % (n * plan.etp * plan.pp) == 0] or [1]
-    found = next((n for n in degrees if unknowns.fits(replace(plan, ep=n), machine.memory_gib)), degrees[-1])
-    words.append(f"ep unknown: {found}")
-    return replace(plan, ep=found)
+    ep = next((n for n in degrees if unknowns.fits(replace(plan, ep=n), machine.memory_gib)), degrees[-1])
+    words.append(f"ep unknown: {ep}")
+    return replace(plan, ep=ep)
 
 
 def _one_of(run: Run, column: str, known: Set[str]) -> str:
     """A cell that is one of several words; empty where it is unknown."""
-    said = run.word(column)
-    if said and said not in known:
-        raise Unexpressed(f"{column} '{said[:40]}' is not known; expected one of {', '.join(sorted(known))}")
-    return said
+    cell = run.word(column)
+    if cell and cell not in known:
+        raise Unexpressed(f"{column} '{cell[:40]}' is not known; expected one of {', '.join(sorted(known))}")
+    return cell
 
 
 def _sharding(run: Run, backend: str, ranks: int) -> tuple[str, int]:
     """What data parallelism shards, and the copies of it: those of `hsdp` have a node each."""
-    said = run.word("fsdp").lower()
+    cell = run.word("fsdp").lower()
     usual = "fsdp2" if backend == "torch" else "fsdp"
-    if (said.isascii() and said.isdigit() and int(said[:10]) > 1) or said.startswith("fsdp"):
+    if (cell.isascii() and cell.isdigit() and int(cell[:10]) > 1) or cell.startswith("fsdp"):
         return usual, 1
-    found = _SHARDING.get(said)
-    if found is None:
+    sharding = _SHARDING.get(cell)
+    if sharding is None:
         raise Unexpressed(
-            f"fsdp '{said[:40]}' is not known; expected nothing, 0, ddp, optimizer, zero1, zero2, zero3, hsdp, fsdp or a degree"
+            f"fsdp '{cell[:40]}' is not known; expected nothing, 0, ddp, optimizer, zero1, zero2, zero3, hsdp, fsdp or a degree"
         )
-    if not found:
+    if not sharding:
         implied = next((w.partition("=")[2] for w in column(run.word("backend")).implied if w.startswith("sharding=")), "")
-        found = implied or ("fsdp2" if backend == "torch" else "optimizer")
-    return SHARDING_WORDS[backend].get(found, found), max(1, ranks // NODE) if found == HYBRID else 1
+        sharding = implied or ("fsdp2" if backend == "torch" else "optimizer")
+    return SHARDING_WORDS[backend].get(sharding, sharding), max(1, ranks // NODE) if sharding == HYBRID else 1
 
 
 def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
@@ -370,8 +383,8 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
         dispatchers = inside if plan.ep * plan.etp <= machine.domain else outside
         _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
     graphs = [spelling.graphs(run.word("cuda_graph"))]
-    said = run.word("cuda_graph")
-    if not (said or torch) and machine.name in _BLACKWELL and plan.shape.experts:
+    graph_cell = run.word("cuda_graph")
+    if not (graph_cell or torch) and machine.name in _BLACKWELL and plan.shape.experts:
         graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
         _once(tried, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
     overlaps = [False]
@@ -387,8 +400,8 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
 
 def _before(run: Run, month: str) -> bool:
     """Whether a run is older than a month; releases are named by theirs, and what has no date is new."""
-    said = run.word("release_or_date")
-    dated = "20" + said.replace(".", "-") if re.match(r"\d\d\.\d\d", said) else said
+    released = run.word("release_or_date")
+    dated = "20" + released.replace(".", "-") if re.match(r"\d\d\.\d\d", released) else released
     return len(dated) >= len(month) and dated[: len(month)] < month
 
 
@@ -399,23 +412,23 @@ def _once(words: list[str], word: str) -> None:
 
 def _offloaded(run: Run, words: list[str]) -> int:
     """Percent of the optimizer's state in host memory."""
-    said = run.word("offload")
-    if said in ("", "none"):
+    cell = run.word("offload")
+    if cell in ("", "none"):
         return 0
-    found = re.search(r"optimizer\D{0,20}(\d{1,3})\s?%", said)
-    if found:
-        return min(100, int(found[1]))
-    if "optimizer" in said:
+    share = re.search(r"optimizer\D{0,20}(\d{1,3})\s?%", cell)
+    if share:
+        return min(100, int(share[1]))
+    if "optimizer" in cell:
         _once(words, "share of the optimizer's state in host memory unknown: half of it")
         return 50
-    raise Unexpressed(f"offload '{said[:40]}' is not known; expected none, or optimizer with a percentage")
+    raise Unexpressed(f"offload '{cell[:40]}' is not known; expected none, or optimizer with a percentage")
 
 
 def _fitted(run: Run, plans: list[Plan], machine: Cluster, words: list[str]) -> list[Plan]:
     """The plans that fit, with what the table leaves open of memory; all of them where none does."""
     stated = ("recompute",) if run.word("recompute") else ()
-    found = [unknowns.fitted(plan, machine.memory_gib, stated) for plan in plans]
-    found = [f for f in found if unknowns.fits(f[0], machine.memory_gib)] or found
-    first, taken = found[0]
-    words += [word for word in (*taken, unknowns.over(first, machine.memory_gib)) if word]
-    return [plan for plan, _ in found]
+    candidates = [unknowns.fitted(plan, machine.memory_gib, stated) for plan in plans]
+    candidates = [f for f in candidates if unknowns.fits(f[0], machine.memory_gib)] or candidates
+    first, assumptions = candidates[0]
+    words += [word for word in (*assumptions, unknowns.over(first, machine.memory_gib)) if word]
+    return [plan for plan, _ in candidates]

@@ -39,8 +39,8 @@ class Row:
     @property
     def error(self) -> float:
         """The logarithm of measured over predicted speed; 0 where either is missing."""
-        found = self.prediction.error(self.measured) if self.prediction else None
-        return 0.0 if found is None else found - self.scale.log
+        log_error = self.prediction.error(self.measured) if self.prediction else None
+        return 0.0 if log_error is None else log_error - self.scale.log
 
     @property
     def difference(self) -> float:
@@ -76,7 +76,8 @@ class Row:
 def check(path: Path, *, on: Cluster | None = None, anchor: Path | None = None, leave_out: str = "") -> list[Row]:
     """The rows of a table with their predictions, scaled to another table's runs or, with `leave_out`, to the table's own.
 
-    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it; what was predicted before a row was measured stands as it was written. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
+    Rows that name the kind of GPU of the machine `on`, or none, are predicted for it; what was predicted before a row was measured stands
+    as it was written. `leave_out` is what does not count for a row: `configuration`, its own, or `source`, everything of its source too.
 
     Raises:
         ConfigError: a file is no table of runs, or its predictions were sealed and something would scale them.
@@ -92,17 +93,17 @@ def check(path: Path, *, on: Cluster | None = None, anchor: Path | None = None, 
 def _rows(path: Path, on: Cluster | None = None) -> list[Row]:
     table = read_runs(path)
     latest = newest(run for run, _ in table)
-    found = []
+    rows = []
     for run, measured in table:
         prediction = predict(run, on)
         if isinstance(prediction, str):
-            found.append(Row(run, measured, None, prediction))
+            rows.append(Row(run, measured, None, prediction))
             continue
         if run.sealed:
             prediction = prediction.as_written(run.sealed)
         shown = prediction.error(measured) is not None
-        found.append(Row(run, measured, prediction, None, counts=shown and run.id in latest))
-    return found
+        rows.append(Row(run, measured, prediction, None, counts=shown and run.id in latest))
+    return rows
 
 
 def _scaled(rows: list[Row], by: list[Row], *, leave_out: str) -> list[Row]:
@@ -126,8 +127,8 @@ def _anchors(rows: Sequence[Row]) -> list[Anchor]:
     return [_anchor(r, r.prediction) for r in rows if r.counts and r.prediction]
 
 
-def _anchor(row: Row, found: Prediction) -> Anchor:
-    return Anchor(row.run, found.error(row.measured) or 0.0, found.spread, found.parts)
+def _anchor(row: Row, prediction: Prediction) -> Anchor:
+    return Anchor(row.run, prediction.error(row.measured) or 0.0, prediction.spread, prediction.parts)
 
 
 def groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -137,7 +138,7 @@ def groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
     named: dict[str, list[Row]] = defaultdict(list)
     for row in counted:
         named[f"{row.run.word('hardware')} {row.run.word('precision')}".strip()].append(row)
-    return [_summary(name, found, constant) for name, found in sorted(named.items(), key=lambda item: -len(item[1]))]
+    return [_summary(name, members, constant) for name, members in sorted(named.items(), key=lambda item: -len(item[1]))]
 
 
 def total(rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -154,9 +155,11 @@ def _constant(rows: Sequence[Row]) -> Callable[[Row], float]:
     if not any(r.scale.log for r in rows):
         return lambda row: log(row.utilisation) - middle
     wide = pstdev(logs)
-    found = [replace(_anchor(r, r.prediction), error=u - middle, spread=wide) for r, u in zip(counted, logs, strict=True) if r.prediction]
-    anchors, own = Anchors(found), {a.run.id: a for a in found}
-    return lambda row: own[row.run.id].error - anchors.scale(own[row.run.id], leave_out="configuration").log
+    anchors_of = [
+        replace(_anchor(r, r.prediction), error=u - middle, spread=wide) for r, u in zip(counted, logs, strict=True) if r.prediction
+    ]
+    anchors, anchor_of = Anchors(anchors_of), {a.run.id: a for a in anchors_of}
+    return lambda row: anchor_of[row.run.id].error - anchors.scale(anchor_of[row.run.id], leave_out="configuration").log
 
 
 def _summary(name: str, rows: Sequence[Row], constant: Callable[[Row], float]) -> dict[str, Any]:
@@ -183,19 +186,19 @@ def ranking(rows: Sequence[Row]) -> dict[str, Any] | None:
     problems: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in counted:
         problems[tuple(row.run.word(c).lower() for c in _PROBLEM)].append(row)
-    tried = [found for found in problems.values() if len({tuple(r.run.word(c) for c in _LAYOUT) for r in found}) >= _LAYOUTS]
+    tried = [group for group in problems.values() if len({tuple(r.run.word(c) for c in _LAYOUT) for r in group}) >= _LAYOUTS]
     if not tried:
         return None
     regrets = []
-    for found in tried:
-        best = max(_speeds(found))
-        chosen = max(found, key=lambda r: r.interval.value)
+    for group in tried:
+        best = max(_speeds(group))
+        chosen = max(group, key=lambda r: r.interval.value)
         regrets.append(best / _speeds([chosen])[0] - 1)
     return {
         "groups": len(tried),
         "winner_within_5_percent": sum(r <= _NEAR for r in regrets) / len(tried),
         "mean_regret": fmean(regrets),
-        "order": fmean(_spearman(_speeds(found), [r.interval.value for r in found]) for found in tried),
+        "order": fmean(_spearman(_speeds(group), [r.interval.value for r in group]) for group in tried),
         "spearman": _spearman(_speeds(counted), [r.interval.value for r in counted]),
     }
 
@@ -239,20 +242,21 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _entry(row: Row) -> dict[str, Any]:
-    found = row.prediction
-    if found is None:
+    """One row as plain data. Units: tokens and 1e12 model FLOPs per second and GPU, GiB."""
+    prediction = row.prediction
+    if prediction is None:
         return {"id": row.run.id, "predicted": None, "why": row.why}
-    interval, held = row.interval, found.memory_bytes
+    interval, peak_bytes = row.interval, prediction.memory_bytes
     return {
         "id": row.run.id,
         "predicted": {
             "tokens_per_s_per_gpu": {"value": interval.value, "low": interval.low, "high": interval.high},
-            "tflops_per_gpu": interval.value * found.flops_per_token / 1e12,
-            "memory_gib": None if held is None else held / GIB,
-            "fits": found.fits,
+            "tflops_per_gpu": interval.value * prediction.flops_per_token / 1e12,
+            "memory_gib": None if peak_bytes is None else peak_bytes / GIB,
+            "fits": prediction.fits,
         },
         "why": None,
-        "assumed": list(found.words),
+        "assumed": list(prediction.words),
     }
 
 

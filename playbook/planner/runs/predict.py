@@ -25,7 +25,9 @@ _ASSUMED = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it; `parts` as `spread.weights`."""
+    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it; `parts` as
+    `spread.weights`.
+    """
 
     tokens_per_s_per_gpu: float
     flops_per_token: float
@@ -90,8 +92,8 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
         ConfigError: a cell is not what its column holds.
     """
     try:
-        found = assumed(run, on)
-        times = [step_time(plan, found.cluster) for plan in found.plans]
+        readings = assumed(run, on)
+        times = [step_time(plan, readings.cluster) for plan in readings.plans]
     except Unexpressed as e:
         return str(e)
     except FileError as e:
@@ -100,14 +102,14 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
         return str(e)
     logs = [log(t.tokens_per_s_per_gpu.value) for t in times]
     between = pstdev(logs) if len(logs) > 1 else 0.0
-    shape = found.plans[0].shape
+    shape = readings.plans[0].shape
     return Prediction(
         exp(fmean(logs)),
-        flops.trained_per_token(shape, found.plans[0].seq_len, found.plans[0].options),
-        hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(found.guesses)),
-        found.plans[0],
-        found.cluster,
-        tuple(dict.fromkeys((*found.words, *times[0].assumptions))),
+        flops.trained_per_token(shape, readings.plans[0].seq_len, readings.plans[0].options),
+        hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(readings.guesses)),
+        readings.plans[0],
+        readings.cluster,
+        tuple(dict.fromkeys((*readings.words, *times[0].assumptions))),
         weights(times[0].parts),
     )
 

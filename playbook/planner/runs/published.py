@@ -1,4 +1,6 @@
-"""The published runs that ship as anchors: what each showed beside its prediction, from a file, because predicting them takes as long as a plan."""
+"""The published runs that ship as anchors: what each showed beside its prediction, from a file, because predicting them takes as long as a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from playbook.yaml_files import did_you_mean
 
 RUNS = "published_runs.csv"
 ERRORS = "published_errors.json"
-"""By id of a run: the logarithm of measured over predicted speed, its spread, and what the parts contribute to it, as `spread.weights` has them."""
+"""By id of a run: the logarithm of measured over predicted speed, its spread, and what the parts contribute to it, as `spread.weights` has
+them."""
 
 
 @cache
@@ -58,7 +61,8 @@ def others(run: Run, prediction: Prediction) -> float:
 
 
 def one(name: str) -> dict[str, Any]:
-    """A published run as plain data: its cells, its page, and tokens per second and GPU as predicted, from constants alone and scaled to the others, or why not.
+    """A published run as plain data: its cells, its page, and tokens per second and GPU as predicted, from constants alone and scaled to
+    the others, or why not.
 
     Raises:
         ConfigError: there is no such run.
@@ -68,11 +72,16 @@ def one(name: str) -> dict[str, Any]:
         expected = "expected an id as `plan` and `diagnose` print it, such as r294"
         raise ConfigError(f"no published run '{name[:40]}'; {expected}{did_you_mean(name[:40], about)}")
     run = next(run for run, _ in table() if run.id == name)
-    found = predict(run)
+    prediction = predict(run)
     plain = {"schema": "published-run/1", **about[name], "link": link(about[name]["source_group"], about[name]["source"])}
-    if isinstance(found, str):
-        return plain | {"predicted": None, "scaled": None, "assumes": [], "why": found}
-    return plain | {"predicted": found.tokens_per_s_per_gpu, "scaled": others(run, found), "assumes": list(found.words), "why": None}
+    if isinstance(prediction, str):
+        return plain | {"predicted": None, "scaled": None, "assumes": [], "why": prediction}
+    return plain | {
+        "predicted": prediction.tokens_per_s_per_gpu,
+        "scaled": others(run, prediction),
+        "assumes": list(prediction.words),
+        "why": None,
+    }
 
 
 def link(group: str, source: str) -> str:

@@ -30,7 +30,9 @@ class Sealed:
 
 
 def seal(before: str, cells: Mapping[str, str], columns: tuple[str, ...]) -> str:
-    """The SHA-256 of what a row states and predicts and of the seal `before` it, so that no row can be changed, left out or moved; measured cells are free."""
+    """The SHA-256 of what a row states and predicts and of the seal `before` it, so that no row can be changed, left out or moved; measured
+    cells are free.
+    """
     stated = {name: cells[name].strip() for name in (*columns, *COLUMNS[:-1], _MEMORY) if cells.get(name, "").strip()}
     return hashlib.sha256(json.dumps([before, stated], sort_keys=True).encode()).hexdigest()
 

@@ -16,20 +16,26 @@ _NOTHING = frozenset({"", "-", "--", "–", "—", "?", "n/a", "na", "null", "un
 _OFF = ("off", "no", "false", "none", "disabled")
 _ON = ("on", "yes", "true", "enabled")
 _WORDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "dispatcher": {"": _OFF, "alltoall": ("alltoall", "a2a", "all2all"), "allgather": ("allgather",), "deepep": ("deepep",), "hybridep": ("hybridep",)},
+    "dispatcher": {"": _OFF, "alltoall": ("alltoall", "a2a", "all2all"), "allgather": ("allgather",), "deepep": ("deepep",),
+    "hybridep": ("hybridep",)},
     "fsdp": {
-        "0": ("0", "off", "no", "false", "disabled"), "on": (*_ON, "megatronfsdp", "fullshard"), "zero3": ("zero3",), "none": ("none", "ddp"),
-        "optimizer": ("optimizer", "distributedoptimizer", "distopt"), "zero1": ("zero1",), "zero2": ("zero2", "shardgradop"), "hsdp": ("hsdp", "hybridshard"),
+        "0": ("0", "off", "no", "false", "disabled"), "on": (*_ON, "megatronfsdp", "fullshard"), "zero3": ("zero3",), "none": ("none",
+        "ddp"),
+        "optimizer": ("optimizer", "distributedoptimizer", "distopt"), "zero1": ("zero1",), "zero2": ("zero2", "shardgradop"),
+        "hsdp": ("hsdp", "hybridshard"),
     },
-    "recompute": {"none": (*_OFF, "0"), "full": ("full", "all", *_ON), "selective": ("selective",), "core_attn": ("attention", "attn", "coreattention")},
+    "recompute": {"none": (*_OFF, "0"), "full": ("full", "all", *_ON), "selective": ("selective",), "core_attn": ("attention", "attn",
+    "coreattention")},
     "cuda_graph": {"none": (*_OFF, "0"), "on": (*_ON, "1"), "full_iteration": ("full", "fulliteration")},
     "offload": {"none": (*_OFF, "0")},
     "precision": {
         "bf16": ("bf16", "bfloat16", "bf16mixed"), "fp8": ("fp8", "fp8hybrid"), "mxfp8": ("mxfp8", "fp8mx"), "nvfp4": ("nvfp4", "fp4"),
         "fp8_cs": ("fp8cs", "fp8currentscaling", "fp8tensorwise"), "fp8_ds": ("fp8ds", "fp8delayed", "fp8delayedscaling"),
-        "fp8_blockwise": ("fp8blockwise", "fp8block", "blockwisefp8"), "fp8_sc": ("fp8sc", "fp8subchannel"), "fp16": ("fp16", "float16", "half"),
+        "fp8_blockwise": ("fp8blockwise", "fp8block", "blockwisefp8"), "fp8_sc": ("fp8sc", "fp8subchannel"), "fp16": ("fp16", "float16",
+        "half"),
     },
-    "backend": {"megatron": ("megatron", "megatroncore", "mcore", "megatronlm", "megatronbridge", "nemo"), "torch": ("torch", "pytorch"), **{name: (name,) for name in FRAMEWORKS if FRAMEWORKS[name].backend == "torch"}},
+    "backend": {"megatron": ("megatron", "megatroncore", "mcore", "megatronlm", "megatronbridge", "nemo"), "torch": ("torch", "pytorch"),
+    **{name: (name,) for name in FRAMEWORKS if FRAMEWORKS[name].backend == "torch"}},
     "attention": {"cudnn": ("cudnn", "fused"), "flash2": ("flash2", "fa2", "flashattention2"), "flash1": ("flash1", "fa1")},
     "status": {"ok": ("ok", "success", "done", "completed")},
     "mem_unit": {"GB": ("gb",), "GiB": ("gib",), "MB": ("mb",), "MiB": ("mib",)},
@@ -50,11 +56,11 @@ def said(column: str, text: str) -> str:
 
 def _count(text: str) -> str:
     """A whole number without what spreadsheets add: `4,096`, `16.0`, and `8K`, which is 8192, or `1M`, which is 1,048,576."""
-    found = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,10})(?:\.0{1,10})?\s?([kKmM])?", text, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,10})(?:\.0{1,10})?\s?([kKmM])?", text, re.ASCII)
+    if not match:
         return text
-    number = int(found[1].replace(",", ""))
-    return str(number << _POWERS[(found[2] or "").lower()])
+    number = int(match[1].replace(",", ""))
+    return str(number << _POWERS[(match[2] or "").lower()])
 
 
 _POWERS: Mapping[str, int] = {"": 0, "k": 10, "m": 20}
@@ -77,8 +83,8 @@ def recompute(text: str, backend: str) -> tuple[str, ...]:
     names = {"rmsnorm": "layernorm", "attn": "core_attn", "attention": "core_attn"}
     if backend != "torch":
         names["selective"] = "core_attn"  # Megatron-LM, --recompute-granularity selective without modules
-    found = tuple(dict.fromkeys(names.get(w, w) for w in (w.strip("_") for w in re.split("[+,;/]", plain)) if w and w != "none"))
-    return _known("recompute", found, RECOMPUTE)
+    modules = tuple(dict.fromkeys(names.get(w, w) for w in (w.strip("_") for w in re.split("[+,;/]", plain)) if w and w != "none"))
+    return _known("recompute", modules, RECOMPUTE)
 
 
 def graphs(text: str) -> tuple[str, ...]:
@@ -100,32 +106,32 @@ def settings(words: Iterable[str], backend: str) -> list[str]:
     Raises:
         ConfigError: a module is not known.
     """
-    found = []
+    layout_words = []
     for word in words:
         key, equals, value = word.partition("=")
         match key if equals else "":
             case "recompute":
-                found.append(f"recompute={','.join(recompute(said(key, value), backend))}")
+                layout_words.append(f"recompute={','.join(recompute(said(key, value), backend))}")
             case "cuda_graph" | "graphs":
-                found.append(f"graphs={','.join(graphs(said('cuda_graph', value)))}")
+                layout_words.append(f"graphs={','.join(graphs(said('cuda_graph', value)))}")
             case "dispatcher":
-                found.append(f"dispatcher={said(key, value).replace(*CUSTOM)}")
+                layout_words.append(f"dispatcher={said(key, value).replace(*CUSTOM)}")
             case _:
-                found.append(f"{key}={said(key, value)}" if key in COUNTS and said(key, value) else word)
-    return found
+                layout_words.append(f"{key}={said(key, value)}" if key in COUNTS and said(key, value) else word)
+    return layout_words
 
 
 def _underscored(text: str) -> str:
     return re.sub(r"[\s-]+", "_", text.lower())
 
 
-def _known(column: str, found: tuple[str, ...], known: frozenset[str]) -> tuple[str, ...]:
-    unknown = [w for w in found if w not in known]
+def _known(column: str, cells: tuple[str, ...], known: frozenset[str]) -> tuple[str, ...]:
+    unknown = [w for w in cells if w not in known]
     if unknown:
         raise ConfigError(
             f"{column} '{unknown[0][:40]}' is not known; expected none, {_WHOLE[column]}, or some of {', '.join(sorted(known))}"
         )
-    return found
+    return cells
 
 
 def number(text: str) -> str:

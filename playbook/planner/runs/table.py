@@ -23,14 +23,17 @@ _MAX_CELL = 2_000
 _MEASURED = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct", "mem_gb")
 _ABOUT = ("mem_unit", "mem_kind", "quality", "status", "other", "source", "params_total_B", "params_active_B")
 _SET = (
-    "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp",
-    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts", "lora", "lora_targets", "base", "loss", "ulysses",
+    "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp",
+    "vpp",
+    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention", "layers", "experts",
+    "lora", "lora_targets", "base", "loss", "ulysses",
 )  # fmt: skip
 _NEEDED = ("model", "hardware", "gpus")
 _COLUMNS = {name.lower(): name for name in (*_SET, *_MEASURED, *_ABOUT)}
 _UNITS = {"": 1.0, "GiB": 1.0, "GB": 1e9 / 2**30, "MiB": 1 / 1024, "MB": 1e6 / 2**30}
 _VTRAIN = {
-    "# GPUs": "gpus", "global batch": "gbs", "micro batch": "mbs", "hidden size": "hidden", "attention heads": "heads", "# layers": "layers",
+    "# GPUs": "gpus", "global batch": "gbs", "micro batch": "mbs", "hidden size": "hidden", "attention heads": "heads",
+    "# layers": "layers",
     "sequence length": "seq_len", "tensor parallelism": "tp", "data parallelism": "dp", "pipeline parallelism": "pp",
     "iteration time (ms)": "step_time_ms",
 }  # fmt: skip
@@ -38,7 +41,8 @@ _VTRAIN = {
 
 
 _VTRAIN_RUNS = {
-    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "cp": "1", "source_group": "vTrain",
+    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "cp": "1",
+    "source_group": "vTrain",
 }  # fmt: skip
 
 
@@ -74,7 +78,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run showed; None where the table does not say. Units: tokens per second and GPU, 1e12 FLOP/s per GPU, seconds, GB or GiB as stated."""
+    """What a run showed; None where the table does not say. Units: tokens per second and GPU, 1e12 FLOP/s per GPU, seconds, GB or GiB as
+    stated.
+    """
 
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
@@ -100,14 +106,14 @@ def read_runs(path: Path) -> Table:
     _check_header(path, names, vtrain)
     if not body:
         raise ConfigError(f"{path}: a header and no run; add a row for each run")
-    found = [_run(path, names, line, cells, vtrain) for line, cells in body]
+    runs = [_run(path, names, line, cells, vtrain) for line, cells in body]
     if sealed.COLUMNS[-1] in names:
-        found = _opened(path, found, [dict(zip(names, cells, strict=True)) for _, cells in body])
-    seen: dict[str, int] = {}
-    for run, _ in found:
-        if seen.setdefault(run.id, run.line) != run.line:
-            raise ConfigError(f"{path}: line {run.line}: id '{run.id[:40]}' stands in line {seen[run.id]} too; give each run its own")
-    return found
+        runs = _opened(path, runs, [dict(zip(names, cells, strict=True)) for _, cells in body])
+    line_of: dict[str, int] = {}
+    for run, _ in runs:
+        if line_of.setdefault(run.id, run.line) != run.line:
+            raise ConfigError(f"{path}: line {run.line}: id '{run.id[:40]}' stands in line {line_of[run.id]} too; give each run its own")
+    return runs
 
 
 def stated(cells: Mapping[str, str], before: str) -> str:
@@ -115,10 +121,10 @@ def stated(cells: Mapping[str, str], before: str) -> str:
     return sealed.seal(before, cells, _SET)
 
 
-def _opened(path: Path, found: Table, cells: Iterable[Mapping[str, str]]) -> Table:
+def _opened(path: Path, table: Table, cells: Iterable[Mapping[str, str]]) -> Table:
     """The runs with what was predicted for them before they were measured."""
     rows, before = [], sealed.FIRST
-    for (run, measured), row in zip(found, cells, strict=True):
+    for (run, measured), row in zip(table, cells, strict=True):
         try:
             written = sealed.opened(before, row, _SET)
         except ValueError as e:
@@ -173,6 +179,11 @@ def _check_header(path: Path, names: list[str], vtrain: bool) -> None:
 
 
 def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool) -> tuple[Run, Measured]:
+    """One line of a table as what was set and what was measured, by the columns' names.
+
+    Raises:
+        ConfigError: another number of cells than the header has, or no number where one is expected.
+    """
     if len(cells) != len(names):
         raise ConfigError(f"{path}: line {line}: {len(cells)} cells; expected {len(names)}, as in the header")
     ours = [_VTRAIN.get(name, "") for name in names] if vtrain else names
@@ -188,11 +199,11 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
             f"{path}: line {line}: mem_unit is '{unit[:40]}'; expected one of {', '.join(u for u in _UNITS if u)}, or nothing"
         )
     gib = numbers["mem_gb"] and numbers["mem_gb"] * _UNITS[unit]
-    said = {**of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
+    cells_set = {**of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
     shown = Measured(
         numbers["tokens_per_s_per_gpu"], numbers["tflops_per_gpu"], numbers["step_time_s"], gib, ran=row.get("status", "ok") == "ok"
     )
-    return Run(row.get("id", f"line{line}"), line, said, path.parent), shown
+    return Run(row.get("id", f"line{line}"), line, cells_set, path.parent), shown
 
 
 @cache

@@ -28,8 +28,10 @@ _MICRO = 1e-6
 class Cluster:
     """One kind of GPU with its host and networks; bandwidths are for one GPU and one direction.
 
-    `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to the
-    calibrated machine. `rings` has, by number of GPUs in one domain, seconds that a gather takes to start and its rate, where they were measured.
+    `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to
+    the
+    calibrated machine. `rings` has, by number of GPUs in one domain, seconds that a gather takes to start and its rate, where they were
+    measured.
     `transferred` says that the laws were measured on another kind of GPU,
     `host_known` that the host's speed was measured or published. `provenance` has the source of each figure.
     Units: FLOP/s, bytes per second, GiB.
@@ -89,10 +91,10 @@ def cluster(name: str) -> Cluster:
         ConfigError: no such GPU is known.
     """
     names = _names()
-    found = names.get(_plain(name))
-    if found is None:
+    name_of_table = names.get(_plain(name))
+    if name_of_table is None:
         raise ConfigError(f"hardware '{name[:40]}' is not known; expected one of {', '.join(clusters())}")
-    return _load(found)
+    return _load(name_of_table)
 
 
 @cache
@@ -108,7 +110,8 @@ def _names() -> dict[str, str]:
 
 
 _SILENT = re.compile(r"\b(?:nvidia|amd|instinct|[hd]gx|sxm[0-9]?|nvl72|hbm[0-9]e?|[0-9]+ ?x)\b|(?<=[0-9]) ?gi?b?\b")
-"""What of a product's name says nothing of its speed: vendor, board, rack, kind of memory, number of GPUs, and the unit of the memory's size."""
+"""What of a product's name says nothing of its speed: vendor, board, rack, kind of memory, number of GPUs, and the unit of the memory's
+size."""
 
 
 def _plain(name: str) -> str:
@@ -135,10 +138,13 @@ def _reference_laws(bf16: float, fp8: float, bandwidth: float) -> Laws:
 
 @cache
 def _load(name: str) -> Cluster:
+    """The cluster of one row of the table of GPUs, in bytes and FLOPs per second; its laws are the reference GPU's, scaled."""
     data = _file()
     row = data["gpus"][name]
     figures = {key: value for key, (value, _) in ((k, v) for k, v in row.items() if k != "names")}
-    said = {key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")}
+    provenance = {
+        key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")
+    }
     reference = {k: v[0] for k, v in data["gpus"][_REFERENCE].items() if k != "names"}
     laws = _reference_laws(reference["bf16_tflops"] * _TERA, reference["fp8_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA)
     return Cluster(
@@ -155,8 +161,8 @@ def _load(name: str) -> Cluster:
         transferred=name != _REFERENCE,
         has_fp8="fp8_tflops" in figures,
         rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
-        host_known=not said["host_speed"].startswith("assumed"),
-        provenance=said,
+        host_known=not provenance["host_speed"].startswith("assumed"),
+        provenance=provenance,
         bf16_reached=figures["bf16_reached"],
         fp8_reached=figures.get("fp8_reached", figures["bf16_reached"]),
         node=figures.get("node", _NODE),

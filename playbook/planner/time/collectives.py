@@ -1,7 +1,9 @@
 """Time of collectives over a real placement: a start for each step, and bytes over the slower of NVLink and network adapters.
 
-A group of `degree` ranks, `stride` ranks apart, has `inside` members in one NVLink domain. Rings cross a domain's border once for each of its
-members there, each by its own adapter, so a ring runs at `inside` adapters or at NVLink's rate, whichever is less. In an all-to-all each rank sends
+A group of `degree` ranks, `stride` ranks apart, has `inside` members in one NVLink domain. Rings cross a domain's border once for each of
+its
+members there, each by its own adapter, so a ring runs at `inside` adapters or at NVLink's rate, whichever is less. In an all-to-all each
+rank sends
 to peers outside its domain by its own adapter.
 """
 

@@ -28,7 +28,8 @@ LINK_DISPATCH = Constant(
     0.7,
     0.1,
     "published",
-    "DeepEP, docs/legacy.md and README: 153 to 158 GB/s on H800s of 200, 726 to 740 on Blackwell of 900, 8 ranks, a rank's own eighth counted",
+    "DeepEP, docs/legacy.md and README: 153 to 158 GB/s on H800s of 200, 726 to 740 on Blackwell of 900, 8 ranks, a rank's own eighth "
+    "counted",
 )
 NIC_DISPATCH = Constant(
     0.88, 0.1, "published", "DeepEP, docs/legacy.md: 58 and 51 GB/s at 32 and 64 ranks, own node counted: 44 and 45 of 50 GB/s sent"
@@ -38,7 +39,8 @@ EP_HIDDEN = Constant(
     0.6,
     0.3,
     "assumed",
-    "chosen in sight of the published runs between 37 % (Megatron Bridge, expert overlap on 16 H100) and nearly all (DeepSeek-V3 report, DualPipe), of what compute covers",
+    "chosen in sight of the published runs between 37 % (Megatron Bridge, expert overlap on 16 H100) and nearly all (DeepSeek-V3 report, "
+    "DualPipe), of what compute covers",
 )
 SCAN_RATE = Constant(
     78e12,
@@ -51,14 +53,20 @@ IN_STEP = Constant(
     0.97,
     0.04,
     "measured",
-    "1 x H200, record 01M81X74KHAEM6KTWH9NC400MT (megatron-fp8-blockwise-one-gpu), 8 rows a micro-batch: its BF16 step against its products alone",
+    "1 x H200, record 01M81X74KHAEM6KTWH9NC400MT (megatron-fp8-blockwise-one-gpu), 8 rows a micro-batch: its BF16 step against its "
+    "products alone",
 )
 
-# Host seconds of one layer on the calibrated machine, megatron-core with Transformer Engine. With them, and kernels beside the host as the root of
+# Host seconds of one layer on the calibrated machine, megatron-core with Transformer Engine. With them, and kernels beside the host as the
+# root of
 # the sum of squares, 14 one-GPU runs of 4 layers and 8 runs of 24 layers on 4 H200s come out right; records megatron-*-one-gpu.
-_ONE_GPU = "1 x H200, records 01M83P8QZ9QY72GFSPMCMM1ZWE (megatron-graphs-one-gpu) and 01M80XDY4HM4JPAGXC65N7GV41 (megatron-recompute-one-gpu): 17 to 20 ms for a layer with 32 experts"
+_ONE_GPU = (
+    "1 x H200, records 01M83P8QZ9QY72GFSPMCMM1ZWE (megatron-graphs-one-gpu) and 01M80XDY4HM4JPAGXC65N7GV41 (megatron-recompute-one-gpu):"
+    " 17 to 20 ms for a layer with 32 experts"
+)
 _DENSE = (
-    "solved from vTrain's table, which judges the planner too: 3.4 ms a layer of Megatron-DeepSpeed with its forward pass twice, micro-batches of"
+    "solved from vTrain's table, which judges the planner too: 3.4 ms a layer of Megatron-DeepSpeed with its forward pass twice, "
+    "micro-batches of"
     " 1,024 tokens, stragglers included; how it splits between attention and MLP, forward and backward pass is assumed"
 )
 HOST_ATTENTION = (Constant(0.55e-3, 0.4, "published", _DENSE), Constant(0.8e-3, 0.4, "published", _DENSE))
@@ -69,8 +77,10 @@ HOST_EXPERT = (
     Constant(0.11e-3, 0.3, "measured", "h200.json, megatron_grouped: every expert has equally many rows"),
 )
 _UNEVEN = (
-    "fitted to runs of text with experts, megatron-core on 2 and 4 H200s and on 4 H100s whose host was calibrated, docs/parity/planned-layouts-runs.jsonl"
-    " (15 % off in the root of the mean square): cuBLAS looks for a kernel for each product of a size that it does not remember; a trace of 24 layers on"
+    "fitted to runs of text with experts, megatron-core on 2 and 4 H200s and on 4 H100s whose host was calibrated, "
+    "docs/parity/planned-layouts-runs.jsonl"
+    " (15 % off in the root of the mean square): cuBLAS looks for a kernel for each product of a size that it does not remember; a trace "
+    "of 24 layers on"
     " 2 H200s splits it between the passes"
 )
 HOST_SEARCH = (Constant(0.2e-3, 0.3, "measured", _UNEVEN), Constant(0.45e-3, 0.3, "measured", _UNEVEN))

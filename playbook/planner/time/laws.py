@@ -1,6 +1,7 @@
 """Laws of kernels: the few numbers that a calibration's rows come down to, each a share of a peak or a fixed time.
 
-A product takes a fixed time and then runs at a share of the peak, or of the memory's bandwidth if that takes longer. On the H200's 282 dense
+A product takes a fixed time and then runs at a share of the peak, or of the memory's bandwidth if that takes longer. On the H200's 282
+dense
 products the law is within 5 % (standard deviation) from 1,024 tokens on.
 """
 
@@ -44,7 +45,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Laws:
-    """What kernels reach. `grouped` has both passes for each backend. `attention` has for each kernel, head size and pass the lengths and the shares of the peak at them."""
+    """What kernels reach. `grouped` has both passes for each backend. `attention` has for each kernel, head size and pass the lengths and
+    the shares of the peak at them.
+    """
 
     forward: Product
     input_gradient: Product
@@ -60,7 +63,9 @@ class Laws:
     host_to_device: float
 
     def scaled(self, bf16: float, fp8: float, attention: float = 1.0) -> Laws:
-        """The laws of another GPU, whose products and attention reach so much more of their peak; exponentials bound attention as well, so it does not go with products."""
+        """The laws of another GPU, whose products and attention reach so much more of their peak; exponentials bound attention as well, so
+        it does not go with products.
+        """
         return replace(
             self,
             forward=_scale(self.forward, bf16),
@@ -93,7 +98,8 @@ def _scale(law: Product, factor: float) -> Product:
 
 
 def of_rows(rows: Rows, peak: float, fp8_peak: float, bandwidth: float, otherwise: Laws | None = None) -> Laws:
-    """The laws of a calibration's rows, whose GPU has these peaks and this memory bandwidth; `otherwise` has those of which there are no rows.
+    """The laws of a calibration's rows, whose GPU has these peaks and this memory bandwidth; `otherwise` has those of which there are no
+    rows.
 
     Raises:
         ValueError, IndexError, KeyError: rows are missing, and nothing stands for them.
@@ -169,27 +175,31 @@ def _product(rows: Rows, peak: float, bandwidth: float) -> Product:
 
 
 def _grouped(rows: Rows, backend: str, phase: str, peak: float, bandwidth: float) -> Product:
-    """The share is that of the backend's own kernel; the rest is torch's, since that of Transformer Engine waits for the host below its full rate."""
-    own = [r for r in rows if r["kind"] == _GROUPED[backend] and r["phase"] == phase and r.get("library", "cublas") == "cublas"]
-    found = [r for r in rows if r["kind"] == "grouped" and r["phase"] == phase]
-    share = median(r["flops_per_s"] for r in own if r["rows_per_expert"] == _FULL_ROWS) / peak
-    plain = median(r["flops_per_s"] for r in found if r["rows_per_expert"] == _FULL_ROWS) / peak
-    fixed = median(r["seconds"] - r["flops_per_s"] * r["seconds"] / (plain * peak) for r in found if r["rows_per_expert"] == 256)
+    """The share is that of the backend's own kernel; the rest is torch's, since that of Transformer Engine waits for the host below its
+    full rate.
+    """
+    backend_rows = [r for r in rows if r["kind"] == _GROUPED[backend] and r["phase"] == phase and r.get("library", "cublas") == "cublas"]
+    torch_rows = [r for r in rows if r["kind"] == "grouped" and r["phase"] == phase]
+    share = median(r["flops_per_s"] for r in backend_rows if r["rows_per_expert"] == _FULL_ROWS) / peak
+    plain = median(r["flops_per_s"] for r in torch_rows if r["rows_per_expert"] == _FULL_ROWS) / peak
+    fixed = median(r["seconds"] - r["flops_per_s"] * r["seconds"] / (plain * peak) for r in torch_rows if r["rows_per_expert"] == 256)
     times = 1 if phase == "forward" else 2
-    few = [r for r in found if r["rows_per_expert"] == 64]
+    few = [r for r in torch_rows if r["rows_per_expert"] == 64]
     memory = median(times * 2 * r["experts"] * r["wide_in"] * r["wide_out"] / r["seconds"] for r in few) / bandwidth
     return Product(max(fixed, 0.0) / times, share, memory)
 
 
 def _attention(rows: Rows, kernel: str, head_dim: int, phase: str, peak: float) -> Curve:
-    """Lengths by their logarithm, and the median share at each. A short backward pass waited for the host; it is taken to lose as much as the forward pass."""
-    forward, found = (
-        {n: median(r["flops_per_s"] for r in same if r["length"] == n) / peak for n in sorted({int(r["length"]) for r in same})}
-        for same in (
+    """Lengths by their logarithm, and the median share at each. A short backward pass waited for the host; it is taken to lose as much as
+    the forward pass.
+    """
+    forward, shares = (
+        {n: median(r["flops_per_s"] for r in chosen if r["length"] == n) / peak for n in sorted({int(r["length"]) for r in chosen})}
+        for chosen in (
             [r for r in rows if r["kind"] == "attention" and (r["kernel"], r["head_dim"], r["phase"]) == (kernel, head_dim, p)]
             for p in ("forward", phase)
         )
     )
-    least, sure, *_ = sorted(found)
-    found[least] = max(found[least], found[sure] * forward[least] / forward[sure])
-    return tuple(log(n) for n in found), tuple(found.values())
+    least, sure, *_ = sorted(shares)
+    shares[least] = max(shares[least], shares[sure] * forward[least] / forward[sure])
+    return tuple(log(n) for n in shares), tuple(shares.values())

@@ -8,33 +8,44 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
+from playbook.planner import parameters
+from playbook.planner.memory import BASE_BYTES
 from playbook.planner.options import FLEX, Options
-from playbook.planner.parameters import parts
+from playbook.planner.parameters import adapters, parts
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.laws import TILE, Product
-from playbook.planner.time.moved import beside, uncompiled
 
 BF16 = 2
 _FP32 = 4
 _CASTS = {"mxfp8": (2, 3), "blockwise": (4, 4)}
 _SCALED_CASTS = (6, 6)
-"""Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read where no norm or
+"""Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read
+where no norm or
 activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
 _SCORES_FORWARD, _SCORES_BACKWARD = 13, 19
 """Bytes moved for each score: written, read and written by softmax and by dropout with its mask, and read; backwards likewise."""
 _BIASED_GLU = 18
-"""Widths that an expert's activation reads and writes where it has biases and clamps, which only the kernel of MXFP8 experts fuses: two biases, two
+"""Widths that an expert's activation reads and writes where it has biases and clamps, which only the kernel of MXFP8 experts fuses: two
+biases, two
 clamps, sigmoid, two products."""
 _NARROW = 0.5
 """Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _TORCH_EXPERTS = 64
-"""The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them: with it three
-runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that shards nothing has one launch."""
+"""The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them:
+with it three
+runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that
+shards nothing has one launch."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
+
+
+_NORM, _TURN, _GATE = 32, 12, 4
+"""Bytes that a norm moves for each value beyond a fused one where each operation is a kernel (to float32, square, mean, product, back,
+weight), and
+rotation for each of queries and keys, and the activation for each of an MLP's inner values."""
 
 
 class Work(NamedTuple):
@@ -114,14 +125,17 @@ def work(plan: Plan) -> Work:
     torch = o.backend == "torch" or o.sharding == "fsdp2"
     return Work(
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
-        0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
+        0.0 if torch else searched(plan), o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch,
+        o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
         o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled, o.heads_apart(plan.cp),
     )  # fmt: skip
 
 
 def searched(plan: Plan) -> float:
-    """The share of experts' products for which cuBLAS looks for a kernel, where their rows differ: sizes come again within a step the sooner, the more products it has and the fewer rows."""
+    """The share of experts' products for which cuBLAS looks for a kernel, where their rows differ: sizes come again within a step the
+    sooner, the more products it has and the fewer rows.
+    """
     if not plan.shape.experts or (plan.even_rows and plan.imbalance == 1):
         return 0.0
     experts = plan.shape.experts / plan.ep
@@ -138,9 +152,9 @@ def kind(shape: Shape, index: int) -> Kind:
 
 
 @lru_cache(maxsize=65536)
-def index_of(shape: Shape, same: Kind) -> int:
+def index_of(shape: Shape, wanted_kind: Kind) -> int:
     """The first layer of a kind; the depth of prediction where no layer is."""
-    return next((i for i in range(shape.layers) if kind(shape, i) == same), shape.layers)
+    return next((i for i in range(shape.layers) if kind(shape, i) == wanted_kind), shape.layers)
 
 
 @lru_cache(maxsize=200_000)
@@ -153,7 +167,7 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
     if not w.compiled:
-        more = Parts(elementwise=_bytes(cluster, uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
+        more = Parts(elementwise=_bytes(cluster, _uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
         forward, backward = forward.plus(more), backward.plus(more, 2)
         blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
@@ -162,22 +176,23 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         pairs = _adapters(cluster, shape, kind, w)
         forward, backward = forward.plus(pairs.forward), backward.plus(pairs.backward)
         blocks[1] = Cost(blocks[1].forward.plus(pairs.forward), blocks[1].backward)
-    again = _again(cluster, shape, kind, w, blocks)
+    recomputed = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
-    return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
+    return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(recomputed), w, routed=routed))
 
 
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Adapters beside a layer's products, and its base in 4 bits: both only move bytes."""
     options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
-    moved = beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
+    moved = _beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
     return Cost(*(Parts(elementwise=_bytes(cluster, each)) for each in moved))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
     """`host` as what the host adds to the device's time: both are busy at once, but each waits for the other at times.
 
-    Where the host can run ahead, the longer of the two counts. Where it must read how many tokens each expert has before it goes on, it is the root
+    Where the host can run ahead, the longer of the two counts. Where it must read how many tokens each expert has before it goes on, it is
+    the root
     of the sum of squares, between perfect overlap and none. A graph of the whole step needs no host.
     """
     if "full_iteration" in w.graphs:
@@ -278,8 +293,9 @@ def _projections(shape: Shape, mixer: str, tp: int) -> list[tuple[str, float, fl
 
 
 def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Seconds of a layer's first half, both passes: projections, attention, norm and rotation, and what TP and CP send."""
     rows, local = _tokens(w)
-    found = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
+    products = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
     more = constants.HOST_MLA.value if shape.mla is not None and kind.mixer == "attention" else 1.0
@@ -287,14 +303,14 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
     heads = _turned(shape, kind, w)
     moved = BF16 * (5 * local * h + 2 * rows * heads)
-    forward = found.forward._replace(
+    forward = products.forward._replace(
         attention=core[0],
-        elementwise=found.forward.elementwise + _bytes(cluster, moved),
+        elementwise=products.forward.elementwise + _bytes(cluster, moved),
         host=hosts[0],
     )
-    backward = found.backward._replace(
+    backward = products.backward._replace(
         attention=core[1],
-        elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved),
+        elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved),
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
@@ -348,7 +364,9 @@ def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, f
 
 
 def _unfused(cluster: Cluster, rows: float, keys: float, causal_flops: float) -> tuple[float, float]:
-    """Attention as two batched products around a softmax and a dropout over all scores, which memory holds; nothing is skipped above the diagonal."""
+    """Attention as two batched products around a softmax and a dropout over all scores, which memory holds; nothing is skipped above the
+    diagonal.
+    """
     product = 2 * causal_flops / (_NARROW * cluster.laws.forward.share * cluster.bf16_flops_per_s)
     return product + _bytes(cluster, _SCORES_FORWARD * rows * keys), 2 * product + _bytes(cluster, _SCORES_BACKWARD * rows * keys)
 
@@ -368,7 +386,8 @@ def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
 def _gathers_back(w: Work, gather: float, first: Cost) -> float:
     """Exposed seconds of TP's transfers in a block's backward pass, whose `first` products are split by columns.
 
-    With sequence parallelism the gradient of the block's output is gathered before anything else; its input is gathered beside the first products' gradient of
+    With sequence parallelism the gradient of the block's output is gathered before anything else; its input is gathered beside the first
+    products' gradient of
     the input, which is scattered beside their gradients of weights. FSDP2's trainers send without anything beside it.
     Source: Megatron-LM, `megatron/core/tensor_parallel/layers.py` (`LinearWithGradAccumulationAndAsyncCommunication.backward`).
     """
@@ -396,14 +415,15 @@ def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float
 
 def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     rows, local = _tokens(w)
-    found = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
+    products = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
     moved = BF16 * 5 * local * shape.hidden
     gather = _tensor(cluster, shape, w)
     first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w.fp8)
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, constants.HOST_MLP[0].value), tp=2 * gather),
-        found.backward._replace(
-            elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
+        products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster,
+        constants.HOST_MLP[0].value), tp=2 * gather),
+        products.backward._replace(
+            elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
             tp=_gathers_back(w, gather, first),
         ),
     )  # fmt: skip
@@ -412,15 +432,16 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) -> Cost:
     """A dense MLP: up, activation, down."""
     up, fp8 = shape.up, w.fp8
-    found = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
+    products = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
     act = _bytes(cluster, BF16 * rows * width * (up + 1))
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + act),
-        found.backward._replace(elementwise=found.backward.elementwise + act * (2 * up + 1) / (up + 1)),
+        products.forward._replace(elementwise=products.forward.elementwise + act),
+        products.backward._replace(elementwise=products.backward.elementwise + act * (2 * up + 1) / (up + 1)),
     )
 
 
 def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
+    """Seconds of an expert layer's second half, both passes: router, experts, permutation, and what EP and TP send."""
     rows, local = _tokens(w)
     routed, fp8, h = local * shape.top_k * w.imbalance, w.fp8, shape.hidden
     experts, wide = shape.experts / w.ep, shape.expert_hidden
@@ -435,10 +456,11 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
         products += [_dense(cluster, local, h, wide, fp8), _dense(cluster, local, wide, h, fp8)]
     if shape.shared_ffn:
         products.append(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w))
-    found = _sum(iter(products))
+    costs = _sum(iter(products))
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
     act = BF16 * routed * w.etp * width * passes
-    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core sorts twice on one rank too.
+    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core
+    # sorts twice on one rank too.
     sorts = 1 if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 2
     sorted_ = BF16 * wide * routed * 2 * sorts
     norm = BF16 * 5 * local * h + 3 * _FP32 * local * shape.experts
@@ -453,13 +475,14 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
         for base, launched, other in zip(constants.HOST_MOE, _launched(experts, w), beside, strict=True)
     ]
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
-        found.backward._replace(elementwise=found.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
+        costs.forward._replace(elementwise=costs.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
+        costs.backward._replace(elementwise=costs.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
     )
 
 
 def _launched(experts: float, w: Work) -> tuple[float, float]:
-    """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows are a new number.
+    """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows
+    are a new number.
 
     That is cuBLAS, the default; one CUTLASS kernel for all experts is not modelled.
     """
@@ -495,20 +518,46 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     if "full" in names:
         return blocks[0].forward.plus(blocks[1].forward)
     rows, local = _tokens(w)
-    found = Parts()
+    recomputed = Parts()
     if "core_attn" in names:
-        found = found.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
+        recomputed = recomputed.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
     if "mla_up_proj" in names:
         ups = [(i, o) for name, i, o in _projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
-        found = found.plus(_sum(_dense(cluster, rows, i, o, w.fp8) for i, o in ups).forward)
+        recomputed = recomputed.plus(_sum(_dense(cluster, rows, i, o, w.fp8) for i, o in ups).forward)
     if "layernorm" in names:
-        found = found.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
+        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
     if kind.ffn != "experts":
-        return found.plus(blocks[1].forward) if "mlp" in names else found
+        return recomputed.plus(blocks[1].forward) if "mlp" in names else recomputed
     if "moe" in names:
-        return found.plus(blocks[1].forward)
+        return recomputed.plus(blocks[1].forward)
     if "moe_act" in names:
-        found = found.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
+        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
     if "shared_experts" in names and shape.shared_ffn:
-        found = found.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
-    return found
+        recomputed = recomputed.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
+    return recomputed
+
+
+def _uncompiled(shape: Shape, mixer: str, ffn: str, rows: float, local: float, tp: int) -> float:
+    """What a layer of transformers moves in its forward pass beyond a compiled one; `rows` are tokens of a CP rank, `local` those of a TP
+    rank.
+
+    Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
+    """
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim / tp
+    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if mixer == "attention" else 0.0
+    gated = _GATE * rows * shape.ffn / tp if ffn == "mlp" else 0.0
+    return _NORM * local * shape.hidden * (bool(mixer) + bool(ffn)) + turned + gated
+
+
+def _beside(shape: Shape, index: int, options: Options, rows: float, local: float, tp: int, grid: int) -> tuple[float, float]:
+    """What adapters beside a layer's products move in both passes, and a 4-bit base that is made bf16 for each; `grid` is EP x ETP.
+
+    A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has
+    them, unfused.
+    Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
+    """
+    pairs = [(BF16 * (local * a.passed if a.passed > 1 else rows / tp), a.wide_in, a.wide_out) for a in adapters(shape, index, options)]
+    weights = parameters.layer(shape, index)
+    unpacked = (weights.sharded / tp + weights.experts / grid) * (BASE_BYTES[options.base] + BF16) if options.base else 0.0
+    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
+    return forward + unpacked, sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs) + unpacked

@@ -14,7 +14,8 @@ QUANTILE = 1.2816
 """Standard deviations of a normal distribution that 80 % lie within."""
 
 _LAW = 0.05
-"""Of a product's law beside its calibration's rows; of attention and of grouped products, whose shapes are fewer, twice and three times as much."""
+"""Of a product's law beside its calibration's rows; of attention and of grouped products, whose shapes are fewer, twice and three times as
+much."""
 _BYTES = 0.25
 """Of counted bytes: which kernels a backend fuses is not known."""
 _RESTS_ON = {
@@ -33,7 +34,8 @@ _RESTS_ON = {
     "optimizer": (_BYTES, c.HOST_STEP.spread / 2),
     "stragglers": (c.STRAGGLERS.spread,),
 }
-"""Standard deviations of the logarithms of what each part rests on: the constants of a part are off together, those of different parts by themselves."""
+"""Standard deviations of the logarithms of what each part rests on: the constants of a part are off together, those of different parts by
+themselves."""
 _PART = {name: hypot(*spreads) for name, spreads in _RESTS_ON.items()}
 _HOST_KNOWN = 0.5
 """What is left of the host's spread where its speed was measured or published."""
@@ -50,8 +52,8 @@ def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float
     """Standard deviation of the logarithm of the sum."""
     total = sum(parts.values())
     sure = {"host": _HOST_KNOWN} if cluster.host_known else {}
-    own = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
-    return hypot(own, _COMMON_EXPERTS if plan.shape.experts else _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
+    of_parts = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
+    return hypot(of_parts, _COMMON_EXPERTS if plan.shape.experts else _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
 
 
 def between(one: Mapping[str, float], other: Mapping[str, float]) -> float:
@@ -85,27 +87,30 @@ def _crossing(plan: Plan, cluster: Cluster) -> list[str]:
         return []
     rate = c.NIC_DISPATCH if names[-1].startswith("EP") and plan.options.dispatcher in FLEX else c.NIC_ALL_TO_ALL
     return [
-        f"{' and '.join(names)} cross{'es' if len(names) == 1 else ''} NVLink domains of {cluster.domain}: {rate.value:.0%} of an adapter's rate, {rate.kind};"
+        f"{' and '.join(names)} cross{'es' if len(names) == 1 else ''} NVLink domains of {cluster.domain}: {rate.value:.0%} of an "
+        f"adapter's rate, {rate.kind};"
         " no run here had several nodes"
     ]
 
 
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """What the prediction takes for granted."""
-    found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
-    found += [*cluster.notes, *cluster.about_network(plan.gpus), *_crossing(plan, cluster)]
-    found.append("gradients and parameters travel beside the passes")
+    sentences = (
+        [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
+    )
+    sentences += [*cluster.notes, *cluster.about_network(plan.gpus), *_crossing(plan, cluster)]
+    sentences.append("gradients and parameters travel beside the passes")
     if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
         more = sum(x.value for x in c.HOST_SEARCH)
         cost = f"cuBLAS looks for kernels, up to {1e3 * more:.1f} ms a layer for each expert on a GPU"
-        found.append(f"every expert gets equally many tokens; where they differ, {cost}")
+        sentences.append(f"every expert gets equally many tokens; where they differ, {cost}")
     if not plan.options.graphs:
-        found.append("no CUDA graphs: each layer costs the host time")
+        sentences.append("no CUDA graphs: each layer costs the host time")
     if plan.options.backend == "torch" and not plan.options.compiled:
-        found.append("layers as transformers has them, one kernel for each operation: no run has checked their time")
+        sentences.append("layers as transformers has them, one kernel for each operation: no run has checked their time")
     if not cluster.host_known:
         speed = "" if cluster.host_speed == 1 else f"{cluster.host_speed:g} times "
-        found.append(f"{cluster.name}: a host {speed}as fast as the calibrated one, which nobody measured")
+        sentences.append(f"{cluster.name}: a host {speed}as fast as the calibrated one, which nobody measured")
     if plan.shape.vision is not None:
-        found.append("text alone: the vision tower's time is left out")
-    return tuple(found)
+        sentences.append("text alone: the vision tower's time is left out")
+    return tuple(sentences)

@@ -103,7 +103,9 @@ def step_time(plan: Plan, cluster: Cluster) -> StepTime:
 
 
 def network_share(plan: Plan, cluster: Cluster) -> float | None:
-    """The share of a step that the network between domains costs: what the step would save if a GPU sent there as fast as within its own; None within one domain."""
+    """The share of a step that the network between domains costs: what the step would save if a GPU sent there as fast as within its own;
+    None within one domain.
+    """
     if plan.gpus <= cluster.domain:
         return None
     return 1 - step_time(plan, _as_within(cluster)).seconds.value / step_time(plan, cluster).seconds.value
@@ -115,7 +117,9 @@ def _as_within(cluster: Cluster) -> Cluster:
 
 
 def least_seconds(plan: Plan, cluster: Cluster) -> float:
-    """What a step takes at least: its layers and its output layer, as if spread evenly over the stages, with the pipeline's wait and that for the slowest rank."""
+    """What a step takes at least: its layers and its output layer, as if spread evenly over the stages, with the pipeline's wait and that
+    for the slowest rank.
+    """
     whole = _whole(cluster, plan.shape, layer.work(plan))
     passes = plan.microbatches / plan.pp + (1 - 1 / plan.pp) / plan.vpp
     return whole * passes * (1 + STRAGGLERS.value if plan.gpus > 1 else 1.0)
@@ -142,8 +146,8 @@ def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ..
 @lru_cache(maxsize=65536)
 def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
     """Parameters of a layer: those that TP splits, those that it repeats, those of experts."""
-    found = parameters.layer(shape, layer.index_of(shape, kind))
-    return found.sharded, found.repeated, found.experts
+    counts = parameters.layer(shape, layer.index_of(shape, kind))
+    return counts.sharded, counts.repeated, counts.experts
 
 
 def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
@@ -167,6 +171,7 @@ def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
 
 @lru_cache(maxsize=65536)
 def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind, int], ...], first: bool, last: bool) -> _Stage:
+    """One pipeline stage for one micro-batch: seconds of both passes, and its rank's parameters; `counts` are its layers by kind."""
     forward, backward, dense, experts, beside = Parts(), Parts(), 0.0, 0.0, 0.0
     options = Options(backend="torch" if work.torch else "megatron", lora=work.lora, lora_targets=work.lora_targets)
     placed = list(counts)
@@ -183,7 +188,9 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
     if first:
         dense += table
         forward = forward._replace(elementwise=forward.elementwise + _lookup(cluster, shape, work))
-        backward = backward._replace(elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work))
+        backward = backward._replace(
+            elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work) + _table_gradient(cluster, table, work)
+        )
     if last:
         dense += 0 if shape.tied and first else table
         one, product = _head(cluster, shape, work)
@@ -197,9 +204,11 @@ def _lookup(cluster: Cluster, shape: Shape, work: Work) -> float:
 
 
 def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
-    """Seconds of the embedding's gradient, which a micro-batch makes whole, however few of its rows have any: zeros, then the sum with what earlier ones left.
+    """Seconds of the embedding's gradient, which a micro-batch makes whole, however few of its rows have any: zeros, then the sum with what
+    earlier ones left.
 
-    megatron-core adds 16 bits to a float32 buffer; FSDP2 scatters it as it is, and its bytes are data parallelism's. Source: torch, `aten/src/ATen/native/cuda/Embedding.cu`
+    megatron-core adds 16 bits to a float32 buffer; FSDP2 scatters it as it is, and its bytes are data parallelism's. Source: torch,
+    `aten/src/ATen/native/cuda/Embedding.cu`
     (`embedding_dense_backward_cuda`); Megatron-LM, `megatron/core/distributed/distributed_data_parallel.py` (`_make_backward_post_hook`).
     """
     if work.frozen:
@@ -209,7 +218,9 @@ def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
 
 
 def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
-    """Output layer, loss and their gradients, for each depth of prediction, with the products that join a depth's two inputs; and one of its three products alone."""
+    """Output layer, loss and their gradients, for each depth of prediction, with the products that join a depth's two inputs; and one of
+    its three products alone.
+    """
     rows = work.seq_len * work.mbs / work.cp
     work_flops = 6.0 * rows * shape.hidden * (shape.vocab / work.tp * (1 + shape.mtp) + 2 * shape.hidden / work.tp * shape.mtp)
     moved = _LOGIT_BYTES * rows * shape.vocab / work.tp if work.native_loss else 0.0
@@ -220,13 +231,16 @@ def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
 def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:
     """Messages between stages, and the time that the slowest stage waits for the pipeline to fill and drain.
 
-    The interleaved schedule sends beside other chunks' work, one message each way while a micro-batch passes a chunk forth and back: what takes longer is waited
+    The interleaved schedule sends beside other chunks' work, one message each way while a micro-batch passes a chunk forth and back: what
+    takes longer is waited
     for. The plain one waits for each message.
     """
     if plan.pp == 1:
         return {}
     tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
-    farthest = plan.gpus - plan.gpus // plan.pp  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
+    farthest = (
+        plan.gpus - plan.gpus // plan.pp
+    )  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
     one = collectives.send(cluster, farthest, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
     if not hidden:
@@ -253,15 +267,15 @@ def _offloaded(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
     return {"offload": plan.microbatches * (max(0.0, sent - sum(stage.forward)) + max(0.0, sent - sum(stage.backward)))}
 
 
-def _rings(plan: Plan, cluster: Cluster, held: tuple[float, float], num_bytes: float, pieces: int) -> float:
+def _rings(plan: Plan, cluster: Cluster, counts: tuple[float, float], num_bytes: float, pieces: int) -> float:
     """One gather or scatter of parameters (dense, experts) at so many bytes each, over both grids, in so many pieces.
 
     Copies of what is sharded (HSDP, instances of the optimizer) are shared within; `_copies` has what goes between them.
     """
     (dense, inner), (experts, outer) = _grids(plan)
     copies = _instances(plan)
-    found = collectives.ring(cluster, dense // copies, inner, num_bytes * held[0], pieces)
-    return found + collectives.ring(cluster, max(1, experts // copies), outer, num_bytes * held[1], pieces)
+    seconds = collectives.ring(cluster, dense // copies, inner, num_bytes * counts[0], pieces)
+    return seconds + collectives.ring(cluster, max(1, experts // copies), outer, num_bytes * counts[1], pieces)
 
 
 def _grids(plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -274,19 +288,21 @@ def _instances(plan: Plan) -> int:
     return plan.options.optimizer_instances if SHARDING[plan.options.sharding].optimizer else 1
 
 
-def _copies(plan: Plan, cluster: Cluster, held: tuple[float, float]) -> float:
+def _copies(plan: Plan, cluster: Cluster, counts: tuple[float, float]) -> float:
     """The all-reduce of each rank's share of the gradients between copies, once a step."""
     copies = _instances(plan)
     if copies == 1:
         return 0.0
-    shares = [(max(1, ranks // copies), apart, count) for (ranks, apart), count in zip(_grids(plan), held, strict=True)]
+    shares = [(max(1, ranks // copies), apart, count) for (ranks, apart), count in zip(_grids(plan), counts, strict=True)]
     return 2 * sum(collectives.ring(cluster, copies, apart * shared, plan.grad_bytes * count / shared) for shared, apart, count in shares)
 
 
 def _data_parallel(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
-    """What of the gradients' and parameters' travel the passes beside it do not hide; what is frozen has no gradient, and travels where it is sharded.
+    """What of the gradients' and parameters' travel the passes beside it do not hide; what is frozen has no gradient, and travels where it
+    is sharded.
 
-    Full sharding gathers in each pass and scatters in each backward pass, layer by layer. Sharded gradients are scattered in each backward pass; otherwise
+    Full sharding gathers in each pass and scatters in each backward pass, layer by layer. Sharded gradients are scattered in each backward
+    pass; otherwise
     they travel beside the last one. Parameters then travel beside the first forward pass, with DeepSpeed before it.
     Sources: ZeRO, arXiv 1910.02054, section 7; DeepSpeed 0.19.6, `runtime/zero/stage_1_and_2.py` (`step`).
     """
@@ -315,16 +331,18 @@ def _beside(sent: float, computed: float) -> float:
 
 
 def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
-    """The update, the norm of the gradients before it, and what the host does once a step; FSDP2's shares on the host come to the GPU in each pass."""
+    """The update, the norm of the gradients before it, and what the host does once a step; FSDP2's shares on the host come to the GPU in
+    each pass.
+    """
     split = SHARDING[plan.options.sharding]
     (dense, _), (experts, _) = _grids(plan)
     over = (dense // _instances(plan), experts // _instances(plan)) if split.optimizer else (1, 1)
     trained_dense, trained_experts = stage.trained
     count = trained_dense / max(over[0], 1) + trained_experts / max(over[1], 1)
-    held = count if split.parameters else trained_dense + trained_experts
+    whole = count if split.parameters else trained_dense + trained_experts
     each = plan.grad_bytes + 2 * plan.master_bytes + 4 * plan.moment_bytes + BF16
     rate = cluster.laws.optimizer_share * cluster.memory_bytes_per_s
-    seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * held) / rate + HOST_STEP.value / cluster.host_speed
+    seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * whole) / rate + HOST_STEP.value / cluster.host_speed
     share = plan.options.optimizer_offload / 100
     seconds += share * count * ((_FP32 + BF16) / cluster.laws.host_to_device + _ADAM_BYTES / CPU_ADAM.value)
     if own_master(plan.options) and share:

@@ -1,6 +1,7 @@
 """A script in a fork of a process that has imported what it imports: `python preloaded.py SOCKET SCRIPT ...` asks the process that `serving` starts.
 
-Importing a trainer takes five seconds, and a series launches it fourteen times.
+Importing a trainer takes five seconds, and a series launches it fourteen times. The script's clock is `Spent`; what it tells of the launch
+goes into the `planned.json` that `planned_clock.py` reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +56,38 @@ def serve(place: str, script: str) -> None:
             connection.close()
 
 
+class Spent:
+    """A clock that counts what this process computes and how long it sleeps, without sleeping: other work on the machine is no part of it."""
+
+    def __init__(self) -> None:
+        self.began, self.slept, self.arrivals = time.process_time(), 0.0, list[float]()
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def now(self) -> float:
+        return time.process_time() - self.began + self.slept
+
+    def install(self) -> None:
+        """In place of the machine's, for this script and what it imports."""
+        epoch = time.time()
+        time.sleep, time.monotonic, time.perf_counter = self.sleep, self.now, self.now
+        time.time = lambda: epoch + self.now()
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            stream.write = self._noting(stream.write)  # type: ignore[method-assign]
+
+    def _noting(self, write: Any) -> Any:
+        def noted(text: str) -> int:
+            self.arrivals += [self.now()] * text.count("\n")
+            return int(write(text))
+
+        return noted
+
+
 def run(told: dict[str, Any], streams: list[int]) -> None:
     """The script in this process, to its end."""
+    spent = Spent()
     code = 1
     try:
         for number, stream in enumerate(streams):
@@ -64,7 +96,10 @@ def run(told: dict[str, Any], streams: list[int]) -> None:
         os.environ.clear()
         os.environ.update(told["environment"])
         sys.argv = told["words"]
+        spent.install()
         runpy.run_path(told["words"][0], run_name="__main__")
+        plan = Path(sys.argv[sys.argv.index("--output") + 1]).with_name("planned.json")
+        plan.write_text(json.dumps({"arrivals": spent.arrivals, "whole": spent.now()}))
         code = 0
     except BaseException:
         traceback.print_exc()

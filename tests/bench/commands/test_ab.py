@@ -65,6 +65,7 @@ def run(tmp_path, capsys, monkeypatch, planned):
     return run_
 
 
+@pytest.mark.full
 def test_two_commands_with_nothing_installed_but_playbook(run):
     """Launches are real, and their seconds planned; the log is recognised, the record replays."""
     code, found, err = run("--", *COMMAND, "--slower", "1", "--vs", *COMMAND)
@@ -316,6 +317,7 @@ def test_tokens_that_are_named_count_where_the_log_tells_none(tmp_path, told):
         assert json.loads((tmp_path / "summary.json").read_text())["env"]["strict"]["not_told"] == []
 
 
+@pytest.mark.full
 def test_tokens_that_are_named_vouch_for_no_equal_work(run):
     silent = [*COMMAND, "--fault", "no tokens"]
     _, found, err = run("--tokens", "16", "--", *silent, "--vs", *silent, "--fast")

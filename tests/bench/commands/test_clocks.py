@@ -83,6 +83,7 @@ def test_seconds_that_cannot_be_are_an_error(ab, lie):
     assert said in sentence
 
 
+@pytest.mark.full
 def test_a_timer_that_does_not_wait_is_named_where_both_commands_have_it(ab):
     sentence = ab("--pairs", "2", "--", *COMMAND, "--lie", "tenth", "--vs", *COMMAND, "--lie", "tenth", "--steps", "20")[2]
     assert "not vouched for: data, the log's clock" in sentence
@@ -93,6 +94,7 @@ def test_an_honest_gain_stays_one(ab):
     assert (code, verdict) == (0, "faster"), sentence
 
 
+@pytest.mark.full
 def test_a_count_of_a_command_takes_launches_that_repeat_it(ab):
     """Without a seed a difference of two launches was a certain verdict: faster, or slower, by chance."""
     words = ["--metric", "final_loss", "--margin", "0.1%", "--pairs", "4"]

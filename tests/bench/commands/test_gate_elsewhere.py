@@ -111,6 +111,7 @@ def edited(repo, old, new):
     case.write_text(case.read_text().replace(old, new))
 
 
+@pytest.mark.full
 def test_a_change_that_edits_its_case_is_judged_by_the_case_of_the_baseline_too(repo):
     """The new case says that nothing is slower, and passed."""
     edited(repo, '"50"]', '"50", --slower, "0"]')
@@ -140,6 +141,7 @@ def test_the_same_files_are_said_to_be_the_same(repo):
     assert found.sentence.startswith("nothing changed since HEAD, and any difference is noise; step_seconds"), found.sentence
 
 
+@pytest.mark.full
 def test_a_gain_beyond_the_limit_asks_for_a_new_baseline(repo):
     repo(slower=-0.2)
     found = run()
@@ -162,6 +164,7 @@ def test_a_figure_that_a_commit_stops_logging_is_missed(repo):
     assert (found.status, "fields: no longer told: loss" in found.sentence) == ("error", True), found.sentence
 
 
+@pytest.mark.full
 def test_a_count_that_does_not_repeat_tells_nothing(repo):
     """The same commit with another loss at each launch was a regression, or passed, by chance."""
     edited(repo, "metric: step_seconds", "metric: final_loss")
@@ -215,6 +218,7 @@ def test_files_are_prepared_once_for_each_state(repo):
     assert [p.read_text() for p in repo.root.glob(".playbook/results/cache/trees/*/tree/built")] == ["x", "x"]
 
 
+@pytest.mark.full
 def test_a_build_that_fails_is_an_error(repo):
     case = repo.root / "bench" / "step-time.yaml"
     case.write_text(case.read_text() + f"prepare: [{sys.executable}, -c, \"raise SystemExit('no compiler')\"]\n")

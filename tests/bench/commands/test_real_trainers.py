@@ -31,7 +31,7 @@ activation:
   candidate: {require: [{log: one product for all tokens}]}
 """
 
-pytestmark = pytest.mark.timeout(7000)
+pytestmark = [pytest.mark.timeout(7000), pytest.mark.usefixtures("planned")]
 
 
 @pytest.fixture(autouse=True)
@@ -62,18 +62,14 @@ def case(folder, trainer, baseline, candidate, where, more="", steps=10):
 
 def measured(path, folder):
     (found,) = confirm.bench_run(path, Options(profile="cpu", results=folder / "results", seed=1))
-    # An effect, whether or not the machine is quiet enough for a verdict: what noise does to verdicts is tested with planted times.
+    # An effect, whether or not launches are even enough for a verdict: what noise does to verdicts is tested with planted times.
     assert found.evidence.derived.comparison is not None, found.evidence.derived.verdict.sentence
     assert replay.replay(found.path) == (True, [])
     return found.evidence
 
 
 def times_as_long(evidence):
-    """How many times as long as the baseline's the candidate's usual step takes.
-
-    By medians, for an interval around means is as wide as the one launch in which a busy machine stopped for seconds. What intervals
-    say of such launches is tested with planted times.
-    """
+    """How many times as long as the baseline's the candidate's usual step takes, in what its process computes and sleeps."""
     usual = {
         variant: median(s.seconds for run in evidence.measured.runs if run.variant == variant for s in run.samples if s.timed)
         for variant in ("baseline", "candidate")

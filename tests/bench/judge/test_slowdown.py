@@ -103,6 +103,7 @@ def test_the_last_look_has_more_of_the_error_rates_and_between_looks_the_next_on
 
 
 @pytest.mark.parametrize(("baseline", "candidate"), [(1.0, 1.0), (1.0, 4.0), (4.0, 1.0)])
+@pytest.mark.sample("1.0-4.0")
 def test_a_slowdown_as_large_as_the_limit_passes_in_one_of_a_thousand_whatever_the_noise(baseline: float, candidate: float) -> None:
     """Over all looks, in the order of series; also where one commit is four times noisier than the other."""
     rng, looks, passed, count = np.random.default_rng(2), (4, 6, 8, 10, 12), 0, 40_000

@@ -15,8 +15,8 @@ import pytest
 from playbook.errors import LogError
 from playbook_bench.logs import LoggedStep, StepLog, read
 
-SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "1500"))
-"""Of each format; 10,000 take about three minutes."""
+SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "500"))
+"""Of each format; 10,000 take some ten seconds."""
 LOGS: dict[str, tuple[str, str | None]] = {
     "jsonl": (logs.json_lines(), None),
     "playbook": (logs.playbook(), None),

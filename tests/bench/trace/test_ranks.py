@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from test_walls import GEMM, shown
 
+from playbook.errors import PlaybookError
+from playbook_bench.trace import kineto, reports
+
 RANKS, SLOW = 8, 5
 WAIT, TRANSFER = 9.0, 2.0
 
@@ -139,3 +142,40 @@ def test_between_two_traces_the_parts_add_up_to_the_difference_of_the_steps(tmp_
     assert (code, "-14.00" in out) == (0, True)
     assert shown(capsys, "--against", str(first))[0] == 2
     assert shown(capsys, "--against", str(first), "--file", str(folder(tmp_path / "run")))[0] == 2
+
+
+def labelled(n: int, e: dict[str, Any]) -> dict[str, Any]:
+    return e | {"pid": f"[TP{n:02}] {e['pid']}"}
+
+
+def numbered(n: int, e: dict[str, Any]) -> dict[str, Any]:
+    return e | {"args": e.get("args", {}) | {"rank": n}}
+
+
+def renamed(n: int, e: dict[str, Any]) -> dict[str, Any]:
+    return e | {"pid": n + 1}
+
+
+@pytest.mark.parametrize("told", [labelled, numbered, renamed])
+def test_one_file_that_merges_eight_ranks_is_read_as_eight(tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Any) -> None:
+    """As tools for viewing merge them: a label before each process, the rank in each event, or one process for each rank with a name."""
+    events = [told(n, e) for n in reversed(range(RANKS)) for e in rank(n)["traceEvents"]]
+    names = [{"ph": "M", "name": "process_name", "pid": n + 1, "args": {"name": f"Rank {n}"}} for n in range(RANKS)]
+    path = tmp_path / "merged.json"
+    path.write_text(json.dumps({"traceEvents": [*events, *(names if told is renamed else [])], "distributedInfo": {"rank": 0}}))
+    code, out, err = shown(capsys, "--file", str(path), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["waits_least"], found["holds_up"], len(found["ranks"])) == (SLOW, True, RANKS)
+    assert [each["rank"] for each in found["ranks"]] == list(range(RANKS))
+    assert [each["waiting_ms"] for each in found["ranks"]] == pytest.approx([0 if n == SLOW else WAIT for n in range(RANKS)])
+    assert [each["span_ms"] for each in found["ranks"]] == pytest.approx([42.1] * RANKS)
+
+
+def test_of_a_file_that_merges_ranks_one_is_asked_for_where_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "merged.json"
+    path.write_text(json.dumps({"traceEvents": [labelled(n, e) for n in range(2) for e in rank(n)["traceEvents"]]}))
+    with pytest.raises(PlaybookError, match="holds the traces of several ranks; expected one rank's: playbook bench trace --file"):
+        reports.timeline_from_file(path)
+    with pytest.raises(PlaybookError, match="holds the traces of 2 ranks; expected the trace of one rank"):
+        kineto.read(path)

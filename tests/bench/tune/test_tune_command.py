@@ -6,8 +6,10 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
+import yaml
 
 from playbook.paths import repo_root
 from playbook_app.cli import exit_codes
@@ -96,7 +98,23 @@ def test_the_right_two_are_kept_and_every_other_says_why_not(tune, playbook, lau
     assert found["ended"] == "complete"
     assert found["launches"] + 10 == len(launches.words)
     assert "kept      fuse=on" in done.stderr
+    assert found["run"] == f"env WORKERS=8 {sys.executable} {SCRIPT} --launch '{{run}}' --fuse on"
+    figure = Path(found["record"]).with_name("ladder.svg").read_text()
+    assert ET.fromstring(figure).tag.endswith("svg")
+    assert all(name in figure for name in ("fuse=on", "workers=8", "together"))
     assert playbook("bench", "replay", found["record"], found["final"]["record"]).exit_code == 0
+
+
+def test_what_was_decided_becomes_claims_of_the_users_own(tune, playbook, launches, tmp_path, monkeypatch):
+    assert "your own cards" in tune("--emit-claims").stderr
+    (tmp_path / "own" / "mine").mkdir(parents=True)
+    monkeypatch.setenv("PLAYBOOK_CARDS", str(tmp_path / "own" / "mine"))
+    found = answer(tune("--emit-claims"))
+    (card,) = (tmp_path / "own" / "mine").glob("*.yaml")
+    claims = yaml.safe_load(card.read_text())["claims"]
+    assert [c["expect"]["op"] for c in claims] == [">="] * len(found["kept"])
+    assert claims[0]["expect"]["margin"]["value"] == round(found["kept"][0]["effect_percent"]["low"], 1)
+    assert playbook("cards", "check", str(card)).exit_code == 0
 
 
 def test_a_record_that_was_changed_does_not_replay(tune, playbook, launches):

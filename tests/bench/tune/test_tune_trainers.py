@@ -117,7 +117,7 @@ def test_our_trainer(tuned, tmp_path):
         "experts": {"key": "moe.experts", "values": ["loop", "grouped"], "require": [{"counter": "grouped_products"}]},
         "recompute": {"key": "train.recompute", "values": ["full", "none"]},
         "rows": {"key": "train.micro_batch_size", "values": [1, 2]},
-        "crash": {"sets": {"off": {}, "on": {"data.source": str(tmp_path / "nothing-here")}}},
+        "nowhere": {"sets": {"off": {}, "on": {"data.source": str(tmp_path / "nothing-here")}}},
         "rate": {"key": "optimizer.lr", "values": [None, 0.3]},
         "broken": {"key": "parallel.tp", "values": [1, 3]},
     }
@@ -127,9 +127,8 @@ def test_our_trainer(tuned, tmp_path):
         found, order = tuned(load_case(path), knobs, gains, Options(results=tmp_path / "results", launcher=launcher, pairs=4))
     assert {(d.knob, d.value) for d in found.tuning.kept} == {("experts", "grouped"), ("recompute", "none")}
     reasons = {d.knob: d.reason for d in found.tuning.decisions.values() if not d.kept}
-    assert set(reasons) == {"rows", "crash", "rate", *(f"idle{i}" for i in range(6))}
-    assert reasons["crash"].split(":")[0] in ("crashed", "was refused")
+    assert set(reasons) == {"rows", "rate", *(f"idle{i}" for i in range(6))}
     assert "loss" in reasons["rate"]
-    assert [(row.knob, row.skipped) for row in order if row.skipped] == [("broken", True)]
+    assert {row.knob for row in order if row.skipped} == {"nowhere", "broken"}  # what cannot run is never launched
     assert found.final is not None
     assert yaml.safe_load(path.read_text())["baseline"]["moe.experts"] == "loop"

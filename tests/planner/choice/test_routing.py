@@ -51,16 +51,28 @@ def test_what_it_costs_is_the_time_of_even_routing_less():
     assert routing.routing_share(plan, machine) is None
 
 
-def test_a_search_counts_with_each_layout_s_own_routing(tmp_path):
-    steep = routing.measured(log(tmp_path / "run", {"max_over_mean": 60.0, **{f"ep{n}": float(n) * 0.9 for n in (2, 4, 8, 16)}}))
-    machine, shape = cluster("h200"), MODELS[MOE]
-    even, uneven = (Question(shape, MOE, machine, 16, 4096, 32, routing=r) for r in (None, steep))
+@pytest.fixture
+def steep(tmp_path):
+    """Routing that gets more uneven with every degree."""
+    return routing.measured(log(tmp_path / "run", {"max_over_mean": 60.0, **{f"ep{n}": float(n) * 0.9 for n in (2, 4, 8, 16)}}))
+
+
+def asked(routes):
+    return Question(MODELS[MOE], MOE, cluster("h200"), 16, 4096, 32, routing=routes)
+
+
+def test_a_search_counts_with_each_layout_s_own_routing(steep):
+    even, uneven = asked(None), asked(steep)
     first, other = (search(q, 1).choices[0] for q in (even, uneven))
     assert first.plan.imbalance == 1
     assert other.plan.imbalance == pytest.approx(1.0 if other.plan.ep == 1 else 0.9 * other.plan.ep)
     assert other.plan.ep < first.plan.ep
     assert any(w.startswith("imbalance=") for w in words(other.plan)) == (other.plan.imbalance != 1)
-    pruned, whole = (search(uneven, 3, prune=prune).choices for prune in (True, False))
+
+
+@pytest.mark.full
+def test_a_search_that_leaves_out_layouts_counts_with_the_same_routing(steep):
+    pruned, whole = (search(asked(steep), 3, prune=prune).choices for prune in (True, False))
     assert [c.plan for c in pruned] == [c.plan for c in whole]
 
 

@@ -42,7 +42,7 @@ from playbook_trainer.huggingface.names import sizes, slices
 from playbook_trainer.megatron import settings as mapping
 from playbook_trainer.megatron import weights
 from playbook_trainer.megatron.gpt import build_text
-from playbook_trainer.megatron.weights import held
+from playbook_trainer.megatron.weights import core_tensors
 from playbook_trainer.torch.weights import collect, senders
 
 PACKS = ((7, 19, 38), (30, 1, 33))
@@ -156,10 +156,10 @@ def gradients(config: TrainerConfig, wrapped: list[Any], scale: float = 1.0) -> 
     """On rank 0, the gradients times `scale` under our names."""
     own: dict[str, dict[Any, torch.Tensor]] = {}
     for chunk in wrapped:
-        for entry in held(weights.unwrapped(chunk), config.model, weights.place()):
+        for entry in core_tensors(weights.unwrapped(chunk), config.model, weights.place()):
             for piece in entry.pieces if isinstance(entry.tensor, torch.nn.Parameter) else ():
                 gradient = getattr(entry.tensor, "main_grad", entry.tensor.grad)
-                own.setdefault(piece.ours, {})[piece.there] = gradient[slices(piece.here)].reshape(sizes(piece.there)) * scale
+                own.setdefault(piece.ours, {})[piece.full] = gradient[slices(piece.local)].reshape(sizes(piece.full)) * scale
     holders: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(holders, {name: list(parts) for name, parts in own.items()})
     out = {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +42,31 @@ def words(found: Launchable) -> list[str]:
 
 
 def answers(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the worker says of each job, in one process."""
-    lines = "".join(f"{json.dumps(job)}\n" for job in jobs)
-    done = subprocess.run(
-        [sys.executable, "-P", str(_WORKER), str(FOLDER)], input=lines, capture_output=True, text=True, check=False, timeout=6000
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(jobs), done.stderr[-2000:]
-    return found
+    """What the worker says of each job."""
+    return [_answer(json.dumps(job)) for job in jobs]
+
+
+def _answer(job: str) -> dict[str, Any]:
+    process, errors = _worker()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{job}\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    assert answer, errors.read_text()[-2000:]
+    return json.loads(answer)
+
+
+@cache
+def _worker() -> tuple[subprocess.Popen[str], Path]:
+    """One process for all jobs, and the file of its errors: what it imports takes seconds."""
+    with tempfile.NamedTemporaryFile(prefix="playbook-worker-", delete=False) as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER), str(FOLDER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    atexit.register(Path(errors.name).unlink)
+    atexit.register(process.communicate)  # the end of its input ends it
+    return process, Path(errors.name)
 
 
 def dataclasses_in(*files: Path) -> dict[str, tuple[dict[str, ast.expr], list[str]]]:

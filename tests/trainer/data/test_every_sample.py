@@ -305,6 +305,7 @@ def test_an_epoch_reads_every_conversation_once(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [1, 7])
+@pytest.mark.sample("1-2", "7-0")
 def test_a_run_over_epochs_goes_on_where_it_stood_on_other_ranks(workers: int, at: int, tmp_path: Path) -> None:
     path = text_file(tmp_path, letters([40 + 31 * i % 200 for i in range(60)]), "jsonl")
     given = settings_of(path, data__seq_len=64, train__global_batch_size=4, train__epochs=3, data__num_workers=workers)

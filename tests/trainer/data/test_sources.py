@@ -73,6 +73,7 @@ def batches_of(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[lis
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "parquet", "vqav2", "generated"])
+@pytest.mark.sample("parquet", "generated")
 def test_resuming_on_other_ranks_and_workers_goes_on_to_the_last_bit(tmp_path: Path, kind: str) -> None:
     common = {
         **vqa_source(kind, tmp_path),

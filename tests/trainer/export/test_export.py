@@ -177,6 +177,7 @@ def test_the_recipe_carries_every_published_override_back():
     assert set(PUBLISHED.split()) - set(export(config, "megatron-bridge").lines) == set()
 
 
+@pytest.mark.full
 def test_torchtitan_reads_every_configuration_back():
     """All whose model it has, and whose converters need no package of a GPU; by its own parser, split of the pipeline and checks."""
     more = [
@@ -276,6 +277,7 @@ def parsed():
     return list(zip(found, answer["answers"], strict=True)), answer["fields"]
 
 
+@pytest.mark.full
 def test_megatron_lm_reads_back_every_value_and_accepts_them_together(parsed):
     for found, answer in parsed[0]:
         assert answer["refused"] == ""
@@ -286,6 +288,7 @@ def test_megatron_lm_reads_back_every_value_and_accepts_them_together(parsed):
                 assert (value[0] if single else value) == setting.value, setting
 
 
+@pytest.mark.full
 def test_every_override_is_a_field_that_megatron_bridge_has(parsed):
     for path in FILES:
         for setting in export(load(path, {}), "megatron-bridge").settings:

@@ -65,6 +65,7 @@ def compare(plans: Sequence[Plan]) -> None:
         assert answer == expected(plan), plan
 
 
+@pytest.mark.full
 def test_accelerate_reads_the_same_layout_back() -> None:
     compare([planned(text) for text in PLANS])
 

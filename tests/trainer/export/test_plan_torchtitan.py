@@ -117,10 +117,12 @@ def answers() -> list[dict[str, Any]]:
     return read_back([*(launchable(planned(text), "h100") for text in PLANS), *faulty()])
 
 
+@pytest.mark.full
 def test_torchtitan_accepts_plans_of_every_family_and_reads_the_same_layout_back(answers: list[dict[str, Any]]) -> None:
     compare([planned(text) for text in PLANS], answers[: len(PLANS)])
 
 
+@pytest.mark.full
 def test_a_fault_in_the_file_does_not_read_back(answers: list[dict[str, Any]]) -> None:
     found = answers[len(PLANS) :]
     assert len(found) == len(FAULTS)

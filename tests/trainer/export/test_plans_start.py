@@ -21,7 +21,7 @@ from tests.support.targets.plans import BACKEND
 
 EACH = 500 // len(CHECKERS) + 1
 """Exports of a target, so that all targets together have 500."""
-FEW = 50 // len(CHECKERS) + 1
+FEW = 30 // len(CHECKERS)
 
 
 @pytest.fixture(autouse=True, scope="module")

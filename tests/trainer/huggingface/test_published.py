@@ -13,7 +13,7 @@ from playbook.errors import ConfigError, FileError
 from playbook_trainer.config.huggingface import fields_of, hf_config
 from playbook_trainer.config.model import ModelConfig, YarnConfig
 from playbook_trainer.config.tree import load, model_names
-from playbook_trainer.huggingface.weights import Kept
+from playbook_trainer.huggingface.weights import SourceFiles
 
 CONFIG = Path("trainer/configs/qwen3_tiny.yaml")
 
@@ -74,7 +74,7 @@ def test_names_of_transformers_5_are_read_and_kept_readable_for_transformers_4(t
     del settings["rope_theta"], settings["rope_scaling"]
     (given / "config.json").write_text(json.dumps(settings))
     assert ModelConfig(name=model.name, **fields_of(given / "config.json")) == model
-    kept = Kept(settings).config_json({}, "float32")
+    kept = SourceFiles(settings).config_json({}, "float32")
     assert (kept["num_experts"], kept["rope_theta"], kept["rope_scaling"]) == (model.num_experts, model.rope_theta, None)
 
 

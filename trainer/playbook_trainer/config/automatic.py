@@ -195,10 +195,12 @@ _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
 _CUDNN_WIDTH = 128
 """The largest head for which cuDNN over packed documents has been held against flash."""
 _CUDNN_TOKENS = {"text": 8_192, "images": 16_384}
-"""The smallest micro-batch in which it has not been the slower one; smaller ones wait for their host, and Transformer Engine's calls take more of it."""
+"""The smallest micro-batch in which it has not been the slower one; smaller ones wait for their host,
+and Transformer Engine's calls take more of it."""
 _KERNEL_VALUES = 2**20
-"""The smallest layer's input, in values, for which the kernels are taken: reading fewer takes an H200 less than a microsecond, and starting a Triton
-kernel takes the host longer than starting an operator of torch's own. At 2**14 values kernels have not shortened a step, at 2**23 to a third."""
+"""The smallest layer's input, in values, for which the kernels are taken: reading fewer takes an H200 less than a microsecond, and starting
+a Triton kernel takes the host longer than starting an operator of torch's own.
+At 2**14 values kernels have not shortened a step, at 2**23 to a third."""
 _Part = TypeVar("_Part", bound=BaseModel)
 _EITHER = "cudnn or flash"
 """No value of the key: it differs between micro-batches."""
@@ -236,7 +238,8 @@ def _is_installed(package: str) -> bool:
 def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The configuration (dotted keys) with each `auto` replaced by what it stands for.
 
-    Two keys keep theirs: `data.source`, since the hash of the data speaks for what lies there, and `train.compile.dynamic`, where auto is a mode of torch.
+    Two keys keep theirs: `data.source`, since the hash of the data speaks for what lies there, and `train.compile.dynamic`,
+    where auto is a mode of torch.
     """
     has_gpu = target.gpu is not None and flat["train.device"] != "cpu"
     layers = "transformer_engine" if has_gpu and target.transformer_engine else "local"
@@ -248,18 +251,20 @@ def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
         "moe.experts": "grouped" if grouped else "loop",
         "train.attention": attention(flat, target) if has_gpu else "plain",
     }
-    found = {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
+    resolved = {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
     can = has_gpu and target.triton and flat["backend"] == "torch" and _values(flat) >= _KERNEL_VALUES
     for key, switch in SWITCHES.items():
-        if found[key] == "auto":
-            at = {**found, RANKS: target.ranks}
+        if resolved[key] == "auto":
+            at = {**resolved, RANKS: target.ranks}
             takes = can and switch.chosen(at) and not any(switch.refusals(key, at))
-            found[key] = switch.fast if takes else switch.plain
-    return found
+            resolved[key] = switch.fast if takes else switch.plain
+    return resolved
 
 
 def resolved(config: TrainerConfig, target: Target) -> TrainerConfig:
-    """The configuration as it is run there: switches, attention and expert products have a value instead of `auto`, as far as one value says it."""
+    """The configuration as it is run there: switches, attention and expert products have a value instead of `auto`,
+    as far as one value says it.
+    """
     return _with(config, decided(config), target)
 
 
@@ -270,10 +275,10 @@ def switched(config: TrainerConfig, target: Target) -> TrainerConfig:
 
 def _with(config: TrainerConfig, keys: Iterable[str], target: Target) -> TrainerConfig:
     flat = flatten(dump(config))
-    found = resolve(flat, target)
+    resolved = resolve(flat, target)
     for key in keys:
-        if found[key] not in (_EITHER, flat[key]):
-            config = _replaced(config, key.split("."), found[key])
+        if resolved[key] not in (_EITHER, flat[key]):
+            config = _replaced(config, key.split("."), resolved[key])
     return config
 
 
@@ -285,9 +290,9 @@ def _replaced(part: _Part, path: Sequence[str], value: Any) -> _Part:
 def decided(config: TrainerConfig) -> list[str]:
     """Keys at `auto` that this configuration's backend and model read, and whose choice is this trainer's."""
     flat = flatten(dump(config))
-    own = [*SWITCHES, "train.attention", *(["moe.experts"] if config.model.num_experts else [])]
-    keys = own if config.backend == "torch" else [key for key in SWITCHES if key not in torch_only()]
-    return [key for key in keys if flat[key] == "auto"]
+    keys = [*SWITCHES, "train.attention", *(["moe.experts"] if config.model.num_experts else [])]
+    read = keys if config.backend == "torch" else [key for key in SWITCHES if key not in torch_only()]
+    return [key for key in read if flat[key] == "auto"]
 
 
 def told(config: TrainerConfig, target: Target) -> str:
@@ -305,14 +310,17 @@ def told(config: TrainerConfig, target: Target) -> str:
 
 
 def grouped_experts(backend: str, layers: str, dtype: str, *, has_gpu: bool) -> bool:
-    """Whether `moe.experts: auto` is one grouped product: with Transformer Engine's layers, or for the torch backend on a GPU in 16 bits."""
+    """Whether `moe.experts: auto` is one grouped product: with Transformer Engine's layers,
+    or for the torch backend on a GPU in 16 bits.
+    """
     return layers == "transformer_engine" if backend == "megatron" else has_gpu and dtype == "bf16"
 
 
 def attention(at: At, target: Target) -> str:
     """What `train.attention: auto` is on a GPU.
 
-    On a Hopper or later cuDNN; where documents of a large micro-batch have unequal lengths, through Transformer Engine, and flash for those elsewhere.
+    On a Hopper or later cuDNN; where documents of a large micro-batch have unequal lengths, through Transformer Engine,
+    and flash for those elsewhere.
     """
     if at["train.dtype"] != "bf16":
         return "plain"
@@ -355,7 +363,9 @@ def sha_of(data: Mapping[str, Any], target: Target) -> str:
 
 
 def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """The keys that the hash covers, dotted, with their values. Renamed ones go by their first name, so that no hash changes with a name."""
+    """The keys that the hash covers, dotted, with their values. Renamed ones go by their first name,
+    so that no hash changes with a name.
+    """
     plain = neutral()
     whole = {**plain, **flatten(modern(data))}
     resolved = resolve(whole, target)

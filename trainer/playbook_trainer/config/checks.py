@@ -12,14 +12,14 @@ from playbook_trainer.config.sections import FREEZABLE, MegatronConfig
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 
-def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
-    """Refuse what cannot run on `world` ranks; where they are not `here`, packages that are missing here do not count.
+def check(config: TrainerConfig, world: int, *, check_packages: bool = True) -> None:
+    """Refuse what cannot run on `world` ranks. `check_packages`: also where a package is missing on this machine.
 
     Raises:
         ConfigError: every rule that is broken, one per line.
     """
     problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config, world)
-    if config.backend == "megatron" and here:
+    if config.backend == "megatron" and check_packages:
         problems += megatron.package_problems(config)
     if problems:
         listed = f" {problems[0]}" if len(problems) == 1 else "".join(f"\n  - {p}" for p in problems)
@@ -106,7 +106,8 @@ def _context_problems(config: TrainerConfig) -> list[str]:
         )
     if kv_heads and kv_heads % par.cp and par.cp % kv_heads:
         problems.append(
-            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: ring"
+            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: "
+            "ring"
         )
     return problems
 
@@ -185,11 +186,14 @@ def _torch_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
         )
-    held, deepstack = config.model.num_layers // (par.pp * par.vpp), len(config.model.vision.deepstack_layers) if config.model.vision else 0
-    if held < deepstack:
+    layers_per_chunk, deepstack = (
+        config.model.num_layers // (par.pp * par.vpp),
+        len(config.model.vision.deepstack_layers) if config.model.vision else 0,
+    )
+    if layers_per_chunk < deepstack:
         problems.append(
             f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
-            f"pp {par.pp} x vpp {par.vpp} leaves {held} layers in a chunk; lower parallel.pp or vpp"
+            f"pp {par.pp} x vpp {par.vpp} leaves {layers_per_chunk} layers in a chunk; lower parallel.pp or vpp"
         )
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
@@ -212,7 +216,9 @@ def _model_problems(config: TrainerConfig) -> list[str]:
         f"mtp_layers: {model.mtp_layers}": model.mtp_layers > 0,
         "yarn": model.yarn is not None,
     }
-    return [f"model.{found} belongs to the megatron backend, which has DeepSeek-V3's parts" for found, there in rules.items() if there]
+    return [
+        f"model.{setting} belongs to the megatron backend, which has DeepSeek-V3's parts" for setting, present in rules.items() if present
+    ]
 
 
 def switch_problems(config: TrainerConfig, world: int) -> list[str]:
@@ -280,6 +286,7 @@ def _router_problems(config: TrainerConfig) -> list[str]:
 
 
 def _recompute_problems(config: TrainerConfig) -> list[str]:
+    """Modules of selective recompute that are missing, have no counterpart in this model, or contain one another."""
     mode, names, model, problems = config.train.recompute, config.train.recompute_modules, config.model, []
     if mode == "selective" and not names:
         problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
@@ -301,6 +308,7 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
 
 
 def _freeze_problems(config: TrainerConfig) -> list[str]:
+    """Parts that cannot be frozen, because the model lacks them or nothing would be left to train."""
     frozen = config.train.freeze
     if not frozen:
         return []
@@ -310,7 +318,8 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
         return ["train.freeze names every part, so nothing is left to train: take one out"]
     if "language_model" in frozen and config.data.kind not in ("vqa", "chat"):
         return [
-            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: vqa"
+            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: "
+            "vqa"
         ]
     if "vision" in frozen and "vision" in config.train.recompute_modules:
         return ["train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out"]
@@ -320,16 +329,18 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
 
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
+    """What keeps the parts in `train.cuda_graphs` from being captured on the torch backend."""
     train, par, names = config.train, config.parallel, config.train.cuda_graphs
     if not names:
         return []
-    again = set(train.recompute_modules)
+    recomputed = set(train.recompute_modules)
     rules = {
         "a GPU is needed, and train.device is cpu": train.device == "cpu",
         "shapes must not change from batch to batch: set data.pad: true": not config.data.pad,
-        "recompute of whole layers would replay a graph whose memory is still wanted: set train.recompute: selective or none": train.recompute
-        == "full",
-        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in again and "moe_router" in names,
+        "recompute of whole layers would replay a graph whose memory is still wanted: "
+        "set train.recompute: selective or none": train.recompute == "full",
+        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in recomputed
+        and "moe_router" in names,
         "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
         "collectives are not captured, and passes must alternate: set parallel.tp, pp and cp to 1": max(par.tp, par.pp, par.cp) > 1,
         "what a graph keeps lives in its own memory, so nothing could leave: set offload.activations: false": config.offload.activations,
@@ -358,6 +369,7 @@ _FP8_ELSEWHERE = {
 
 
 def _fp8_problems(config: TrainerConfig) -> list[str]:
+    """Recipes and modules of `precision.fp8` that the torch backend cannot multiply, and widths on a rank that its scales do not divide."""
     precision, model, par, problems = config.precision, config.model, config.parallel, []
     if precision.fp8 == "none":
         return []
@@ -384,9 +396,9 @@ def _fp8_problems(config: TrainerConfig) -> list[str]:
     unit = 16 if precision.fp8 == "rowwise" else 128
     odd = {k: v for k, v in widths.items() if v % unit}
     if odd:
-        found = ", ".join(f"{k} {v}" for k, v in odd.items())
+        odd_widths = ", ".join(f"{k} {v}" for k, v in odd.items())
         problems.append(
-            f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {found}; leave it at none"
+            f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {odd_widths}; leave it at none"
         )
     return problems
 

@@ -2,8 +2,8 @@
 
 State bytes follow from the layout and are exact up to padding. Activations are an estimate (`playbook.planner.activations`): those of fused
 kernels in 16 bits, or with the megatron backend those of Transformer Engine's, which measured peaks of text models bear out to within eight
-percent (`playbook.planner.memory`). Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one process
-for the same purpose.
+percent (`playbook.planner.memory`). Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one
+process for the same purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
 _RESIDENT_LAYERS = 3
-"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way. Source: `playbook_trainer.torch`."""
+"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way. Source:
+`playbook_trainer.torch`."""
 
 _LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk without the fused kernel: the product's output and its float32 softmax."""
@@ -72,24 +73,28 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     """The configuration as layout arithmetic knows it."""
     par, train = config.parallel, config.train
     return Plan(
-        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
+        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp,
+        vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len, even_rows=False,
         options=_megatron_options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
 
 
 def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing | None = None) -> StepTime | None:
-    """What a step of `config` is predicted to take on so many GPUs of a cluster, with this routing of its tokens; None in float32, which no law of the planner is about."""
+    """What a step of `config` is predicted to take on so many GPUs of a cluster, with this routing of its tokens;
+    None in float32, which no law of the planner is about.
+    """
     plan = plan_of(config, world)
     plan = routing.on(plan) if routing else plan
     if config.train.dtype != "bf16":
         return None
-    own, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    mg, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     if config.backend == "megatron":
-        aware = own.precision_aware_optimizer
+        aware = mg.precision_aware_optimizer
         plan = replace(
-            plan, grad_bytes={"fp32": 4, "bf16": 2}[own.grad_reduce_dtype], moment_bytes=moments if aware else 4, master_bytes=2 if aware else 4,
-            options=replace(plan.options, optimizer_offload=round(100 * own.optimizer_offload_fraction)),
+            plan, grad_bytes={"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype], moment_bytes=moments if aware else 4,
+            master_bytes=2 if aware else 4,
+            options=replace(plan.options, optimizer_offload=round(100 * mg.optimizer_offload_fraction)),
         )  # fmt: skip
         return step_time(plan, on)
     routed = plan.ep * plan.etp > 1 and bool(config.model.num_experts)
@@ -108,9 +113,11 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
-    """The kernel of attention on that kind of GPU, as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it.
+    """The kernel of attention on that kind of GPU, as the planner names it:
+    rows that are one document each go through cuDNN wherever `auto` may take it.
 
-    A slice of context parallelism has more keys than queries, which only flash's masks express. Source: `playbook_trainer.torch.model.attention.choose`.
+    A slice of context parallelism has more keys than queries, which only flash's masks express. Source:
+    `playbook_trainer.torch.model.attention.choose`.
     """
     flat = flatten(dump(config))
     kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
@@ -128,7 +135,8 @@ def _is_sliced(config: TrainerConfig) -> bool:
 
 
 def _gathered_keys(config: TrainerConfig, plan: Plan, index: int) -> float:
-    """Bytes that a layer keeps beside `activations.kept` with gathered keys: those and values of all CP ranks, and attention's output once for its slices, once joined.
+    """Bytes that a layer keeps beside `activations.kept` with gathered keys:
+    those and values of all CP ranks, and attention's output once for its slices, once joined.
 
     Source: `playbook_trainer.torch.parallel.context`.
     """
@@ -148,8 +156,8 @@ def _options(config: TrainerConfig) -> Options:
 
 def _gradient(config: TrainerConfig, plan: Plan) -> int:
     """Bytes of a gradient: float32, or bfloat16 as reduced where the optimizer holds a 16-bit remainder and a step reduces once."""
-    once = plan.microbatches == 1 and plan.pp == 1
-    return 2 if config.optimizer.master_weights == "remainder" and once else 4
+    reduces_once = plan.microbatches == 1 and plan.pp == 1
+    return 2 if config.optimizer.master_weights == "remainder" and reduces_once else 4
 
 
 class _Moment(NamedTuple):
@@ -160,22 +168,24 @@ class _Moment(NamedTuple):
 
 
 def _fullest_moment(
-    config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int, last: bool
+    config: TrainerConfig, plan: Plan, weights: memory.Weights, shards: int, expert_shards: int, layers: int, last: bool
 ) -> _Moment:
-    """The largest of the moments that passing bytes have: two layers gathered in a pass, and on the last stage the loss's forward and backward pass.
+    """The largest of the moments that passing bytes have: two layers gathered in a pass,
+    and on the last stage the loss's forward and backward pass.
 
-    FSDP hands out weights in the precision of training. Layers come and go, two at a time; the output layer stays until its backward pass, which the last layer's
-    weights are gathered beside. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them stay.
+    FSDP hands out weights in the precision of training. Layers come and go, two at a time; the output layer stays until its backward pass,
+    which the last layer's weights are gathered beside. Where nothing is shared out, or `parallel.reshard_after_forward` is off,
+    all of them stay.
     Source: `playbook_trainer.torch.build.shard`.
     """
     width, forward, backward = WIDTH[config.train.dtype], *_loss(config, plan)
     if not config.wants_fsdp(plan.dp * plan.cp, plan.edp):
         return _Moment(0.0, max(forward, backward) if last else 0.0)
-    again = config.parallel.reshard_after_forward
-    dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again
-    stay = width * (held.dense * dense_stay + held.experts * experts_stay)
-    experts = held.experts / layers
-    layer = width * ((0.0 if dense_stay else held.largest - experts) + (0.0 if experts_stay else experts))
+    reshards = config.parallel.reshard_after_forward
+    dense_stay, experts_stay = shards == 1 or not reshards, expert_shards == 1 or not reshards
+    stay = width * (weights.dense * dense_stay + weights.experts * experts_stay)
+    experts = weights.experts / layers
+    layer = width * ((0.0 if dense_stay else weights.largest - experts) + (0.0 if experts_stay else experts))
     head = 0.0 if dense_stay else width * parameters.embedding(plan.shape) / plan.tp
     moments = [_Moment(stay + 2 * layer, 0.0)]
     if last:
@@ -186,7 +196,8 @@ def _fullest_moment(
 def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
     """Bytes that the loss holds in its forward and its backward pass, beside the output layer's weight.
 
-    The forward pass makes all gradients: that of the output layer in float32, that of its input, and a chunk of logits, which the fused kernel overwrites by their gradient.
+    The forward pass makes all gradients: that of the output layer in float32, that of its input, and a chunk of logits,
+    which the fused kernel overwrites by their gradient.
     The backward pass scales both, and rounds the first. Source: `playbook_trainer.torch.parallel.tensor` (`_LinearCrossEntropy`).
     """
     width, tokens = WIDTH[config.train.dtype], activations.tokens(plan)
@@ -198,26 +209,31 @@ def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    held = memory.weights(plan, stage, chunks, whole_tower=True)
+    """Bytes that a rank of a pipeline stage of the torch backend holds; `chunks` has the indices of each chunk's layers."""
+    weights = memory.weights(plan, stage, chunks, whole_tower=True)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
     shards = plan.dp * plan.cp // copies
-    counts = held.dense / shards + held.experts * expert_copies / plan.edp
+    counts = weights.dense / shards + weights.experts * expert_copies / plan.edp
     width = WIDTH[config.train.dtype]
-    sent = config.offload.activations
-    kept = [[activations.kept(plan, i) * width / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk] for chunk in chunks]
-    alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
+    offloaded = config.offload.activations
+    saved_bytes = [
+        [activations.kept(plan, i) * width / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk] for chunk in chunks
+    ]
+    alive = memory.alive(
+        plan, stage, [[Kept(0.0, size) if offloaded else Kept(size) for size in chunk] for chunk in saved_bytes], _RESIDENT_LAYERS
+    )
     states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     # The backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
     grows = plan.microbatches == 1 and plan.pp == 1
     layers = sum(map(len, chunks))
-    passing = _fullest_moment(config, plan, held, shards, plan.edp // expert_copies, layers, stage == plan.pp - 1)
+    passing = _fullest_moment(config, plan, weights, shards, plan.edp // expert_copies, layers, stage == plan.pp - 1)
     return StageBytes(
         stage=stage,
         layers=layers,
         in_flight=alive.in_flight,
-        held=held.dense + held.experts,
+        held=weights.dense + weights.experts,
         **on_gpu,
         gathered=passing.gathered,
         activations=alive.on_gpu,
@@ -240,11 +256,11 @@ Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
 
 def _megatron_options(config: TrainerConfig) -> Options:
     """The features that are chosen, with what Megatron-FSDP shards by its strategy in the planner's words."""
-    found = megatron_checks.options(config)
+    options = megatron_checks.options(config)
     if config.megatron.data_parallel != "megatron_fsdp":
-        return found
+        return options
     shards = {"no_shard": "none", "optim": "optimizer", "optim_grads": "optimizer", "optim_grads_params": "fsdp"}
-    return replace(found, sharding=shards[config.megatron.sharding_strategy])
+    return replace(options, sharding=shards[config.megatron.sharding_strategy])
 
 
 def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
@@ -254,33 +270,35 @@ def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
     Megatron-FSDP keeps it whole, and so do 8-bit weights.
     Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
     """
-    own = config.megatron
+    mg = config.megatron
     if config.train.dtype == "fp32":
         return 4, 4, 8
-    gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
-    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
-    weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
-    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp" and weight
+    gradient = {"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype]
+    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if mg.precision_aware_optimizer else 4
+    weight = 0 if mg.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
+    remainder = mg.precision_aware_optimizer and mg.data_parallel != "megatron_fsdp" and weight
     return weight, gradient, (2 if remainder else 4) + 2 * moments
 
 
-def _megatron_states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str, float]:
+def _megatron_states(config: TrainerConfig, plan: Plan, weights: memory.Weights) -> dict[str, float]:
     """Bytes of weights, gradients, optimizer state and 8-bit copies on the GPU, and of what an offloaded optimizer keeps on the `host`."""
     unit = replace(plan, grad_bytes=2, master_bytes=2, moment_bytes=1)
-    weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
+    weight_values, gradient_values, optimizer_values = (
+        n / per for n, per in zip(memory.state_bytes(unit, weights), (2, 2, 4), strict=True)
+    )
     if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
-        gradients = optimizer
+        gradient_values = optimizer_values
     fraction = megatron_checks.offloaded_fraction(config)
     per_weight, per_gradient, per_state = _megatron_widths(config)
     if fraction and config.train.dtype == "bf16":
         per_state = _MASTER_BYTES + _MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
     stays = _MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
     return {
-        "parameters": per_weight * weights,
-        "gradients": per_gradient * gradients,
-        "optimizer": (per_state * (1 - fraction) + stays) * optimizer,
-        "fp8_weights": memory.fp8_weights(plan, held),
-        "host": _HOST_BYTES * optimizer * fraction,
+        "parameters": per_weight * weight_values,
+        "gradients": per_gradient * gradient_values,
+        "optimizer": (per_state * (1 - fraction) + stays) * optimizer_values,
+        "fp8_weights": memory.fp8_weights(plan, weights),
+        "host": _HOST_BYTES * optimizer_values * fraction,
     }
 
 
@@ -299,21 +317,22 @@ def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
 
 
 def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
+    """Bytes that a rank of a pipeline stage of the megatron backend holds; `chunks` has the indices of each chunk's layers."""
+    weights, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     placed = [list(enumerate(chunk)) for chunk in chunks]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
         placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
     alive = memory.alive(plan, stage, [[_megatron_layer(config, plan, i, place, len(chunk)) for place, i in chunk] for chunk in placed])
-    state = _megatron_states(config, plan, held)
+    state = _megatron_states(config, plan, weights)
     host = state.pop("host")
     return StageBytes(
         stage=stage,
         layers=sum(map(len, chunks)),
         in_flight=alive.in_flight,
-        held=held.dense + held.experts,
+        held=weights.dense + weights.experts,
         **state,
-        gathered=memory.gathered(plan, held, WIDTH[config.train.dtype]),
+        gathered=memory.gathered(plan, weights, WIDTH[config.train.dtype]),
         activations=width * alive.on_gpu,
         vision=alive.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
         loss=activations.loss(plan) if last else 0.0,
@@ -352,5 +371,5 @@ def vision(config: TrainerConfig, plan: Plan) -> float:
     rows = plan.mbs * plan.seq_len  # whole ones: a context-parallel rank holds a part of them, and encodes the images of all
     entry = rows * tower.spatial_merge_size**2 * tower.hidden_size * WIDTH[config.train.dtype]
     block = entry * (10 + 2 * tower.ffn_size / tower.hidden_size)
-    again = "vision" in config.train.recompute_modules
-    return entry * tower.depth + block if again else block * tower.depth
+    recomputes = "vision" in config.train.recompute_modules
+    return entry * tower.depth + block if recomputes else block * tower.depth

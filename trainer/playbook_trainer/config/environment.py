@@ -33,21 +33,23 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
     start in the order of their launch; never 1 with FSDP) and by the environments of Megatron-Bridge's performance recipes (32 on
     Blackwell, and with a fused dispatcher); `NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN` divides EP and fits the domain (DeepEP's HybridEP);
     `NVTE_CPU_OFFLOAD_V1` with fine-grained offload, and `NCCL_GRAPH_REGISTER` with graphs beside memory that grows in segments, by
-    Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
+    Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its
+    `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
     """
     mg = config.megatron
     megatron = config.backend == "megatron"
     whole = ("full_iteration",) if mg.cuda_graph_impl == "full_iteration" else ()
-    found = needed(
+    environment = needed(
         platform, tp=config.parallel.tp, cp=config.parallel.cp, ep=config.parallel.ep, dispatcher=config.moe.dispatcher, megatron=megatron,
-        overlap=megatron and mg.overlap_expert_parallel, sharded=sharded(config), graphs=(*whole, *config.train.cuda_graphs) if megatron else (),
+        overlap=megatron and mg.overlap_expert_parallel, sharded=sharded(config),
+        graphs=(*whole, *config.train.cuda_graphs) if megatron else (),
         offload=mg.offload_modules if megatron else (),
     )  # fmt: skip
     if platform != "cpu" and megatron and mg.grouped_gemm == "cutlass":
-        found[GROUPED_GEMM] = "1"
+        environment[GROUPED_GEMM] = "1"
     if platform != "cpu" and megatron and config.train.deterministic:
-        found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    return found
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return environment
 
 
 def needed(
@@ -63,24 +65,26 @@ def needed(
     graphs: Sequence[str],
     offload: Sequence[str],
 ) -> dict[str, str]:
-    """The variables that a layout and its options ask for. `sharded` is FSDP's, `graphs` are modules or `full_iteration`, `offload` modules."""
+    """The variables that a layout and its options ask for. `sharded` is FSDP's, `graphs` are modules or `full_iteration`,
+    `offload` modules.
+    """
     if platform == "cpu":
         return {}
-    found = {}
-    many = dispatcher in ("deepep", "hybridep") or overlap
+    environment = {}
+    many_streams = dispatcher in ("deepep", "hybridep") or overlap
     if platform == "hopper" and not sharded and (tp > 1 or cp > 1) and not overlap:
-        found[CONNECTIONS] = "1"
-    elif many or (megatron and platform in ("blackwell", "nvl72") and not sharded):
-        found[CONNECTIONS] = "32"
+        environment[CONNECTIONS] = "1"
+    elif many_streams or (megatron and platform in ("blackwell", "nvl72") and not sharded):
+        environment[CONNECTIONS] = "32"
     if dispatcher == "hybridep":
-        found[_HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
+        environment[_HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
     if offload:
-        found["NVTE_CPU_OFFLOAD_V1"] = "1"
+        environment["NVTE_CPU_OFFLOAD_V1"] = "1"
     if graphs:
-        found["NCCL_GRAPH_REGISTER"] = "0"
+        environment["NCCL_GRAPH_REGISTER"] = "0"
     if "full_iteration" in graphs:
-        found[ALLOCATOR] = "expandable_segments:True,graph_capture_record_stream_reuse:True"
-    return found
+        environment[ALLOCATOR] = "expandable_segments:True,graph_capture_record_stream_reuse:True"
+    return environment
 
 
 def sharded(config: TrainerConfig) -> bool:
@@ -91,30 +95,33 @@ def sharded(config: TrainerConfig) -> bool:
 
 
 def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = None, platform: Platform | None = None) -> dict[str, str]:
-    """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open; returns what was set.
+    """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open;
+    returns what was set.
 
     Raises:
-        ConfigError: the environment serialises what Megatron-FSDP means to overlap, or contradicts the configuration about grouped products.
+        ConfigError: the environment serialises what Megatron-FSDP means to overlap,
+            or contradicts the configuration about grouped products.
     """
     env = os.environ if environment is None else environment
     if config.backend == "torch":
-        wanted = {_COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
+        needed_variables = {_COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
     elif sharded(config) and env.get(CONNECTIONS) == "1":
         raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
     elif _contradicts(env.get(GROUPED_GEMM), config):
         raise ConfigError(
-            f"{GROUPED_GEMM} is {env[GROUPED_GEMM]!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable, which follows from that field"
+            f"{GROUPED_GEMM} is {env[GROUPED_GEMM]!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable, "
+            "which follows from that field"
         )
     else:
-        wanted = variables(config, platform or this_platform(env))
-    found = {k: v for k, v in wanted.items() if k not in env}
-    env.update(found)
-    return found
+        needed_variables = variables(config, platform or this_platform(env))
+    changes = {k: v for k, v in needed_variables.items() if k not in env}
+    env.update(changes)
+    return changes
 
 
-def _contradicts(given: str | None, config: TrainerConfig) -> bool:
-    on = given not in ("", "0")
-    return given is not None and config.model.num_experts > 0 and on != (config.megatron.grouped_gemm == "cutlass")
+def _contradicts(value: str | None, config: TrainerConfig) -> bool:
+    on = value not in ("", "0")
+    return value is not None and config.model.num_experts > 0 and on != (config.megatron.grouped_gemm == "cutlass")
 
 
 def this_platform(environment: Mapping[str, str]) -> Platform:
@@ -126,7 +133,7 @@ def this_platform(environment: Mapping[str, str]) -> Platform:
         return "cpu"
     try:
         command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False).stdout
-        return "blackwell" if int(float(said.split()[0])) >= _BLACKWELL else "hopper"
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False).stdout
+        return "blackwell" if int(float(output.split()[0])) >= _BLACKWELL else "hopper"
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return "hopper"

@@ -23,14 +23,14 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing or holds none.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable as JSON ({error}); fetch it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object; fetch it again")
-    return found
+    return content
 
 
 def part_of(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -102,7 +102,9 @@ WITHOUT_EFFECT = frozenset(
 
 
 def _untrained(parts: Mapping[str, tuple[Mapping[str, Any], Collection[str]]]) -> list[str]:
-    """What the parts of a file ask for that is not trained with here, a clause for each key; a part comes with the names of its keys that are read."""
+    """What the parts of a file ask for that is not trained with here, a clause for each key;
+    a part comes with the names of its keys that are read.
+    """
     clauses = []
     for prefix, (part, read) in parts.items():
         for key, value in part.items():
@@ -124,7 +126,9 @@ def _untrained(parts: Mapping[str, tuple[Mapping[str, Any], Collection[str]]]) -
 
 
 def end_of(folder: Path, end: Any) -> Any:
-    """The token that ends an answer: `end`, by config.json, at which generation_config.json must stop; where there is none, the first one there."""
+    """The token that ends an answer: `end`, by config.json, at which generation_config.json must stop;
+    where there is none, the first one there.
+    """
     stops = _stops(folder)
     if end is None and not stops:
         raise ConfigError(
@@ -372,8 +376,8 @@ def _deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _refuse(family: str, found: Mapping[str, bool]) -> None:
-    if parts := [name for name, there in found.items() if there]:
+def _refuse(family: str, settings: Mapping[str, bool]) -> None:
+    if parts := [name for name, is_set in settings.items() if is_set]:
         raise ConfigError(
             f"transformers' {family} has no counterpart of model.{', '.join(parts)}; such weights have no Hugging Face folder"
         )
@@ -446,7 +450,7 @@ def _deepseek_fields(text: Mapping[str, Any], fields: Mapping[str, Any], rope: M
         return value if isinstance(value, int) else 0
 
     grouped = number("router_groups") > 1
-    own: dict[str, Any] = {
+    derived: dict[str, Any] = {
         "attention": "mla",
         "head_dim": number("qk_nope_head_dim") + number("qk_rope_head_dim"),
         "num_kv_heads": fields.get("num_heads"),
@@ -458,8 +462,8 @@ def _deepseek_fields(text: Mapping[str, Any], fields: Mapping[str, Any], rope: M
         "ffn_size": number("ffn_size") if number("first_dense_layers") else 0,
     }
     if rope.get("rope_type") == "yarn":
-        own["yarn"] = {name.removeprefix("yarn."): value for name, value in _taken(_stretched(rope), _YARN_FIELDS).items()}
-    return own
+        derived["yarn"] = {name.removeprefix("yarn."): value for name, value in _taken(_stretched(rope), _YARN_FIELDS).items()}
+    return derived
 
 
 def check_config(config: ModelConfig, path: Path) -> None:
@@ -487,11 +491,11 @@ def _parts(settings: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], se
     """The parts of a `config.json`, each with the names of its keys that are read."""
     text, vision = text_of(settings), part_of(settings, "vision_config")
     kind = _KINDS.get(str(settings.get("model_type")), {})
-    own = {*_OWN_FIELDS, *_TEXT_FIELDS, *kind, "num_local_experts", "intermediate_size", "rope_theta", "max_position_embeddings"}
-    rope = {*_ROPE_FIELDS, *_YARN_FIELDS, "type", "attention_factor", "truncate"}
+    text_keys = {*_OWN_FIELDS, *_TEXT_FIELDS, *kind, "num_local_experts", "intermediate_size", "rope_theta", "max_position_embeddings"}
+    rope_keys = {*_ROPE_FIELDS, *_YARN_FIELDS, "type", "attention_factor", "truncate"}
     parts: dict[str, tuple[Mapping[str, Any], set[str]]] = {
-        "text_config.": (text, own),
-        "rope_parameters.": (_rope(text), rope),
+        "text_config.": (text, text_keys),
+        "rope_parameters.": (_rope(text), rope_keys),
         "vision_config.": (vision, {*_VISION_FIELDS, "initializer_range"}),
         "vision_config.rope_parameters.": (part_of(vision, "rope_parameters"), set()),
     }
@@ -507,7 +511,8 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
     yarn: Mapping[str, str | None] = {}
     if rope.get("rope_type") == "yarn":
         rope, yarn = _stretched(rope), {**_YARN_FIELDS, "attention_factor": None, "truncate": None}
-    # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
+    # transformers keeps this number but neither reads nor saves such layers:
+    # without them here, the tensors tell whether the folder has them.
     widths: Mapping[str, str | None] = {k: v for k, v in _MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
     if not config.first_dense_layers:  # the width of layers that there are none of
         widths = {k: v for k, v in widths.items() if v != "ffn_size"}
@@ -544,21 +549,21 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
     """With what transformers takes or computes where a file does not say.
 
-    Source: transformers, `modeling_rope_utils.py` (_compute_yarn_parameters) and `DeepseekV3Attention`, which scales scores by mscale_all_dim.
+    Source: transformers, `modeling_rope_utils.py` (_compute_yarn_parameters) and `DeepseekV3Attention`,
+    which scales scores by mscale_all_dim.
     """
-    given = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 0.0, "truncate": True} | {
-        k: v for k, v in rope.items() if v is not None
-    }
-    factor, mscale, every = (given.get(key, 0) for key in ("factor", "mscale", "mscale_all_dim"))
-    if "attention_factor" not in given and all(isinstance(number, (int, float)) for number in (factor, mscale, every)):
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 0.0, "truncate": True} | {k: v for k, v in rope.items() if v is not None}
+    factor, mscale, every = (yarn.get(key, 0) for key in ("factor", "mscale", "mscale_all_dim"))
+    if "attention_factor" not in yarn and all(isinstance(number, (int, float)) for number in (factor, mscale, every)):
         wide = math.log(factor) / 10 if factor > 1 else 0.0
-        given["attention_factor"] = (mscale * wide + 1) / (every * wide + 1) if mscale > 0 and every > 0 else wide + 1
-    if isinstance(given.get("attention_factor"), float):
-        given["attention_factor"] = round(given["attention_factor"], 6)
-    return given
+        yarn["attention_factor"] = (mscale * wide + 1) / (every * wide + 1) if mscale > 0 and every > 0 else wide + 1
+    if isinstance(yarn.get("attention_factor"), float):
+        yarn["attention_factor"] = round(yarn["attention_factor"], 6)
+    return yarn
 
 
 def _vision_config(config: ModelConfig, vision: VisionConfig) -> dict[str, Any]:
+    """The section `vision_config` of Qwen3-VL's config.json."""
     return {
         "depth": vision.depth,
         "hidden_size": vision.hidden_size,

@@ -96,7 +96,8 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     problems = layout.check(
         gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
-        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model), words=WORDS,
+        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
+        words=WORDS,
     )  # fmt: skip
     return problems + vocabulary_problems(config) + _pipeline_problems(config)
 
@@ -108,19 +109,20 @@ def vocabulary_problems(config: TrainerConfig) -> list[str]:
 
 
 def _pipeline_problems(config: TrainerConfig) -> list[str]:
+    """Layer counts per chunk in `parallel.pipeline_layout` that do not fit the stages or the model."""
     par, problems = config.parallel, []
     chunks = par.pp * par.vpp
     if par.pipeline_layout is not None:
-        given, layers = par.pipeline_layout, config.model.num_layers
+        sizes, layers = par.pipeline_layout, config.model.num_layers
         if par.pp == 1:
             problems.append("parallel.pipeline_layout needs pp > 1; leave it out or raise parallel.pp")
-        elif len(given) != chunks or sum(given) != layers or min(given) < 0:
+        elif len(sizes) != chunks or sum(sizes) != layers or min(sizes) < 0:
             problems.append(
-                f"parallel.pipeline_layout {given} has {len(given)} chunks and {sum(given)} layers; "
+                f"parallel.pipeline_layout {sizes} has {len(sizes)} chunks and {sum(sizes)} layers; "
                 f"expected {chunks} (pp {par.pp} x vpp {par.vpp}) and {layers}"
             )
-        elif any(n == 0 for n in given[1:-1]):
-            problems.append(f"parallel.pipeline_layout {given}: only the first and the last chunk may be without layers")
+        elif any(n == 0 for n in sizes[1:-1]):
+            problems.append(f"parallel.pipeline_layout {sizes}: only the first and the last chunk may be without layers")
     return problems
 
 
@@ -146,8 +148,8 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         )
     if mg.data_parallel == "megatron_fsdp" and par.pp > 1:
         problems.append(
-            f"megatron.data_parallel megatron_fsdp with parallel.pp {par.pp}: megatron-core lays the mesh of Megatron-FSDP over all ranks and has "
-            "no stages in it; set parallel.pp: 1, or take distributed_optimizer"
+            f"megatron.data_parallel megatron_fsdp with parallel.pp {par.pp}: megatron-core lays the mesh of Megatron-FSDP over all ranks "
+            "and has no stages in it; set parallel.pp: 1, or take distributed_optimizer"
         )
     if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
         problems.append(
@@ -163,12 +165,12 @@ def _router_problems(config: TrainerConfig) -> list[str]:
     Source: megatron-core, `moe_utils.py` (group_limited_topk, topk_routing_with_score_function); transformers, `DeepseekV3TopkRouter`.
     """
     model, problems = config.model, []
-    kept, each = model.router_group_top_k, _SCORED_EXPERTS
-    if kept < model.router_groups and model.top_k // kept != each:
+    top_groups, scored = model.router_group_top_k, _SCORED_EXPERTS
+    if top_groups < model.router_groups and model.top_k // top_groups != scored:
         problems.append(
-            f"model.top_k {model.top_k} over model.router_group_top_k {kept}: DeepSeek-V3 scores a group by its {each} best experts, and megatron-core "
-            f"by its top_k // router_group_top_k = {model.top_k // kept} best; set model.top_k to {each * kept} or model.router_group_top_k to "
-            f"{max(1, model.top_k // each)}"
+            f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best "
+            f"experts, and megatron-core by its top_k // router_group_top_k = {model.top_k // top_groups} best; set model.top_k to "
+            f"{scored * top_groups} or model.router_group_top_k to {max(1, model.top_k // scored)}"
         )
     if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
         does = (
@@ -177,8 +179,8 @@ def _router_problems(config: TrainerConfig) -> list[str]:
             else "leaves the probability of a single expert"
         )
         problems.append(
-            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always {does}; "
-            f"set it to {_text(model.top_k > 1)}"
+            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always "
+            f"{does}; set it to {_text(model.top_k > 1)}"
         )
     return problems
 
@@ -207,8 +209,8 @@ def _row_problems(config: TrainerConfig) -> list[str]:
     unlike = variable_lengths(config) or unlike_lengths(config)
     if unlike and config.model.num_experts and config.moe.dispatcher == "allgather":
         problems.append(
-            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and images "
-            "that cp fills up: set moe.dispatcher: alltoall"
+            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and "
+            "images that cp fills up: set moe.dispatcher: alltoall"
         )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
@@ -221,11 +223,11 @@ def _vision_problems(config: TrainerConfig) -> list[str]:
     if model.vision is None:
         return []
     deepstack = len(model.vision.deepstack_layers)
-    held = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
-    if held < deepstack:
+    first_chunk_layers = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
+    if first_chunk_layers < deepstack:
         problems.append(
-            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that has "
-            f"{held}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that "
+            f"has {first_chunk_layers}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
         )
     if config.train.cuda_graphs or mg.cuda_graph_impl != "none":
         problems.append(
@@ -252,13 +254,14 @@ def _padding_problems(config: TrainerConfig) -> list[str]:
     if not (config.megatron.overlap_expert_parallel and padded and balanced):
         return []
     return [
-        "megatron.overlap_expert_parallel hands routers no mask, so padding would count in the balance of experts: set it to false, or data.pad: false"
+        "megatron.overlap_expert_parallel hands routers no mask, so padding would count in the balance of experts: set it to false, or "
+        "data.pad: false"
     ]
 
 
-def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
+def dense_problems(config: TrainerConfig, backend_settings: Mapping[str, bool]) -> list[str]:
     """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
-    idle = {**own, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
+    idle = {**backend_settings, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
     idle["moe.aux_loss_coeff"] = config.moe.aux_loss_coeff > 0
     return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
 
@@ -322,6 +325,7 @@ def _cutlass_problems(config: TrainerConfig) -> list[str]:
 
 
 def _optimizer_problems(config: TrainerConfig) -> list[str]:
+    """Precisions, shards and offloading of the optimizer that megatron-core does not combine."""
     mg, opt, problems = config.megatron, config.optimizer, []
     if opt.moments_dtype == "bf16" and not mg.precision_aware_optimizer:
         problems.append("optimizer.moments_dtype bf16 needs the precision-aware optimizer: set megatron.precision_aware_optimizer: true")
@@ -352,6 +356,7 @@ def _offloads(config: TrainerConfig) -> bool:
 
 
 def _memory_problems(config: TrainerConfig) -> list[str]:
+    """Recompute and offloading of activations that megatron-core does not combine, or that name nothing."""
     train, mg, problems = config.train, config.megatron, []
     if train.recompute == "selective" and not train.recompute_modules:
         problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
@@ -362,13 +367,13 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
     alone = train.recompute == "full" and mg.recompute_method == "uniform" and mg.recompute_layers not in (None, 1)
     if alone and config.model.mtp_layers:
         problems.append(
-            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths of "
-            "multi-token prediction again one by one; leave megatron.recompute_layers out"
+            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths "
+            "of multi-token prediction again one by one; leave megatron.recompute_layers out"
         )
     if train.recompute == "full" and config.model.mtp_layers and (config.data.pack or not config.data.pad):
         problems.append(
-            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents are packed; "
-            "set train.recompute: selective, or data.pack: false and data.pad: true"
+            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents "
+            "are packed; set train.recompute: selective, or data.pack: false and data.pad: true"
         )
     if "vision" in train.recompute_modules and config.model.vision is None:
         problems.append("train.recompute_modules 'vision': the model has no vision tower")
@@ -381,6 +386,7 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
 
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
+    """What keeps megatron-core from capturing CUDA graphs, or makes captured ones wrong."""
     mg, names, problems = config.megatron, config.train.cuda_graphs, []
     if mg.cuda_graph_impl in ("transformer_engine", "local") and not names:
         problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")
@@ -388,8 +394,8 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}")
     if mg.cuda_graph_impl == "local" and config.model.num_experts:
         problems.append(
-            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
-            "it: set it to transformer_engine"
+            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes "
+            "follow it: set it to transformer_engine"
         )
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
     if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":
@@ -455,7 +461,7 @@ def package_problems(config: TrainerConfig) -> list[str]:
 def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
     """Settings that only Transformer Engine serves."""
     mg, train = config.megatron, config.train
-    asked = {
+    needs = {
         "megatron.kernels transformer_engine": mg.kernels == "transformer_engine",
         f"parallel.cp {config.parallel.cp}": config.parallel.cp > 1,
         f"precision.fp8 {config.precision.fp8}": config.precision.fp8 != "none",
@@ -469,7 +475,7 @@ def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
         "moe.dispatcher " + config.moe.dispatcher: config.moe.dispatcher in ("deepep", "hybridep") and config.model.num_experts > 0,
         "train.recompute_modules moe_act": "moe_act" in train.recompute_modules,
     }
-    return [name for name, on in asked.items() if on]
+    return [name for name, on in needs.items() if on]
 
 
 def installed(module: str) -> bool:

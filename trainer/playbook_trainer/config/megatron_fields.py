@@ -41,8 +41,8 @@ def _model(name: str, key: str, neutral: Any = None) -> Field:
     """A field that has the value of a key of the section `model`; 0 there stands for none."""
 
     def value(config: TrainerConfig) -> Any:
-        found = getattr(config.model, key)
-        return None if found == 0 and isinstance(found, int) and not isinstance(found, bool) else found
+        size = getattr(config.model, key)
+        return None if size == 0 and isinstance(size, int) and not isinstance(size, bool) else size
 
     return Field(name, f"model.{key}", value, neutral)
 
@@ -169,5 +169,5 @@ def recompute_layers(config: TrainerConfig) -> int:
     Chunks count one by one, and a number beyond a chunk's length means all of it.
     Source: Megatron-LM, `megatron/core/recompute.py` (0.16.1: `megatron/core/transformer/transformer_block.py`).
     """
-    own = config.megatron
-    return own.recompute_layers or (1 if own.recompute_method == "uniform" else _longest_chunk(config))
+    mg = config.megatron
+    return mg.recompute_layers or (1 if mg.recompute_method == "uniform" else _longest_chunk(config))

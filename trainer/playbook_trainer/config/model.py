@@ -78,9 +78,11 @@ class ModelConfig(Strict):
     router_bias: bool = False
     """A bias on the scores with which experts are chosen, moved after each step against their load (balance without an auxiliary loss)."""
     mtp_layers: int = Field(default=0, ge=0, le=DEEPEST)
-    """Depths of multi-token prediction beyond the next token. Source of these fields: DeepSeek-V3, arXiv 2412.19437, sections 2.1 and 2.2."""
+    """Depths of multi-token prediction beyond the next token. Source of these fields:
+    DeepSeek-V3, arXiv 2412.19437, sections 2.1 and 2.2."""
     tie_word_embeddings: bool = False
-    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
+    """One matrix for the embedding and the output layer. With pipeline stages,
+    the first and the last both hold it and add their gradients."""
     rope_theta: float = Field(default=1_000_000.0, gt=1)
     yarn: YarnConfig | None = None
     mrope_section: list[int] | None = None
@@ -96,6 +98,7 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
+        """Refuse fields that contradict one another."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0):
@@ -120,8 +123,8 @@ class ModelConfig(Strict):
             name: getattr(self, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         }
         if self.attention == "gqa":
-            given = [name for name, size in {**sizes, "yarn": self.yarn}.items() if size]
-            return f"{', '.join(given)} belong to attention: mla, and attention is gqa" if given else None
+            foreign = [name for name, size in {**sizes, "yarn": self.yarn}.items() if size]
+            return f"{', '.join(foreign)} belong to attention: mla, and attention is gqa" if foreign else None
         if missing := [name for name, size in sizes.items() if not size and name != "q_lora_rank"]:
             return f"attention mla needs {', '.join(missing)} > 0"
         if self.head_dim != self.qk_nope_head_dim + self.qk_rope_head_dim:
@@ -131,18 +134,24 @@ class ModelConfig(Strict):
         return None
 
     def _moe_problem(self) -> str | None:
-        groups, kept = self.router_groups, self.router_group_top_k
+        """What is wrong with the fields of experts and of their router, if anything."""
+        groups, top_groups = self.router_groups, self.router_group_top_k
         if not self.num_experts:
-            given = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
-            return next((f"{name} needs a model with experts, and num_experts is 0" for name in given if getattr(self, name)), None)
+            expert_settings = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
+            return next(
+                (f"{name} needs a model with experts, and num_experts is 0" for name in expert_settings if getattr(self, name)), None
+            )
         if self.first_dense_layers >= self.num_layers:
             return f"first_dense_layers {self.first_dense_layers} leaves none of {self.num_layers} layers with experts"
         if self.first_dense_layers and self.ffn_size <= 0:
             return "first_dense_layers needs ffn_size > 0"
-        if bool(groups) != bool(kept):
-            return f"router_groups {groups} and router_group_top_k {kept} go together: set both, or neither"
-        if groups and (self.num_experts % groups or kept > groups or self.top_k > kept * (self.num_experts // groups)):
-            return f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {kept} are kept, leave no top_k {self.top_k}"
+        if bool(groups) != bool(top_groups):
+            return f"router_groups {groups} and router_group_top_k {top_groups} go together: set both, or neither"
+        if groups and (self.num_experts % groups or top_groups > groups or self.top_k > top_groups * (self.num_experts // groups)):
+            return (
+                f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {top_groups} are kept, "
+                f"leave no top_k {self.top_k}"
+            )
         if self.router_bias and self.router_score != "sigmoid":
             return "router_bias needs router_score: sigmoid"
         return None

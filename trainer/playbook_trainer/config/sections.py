@@ -1,4 +1,6 @@
-"""The sections `data` and `megatron` of the configuration, and the names that are allowed in its lists, such as `train.recompute_modules`."""
+"""The sections `data` and `megatron` of the configuration, and the names that are allowed in its lists,
+such as `train.recompute_modules`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class DataConfig(Strict):
     """The training data and how it is packed into rows."""
 
     kind: Literal["text", "vqa", "chat", "mock"] = "text"
-    """text: packed text. vqa: images with questions and answers. chat: conversations, with images or without, by the tokenizer's chat template. mock: random tokens, no image; only to measure how far it misleads."""
+    """text: packed text. vqa: images with questions and answers. chat: conversations, with images or without, by the tokenizer's chat
+    template. mock: random tokens, no image; only to measure how far it misleads."""
     path: str | None = None
     """A file, a folder, or the name of a Hugging Face data set; None takes the bundled data."""
     source: Literal["auto", "files", "parquet", "vqav2", "webdataset", "huggingface", "generated"] = "auto"
@@ -43,7 +46,8 @@ class DataConfig(Strict):
     """`byte`, or the path of a tokenizer.json."""
     seq_len: int = Field(default=256, gt=0, le=2**24)
     pack: bool = True
-    """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
+    """Fill each row with several samples (block-diagonal attention); without it a row holds one sample,
+    padded to seq_len where pad is set."""
     pack_buffer: int = Field(default=32, gt=0, le=2**16)
     """Samples among which first-fit packing chooses."""
     pad: bool = True
@@ -59,15 +63,17 @@ class DataConfig(Strict):
     max_image_pixels: int = Field(default=65_536, gt=0, le=2**28)
     """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
     min_image_pixels: int | None = Field(default=None, ge=0, le=2**28)
-    """Smaller images are scaled up to at least this many pixels, as Qwen3-VL's preprocessor does, or to max_image_pixels where that is less. None takes
-    what the image processor beside init.weights says, and scales nothing up where there is none."""
+    """Smaller images are scaled up to at least this many pixels, as Qwen3-VL's preprocessor does, or to max_image_pixels where that is
+    less. None takes what the image processor beside init.weights says, and scales nothing up where there is none."""
     max_source_pixels: int = Field(default=64_000_000, gt=0, le=2**31)
     """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
     max_images_per_sample: int = Field(default=3, gt=0, le=2**16)
     """A sample with more is too long."""
     on_long_sample: Literal["drop", "cut"] = "drop"
-    """An image-question-answer sample that is longer than a row, with its images scaled down as far as they may be. drop: it is left out, and counted.
-    cut: its last images are left out, then its answer is cut at the end. A question is never cut: where it leaves no room, the sample is dropped."""
+    """An image-question-answer sample that is longer than a row, with its images scaled down as far as they may be. drop:
+    it is left out, and counted.
+    cut: its last images are left out, then its answer is cut at the end. A question is never cut:
+    where it leaves no room, the sample is dropped."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
     """A row of the data that cannot be read as a sample. fail: stop with its file and line. skip: it is left out, named and counted."""
     on_bad_image: Literal["fail", "skip"] = "fail"
@@ -88,7 +94,8 @@ GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
 """Names as megatron-core has them; the torch backend captures the first three."""
 
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp")
-"""Parts whose inputs fine-grained offload takes to the host. Source: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`."""
+"""Parts whose inputs fine-grained offload takes to the host. Source: megatron-core 0.19.2,
+`megatron/core/transformer/transformer_config.py`."""
 
 _MEANT = {
     "vision_tower": "vision",
@@ -128,13 +135,15 @@ def known(values: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 class MegatronConfig(Strict):
-    """Settings of megatron-core that the torch backend has no counterpart of; `parallel.fsdp` and what belongs to it are the torch backend's."""
+    """Settings of megatron-core that the torch backend has no counterpart of;
+    `parallel.fsdp` and what belongs to it are the torch backend's.
+    """
 
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layers by Transformer Engine, or by this trainer and megatron-core alone; auto takes Transformer Engine where it is installed."""
     grouped_gemm: Literal["cublas", "cutlass"] = "cublas"
-    """How Transformer Engine multiplies a rank's experts. cublas: a product for each expert. cutlass, on Hopper in 16 bits: one kernel for all
-    experts, forward and for the gradient of the input; gradients of the weights stay a product for each."""
+    """How Transformer Engine multiplies a rank's experts. cublas: a product for each expert. cutlass, on Hopper in 16 bits: one kernel for
+    all experts, forward and for the gradient of the input; gradients of the weights stay a product for each."""
     data_parallel: Literal["ddp", "distributed_optimizer", "megatron_fsdp", "fsdp2"] = "distributed_optimizer"
     """What data-parallel ranks hold. ddp: copies of everything. distributed_optimizer: shares of the optimizer state. megatron_fsdp: what
     sharding_strategy says. fsdp2: shares of everything, by torch."""
@@ -154,8 +163,8 @@ class MegatronConfig(Strict):
     overlap_expert_parallel: bool = False
     """Run the expert all-to-all of one micro-batch beside the computation of another."""
     cuda_graph_impl: Literal["none", "transformer_engine", "local", "full_iteration"] = "none"
-    """Who captures. none: Transformer Engine, where train.cuda_graphs names parts. local: megatron-core. full_iteration: forward and backward
-    pass of a step as one graph, without named parts."""
+    """Who captures. none: Transformer Engine, where train.cuda_graphs names parts. local: megatron-core. full_iteration: forward and
+    backward pass of a step as one graph, without named parts."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How attention reaches the tokens of other context ranks: a ring, a gather of keys and values, an exchange of tokens for heads, or
     exchanges inside groups (of cp_sizes) and a ring among them."""
@@ -168,9 +177,11 @@ class MegatronConfig(Strict):
     fp8_param: bool = False
     """Keep weights in 8 bits and gather them so; with a recipe of precision.fp8."""
     recompute_layers: int | None = Field(default=None, gt=0)
-    """With train.recompute full: layers per checkpoint (uniform), or layers of a chunk that are made again (block). None means 1, or all."""
+    """With train.recompute full: layers per checkpoint (uniform), or layers of a chunk that are made again (block).
+    None means 1, or all."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """uniform: every stretch of recompute_layers layers is made again from its input. block: only the first recompute_layers of a chunk are."""
+    """uniform: every stretch of recompute_layers layers is made again from its input. block:
+    only the first recompute_layers of a chunk are."""
 
     @field_validator("offload_modules")
     @classmethod

@@ -4,9 +4,9 @@ Precedence: defaults < file < `key.path=value` overrides. Unknown keys are error
 `trainer/configs/models/`, a folder with the config.json of a published model, or a mapping with `preset` (such a name) and fields that
 replace the preset's.
 
-Each key has a neutral value: the one with which the trainer does what it did before the key existed. Hashes of configurations leave out keys
-that have their neutral value, so a new key changes no stored hash. `playbook schemas export` writes the default of a key that is new to the
-table, and never changes a value there, whatever the key's default becomes.
+Each key has a neutral value: the one with which the trainer does what it did before the key existed. Hashes of configurations leave out
+keys that have their neutral value, so a new key changes no stored hash. `playbook schemas export` writes the default of a key that is new
+to the table, and never changes a value there, whatever the key's default becomes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from playbook_trainer.config.sections import DataConfig as DataConfig
 TORCH_ONLY: JsonDict = {"backend": "torch"}
 """Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral or auto."""
 Switch = Literal["auto", True, False]
-"""A fast path, or the plain one that is its reference. auto: fast where the device, the shapes and the layout allow it (`config/automatic.py`)."""
+"""A fast path, or the plain one that is its reference. auto: fast where the device,
+the shapes and the layout allow it (`config/automatic.py`)."""
 
 
 class ParallelConfig(Strict):
@@ -58,8 +59,8 @@ class ParallelConfig(Strict):
     sequence_parallel: bool = False
     """Cut the activations outside tensor-parallel regions over tp, along the tokens; no effect at tp 1."""
     cp_comm: Literal["allgather", "ring", "ulysses"] = Field(default="allgather", json_schema_extra=TORCH_ONLY)
-    """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped with
-    the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
+    """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped
+    with the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
     fsdp: bool = Field(default=True, json_schema_extra=TORCH_ONLY)
     """Shard parameters, gradients and optimizer state over dp x cp (FSDP2); without it, every rank of dp x cp holds a copy."""
     dp_replicate: int = Field(default=1, gt=0)
@@ -67,10 +68,12 @@ class ParallelConfig(Strict):
     reshard_after_forward: bool = Field(default=True, json_schema_extra=TORCH_ONLY)
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
     reduce_dtype: Literal["fp32", "bf16"] = Field(default="fp32", json_schema_extra=TORCH_ONLY)
-    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way, unless optimizer.master_weights is remainder."""
+    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way,
+    unless optimizer.master_weights is remainder."""
     comm_sms: int = Field(default=0, ge=0, le=64, json_schema_extra=TORCH_ONLY)
-    """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get, and a product
-    that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend; needs a GPU."""
+    """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get,
+    and a product that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend;
+    needs a GPU."""
     pipeline_layout: list[int] | None = None
     """Decoder layers of each of the pp x vpp chunks, in the order in which a token passes them, where they are not equal; of the megatron
     backend. The embedding lies in the first chunk and the output layer in the last, and both chunks may be without layers."""
@@ -84,30 +87,32 @@ class MoeConfig(Strict):
     """Mixture-of-experts settings: dispatch, expert products, router."""
 
     dispatcher: Literal["allgather", "alltoall", "dedup", "deepep", "hybridep"] = "alltoall"
-    """allgather: every rank gets every token. alltoall: each token travels once for each of its experts. dedup: once for each rank that holds one of
-    them, and comes back as one sum. deepep, hybridep: of the megatron backend."""
+    """allgather: every rank gets every token. alltoall: each token travels once for each of its experts. dedup: once for each rank that
+    holds one of them, and comes back as one sum. deepep, hybridep: of the megatron backend."""
     experts: Literal["auto", "loop", "grouped"] = "auto"
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
     router_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the router's matrix product and softmax."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the loss that balances the experts' load (Switch Transformer's), for each layer and micro-batch; it is not part of the loss reported."""
+    """Weight of the loss that balances the experts' load (Switch Transformer's), for each layer and micro-batch;
+    it is not part of the loss reported."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=1, json_schema_extra=TORCH_ONLY)
-    """Balance without a loss: a bias of each expert, added to the probabilities where experts are chosen and not where they are weighed, moves by
-    this much after each step, towards an even load. The megatron backend has model.router_bias instead."""
+    """Balance without a loss: a bias of each expert, added to the probabilities where experts are chosen and not where they are weighed,
+    moves by this much after each step, towards an even load. The megatron backend has model.router_bias instead."""
     load_every: int = Field(default=0, ge=0, json_schema_extra=TORCH_ONLY)
     """Steps between measurements of the experts' load, which go into the step's line of the metrics; 0 means never."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
     apply_probs_on: Literal["auto", "output", "activation"] = Field(default="auto", json_schema_extra=TORCH_ONLY)
-    """Where an expert's rows are multiplied by their routing probabilities: after its second product (output), or before it (activation), where the
-    outputs of experts need not be kept for the backward pass. The dispatcher dedup takes output alone. auto takes activation beside
-    train.fused_activation. Megatron-core always takes activation."""
+    """Where an expert's rows are multiplied by their routing probabilities: after its second product (output), or before it (activation),
+    where the outputs of experts need not be kept for the backward pass. The dispatcher dedup takes output alone. auto takes activation
+    beside train.fused_activation. Megatron-core always takes activation."""
     fused_permutation: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
-    """Sort rows by expert, and sum each token's rows times their probabilities, in one Triton kernel each instead of gathers and sums; needs a GPU."""
+    """Sort rows by expert, and sum each token's rows times their probabilities, in one Triton kernel each instead of gathers and sums;
+    needs a GPU."""
     fused_router: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
-    """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU, and
-    scores in float32."""
+    """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU,
+    and scores in float32."""
 
 
 class InitConfig(Strict):
@@ -126,8 +131,8 @@ class OptimizerConfig(Strict):
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """cosine, linear: decay from the end of the warm-up to the last step, to min_lr_ratio of the rate. wsd: constant, then linear decay over the last
-    decay_ratio of the steps (warm-up, stable, decay)."""
+    """cosine, linear: decay from the end of the warm-up to the last step, to min_lr_ratio of the rate. wsd: constant, then linear decay
+    over the last decay_ratio of the steps (warm-up, stable, decay)."""
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Of schedule wsd."""
     warmup_steps: int = Field(default=2, ge=0)
@@ -135,11 +140,11 @@ class OptimizerConfig(Strict):
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
     master_weights: Literal["auto", "fp32", "remainder"] = Field(default="auto", json_schema_extra=TORCH_ONLY)
-    """fp32: shards are float32 master weights, cast for each gather. remainder: shards are bf16 weights, and the optimizer holds the 16 bits that
-    complete each to its float32 master weight (Megatron's store_param_remainders); what bf16 rounds away of frozen ones waits on the host. Gathers
-    and reductions then cast nothing, and gradients stay in 16 bits, or in float32 where a step adds to them after the reduction. Updates are
-    bit-identical to fp32 with parallel.reduce_dtype bf16, which remainder needs where there are several ranks, as it needs train.dtype bf16; auto
-    takes it where that is so, beside optimizer.fused."""
+    """fp32: shards are float32 master weights, cast for each gather. remainder: shards are bf16 weights, and the optimizer holds the 16
+    bits that complete each to its float32 master weight (Megatron's store_param_remainders); what bf16 rounds away of frozen ones waits on
+    the host. Gathers and reductions then cast nothing, and gradients stay in 16 bits, or in float32 where a step adds to them after the
+    reduction. Updates are bit-identical to fp32 with parallel.reduce_dtype bf16, which remainder needs where there are several ranks, as it
+    needs train.dtype bf16; auto takes it where that is so, beside optimizer.fused."""
     fused: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 
@@ -151,8 +156,8 @@ class PrecisionConfig(Strict):
     """Matrix products in 8 bits. Router, norms, embedding, head, vision tower and all weight gradients keep their precision."""
 
     fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
-    """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU, the same
-    values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
+    """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU,
+    the same values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
     fp8_modules: list[str] = Field(default_factory=lambda: list(_FP8_MODULES))
     """linear: projections of attention and dense MLPs. experts: their two products."""
 
@@ -168,12 +173,14 @@ class OffloadConfig(Strict):
     activations: bool = False
     """What each decoder layer but the last saves for its backward pass; copied beside the computation, layer by layer, there and back."""
     optimizer: bool = False
-    """Master weights, gradients and moments, all in float32, by FSDP2's CPUOffloadPolicy: each gather copies this rank's shard to the GPU, each
-    reduction copies the gradient back, and AdamW runs on the host's cores."""
+    """Master weights, gradients and moments, all in float32, by FSDP2's CPUOffloadPolicy: each gather copies this rank's shard to the GPU,
+    each reduction copies the gradient back, and AdamW runs on the host's cores."""
 
 
 class CompileConfig(Strict):
-    """torch.compile, per region. auto leaves all of them out: beside the Triton kernels no step got shorter, and compiling takes seconds."""
+    """torch.compile, per region. auto leaves all of them out: beside the Triton kernels no step got shorter,
+    and compiling takes seconds.
+    """
 
     vision: Switch = "auto"
     decoder: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
@@ -190,7 +197,8 @@ class TrainConfig(Strict):
 
     steps: int = Field(default=20, gt=0)
     epochs: float | None = Field(default=None, gt=0, le=10_000)
-    """Passes over the training data, instead of `steps`, which are then counted before the run: until every sample has been read so often."""
+    """Passes over the training data, instead of `steps`, which are then counted before the run:
+    until every sample has been read so often."""
     warmup_steps: int = Field(default=3, ge=0)
     """Steps before the timed window. They train, but are not timed."""
     micro_batch_size: int = Field(default=1, gt=0, le=2**20)
@@ -200,7 +208,8 @@ class TrainConfig(Strict):
     dtype: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     freeze: list[str] = Field(default_factory=list)
-    """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
+    """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers),
+    language_model (all the rest)."""
     cuda_graphs: list[str] = Field(default_factory=list)
     """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
     moe_router: from the router's product to the chosen experts. moe_preprocess: the order of rows by expert."""
@@ -210,8 +219,8 @@ class TrainConfig(Strict):
     """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
     values; mlp, moe and vision (its blocks) are run again whole."""
     attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
-    """auto: plain off the GPU, flash before Hopper; else cuDNN, for documents of unequal lengths too where Transformer Engine is installed and a
-    micro-batch has 16,384 tokens."""
+    """auto: plain off the GPU, flash before Hopper; else cuDNN, for documents of unequal lengths too where Transformer Engine is installed
+    and a micro-batch has 16,384 tokens."""
     loss_chunk: int = Field(default=4096, gt=0, le=2**31, json_schema_extra=TORCH_ONLY)
     """Tokens whose logits exist at once."""
     fused_loss: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
@@ -219,8 +228,8 @@ class TrainConfig(Strict):
     fused_activation: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
     fused_norms: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
-    """The decoder's norms, its per-head norms with the rotary embedding, and the vision tower's rotary embedding, in one Triton kernel each, their
-    gradients likewise; needs a GPU."""
+    """The decoder's norms, its per-head norms with the rotary embedding, and the vision tower's rotary embedding, in one Triton kernel
+    each, their gradients likewise; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0, le=10_000)
@@ -229,10 +238,13 @@ class TrainConfig(Strict):
     """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for
     the device in every step, and ends the run after ten such steps in a row. A state that is not finite is never saved."""
     hang_timeout_s: float | None = Field(default=540.0, gt=0)
-    """Seconds without a step (compilation and evaluation included, writing checkpoints not) after which a rank prints the stacks of its threads and ends.
-    With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
+    """Seconds without a step (compilation and evaluation included, writing checkpoints not) after which a rank prints the stacks of its
+    threads and ends.
+    With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less.
+    None watches nothing."""
     straggler_every: int = Field(default=100, ge=0)
-    """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""
+    """Steps between comparisons of the time that each rank spends at its own work; 0 means never.
+    The step compared waits for the device."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
 
@@ -271,7 +283,8 @@ class CheckpointConfig(Strict):
     keep: int = Field(default=2, gt=0)
     """Complete checkpoints that stay; older ones are removed."""
     keep_best: bool = False
-    """Save after each evaluation with the lowest loss so far, and keep that checkpoint beside the newest ones; `dir`/best is a link to it."""
+    """Save after each evaluation with the lowest loss so far, and keep that checkpoint beside the newest ones;
+    `dir`/best is a link to it."""
     async_save: bool = True
     """Write in the background, from a copy in host memory; training waits for the copy only. The megatron backend always waits."""
     resume: bool = True
@@ -279,7 +292,8 @@ class CheckpointConfig(Strict):
     export: str | None = None
     """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
     export_dtype: Literal["auto", "fp32", "bf16", "source"] = "auto"
-    """Precision of exported weights. auto: as they are held, on the torch backend float32 master weights. source: that of each tensor in `init.weights`."""
+    """Precision of exported weights. auto: as they are held, on the torch backend float32 master weights. source:
+    that of each tensor in `init.weights`."""
 
 
 class TrackerConfig(Strict):
@@ -297,8 +311,8 @@ class TrackerConfig(Strict):
 
 
 class ProfileConfig(Strict):
-    """Annotation and tracing. A run with nvtx or kineto exists to be traced: it ends after its warm-up and `steps`, whatever train.steps says,
-    and times nothing.
+    """Annotation and tracing. A run with nvtx or kineto exists to be traced: it ends after its warm-up and `steps`, whatever train.steps
+    says, and times nothing.
     """
 
     nvtx: bool = False
@@ -330,9 +344,11 @@ class TrainerConfig(Strict):
     output: str = "runs/latest"
 
     def wants_fsdp(self, dp_cp: int, edp: int) -> bool:
-        """Whether FSDP2 holds the torch backend's weights: always where more than one rank has the dense ones (dp x cp) or those of an expert (edp).
+        """Whether FSDP2 holds the torch backend's weights: always where more than one rank has the dense ones (dp x cp) or those of an
+        expert (edp).
 
-        It also serves one rank: it keeps master weights in float32, if need be on the host, and hands out copies in the precision of training.
+        It also serves one rank: it keeps master weights in float32, if need be on the host,
+        and hands out copies in the precision of training.
         Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients.
         """
         if dp_cp > 1 or edp > 1 or self.offload.optimizer:
@@ -406,7 +422,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"override '{word}' has no '='; write key.path=value, for example train.steps=50")
         if not text:
             raise ConfigError(
-                f"override '{word}' has no value (a shell variable that is not set?); write {key}=null for none, {key}='\"\"' for an empty text"
+                f"override '{word}' has no value (a shell variable that is not set?); write {key}=null for none, {key}='\"\"' for an empty "
+                "text"
             )
         out[key] = _override(key, text)
     return out
@@ -479,18 +496,18 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
     if not isinstance(fields, dict) or "preset" not in fields:
         return value
     preset = fields["preset"]
-    rest = {k: v for k, v in fields.items() if k != "preset"}
-    known = isinstance(preset, str) and _is_model(preset)
-    if isinstance(preset, str) and not known and (folder := _published(preset)) is not None:
-        return {"name": folder.name, **fields_of(folder / "config.json"), **rest}
+    overrides = {k: v for k, v in fields.items() if k != "preset"}
+    is_preset = isinstance(preset, str) and _is_model(preset)
+    if isinstance(preset, str) and not is_preset and (folder := _published(preset)) is not None:
+        return {"name": folder.name, **fields_of(folder / "config.json"), **overrides}
     line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
-    if not known:
+    if not is_preset:
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), model_names())}")])
     base, _ = _read(_sizes() / f"{preset}.yaml")
     for part in ("vision", "yarn"):
-        if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
-            rest[part] = {**base[part], **rest[part]}
-    return {"name": preset, **base, **rest}
+        if isinstance(overrides.get(part), dict) and isinstance(base.get(part), dict):
+            overrides[part] = {**base[part], **overrides[part]}
+    return {"name": preset, **base, **overrides}
 
 
 FILE = "trainer.neutral.json"
@@ -500,8 +517,8 @@ FILE = "trainer.neutral.json"
 @cache
 def neutral() -> Mapping[str, Any]:
     """By dotted key, the value that a hash of a configuration leaves out."""
-    found: dict[str, Any] = json.loads((data_root("schemas") / FILE).read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads((data_root("schemas") / FILE).read_text(encoding="utf-8"))
+    return values
 
 
 def declared(section: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -518,7 +535,9 @@ def trainer_keys() -> set[str]:
 
 
 def rendered() -> str:
-    """The content of the table for the tree of today: known values as they are, the default of each new key; keys that are gone have no line."""
+    """The content of the table for the tree of today: known values as they are, the default of each new key;
+    keys that are gone have no line.
+    """
     defaults = {key: field.get_default(call_default_factory=True) for key, field in declared() if not field.is_required()}
     lines = [f"  {json.dumps(k)}: {json.dumps(neutral().get(k, v))}" for k, v in defaults.items() if not isinstance(v, BaseModel)]
     return "{\n" + ",\n".join(lines) + "\n}\n"

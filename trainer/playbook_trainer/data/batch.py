@@ -36,7 +36,8 @@ class VisionBatch:
     visual_index_V: Tensor
     """int64 [V], where each merged visual token goes among the N tokens."""
     visual_take_V: Tensor | None = None
-    """Where a rank holds a share of the tokens only: int64 [v], which of the V visual tokens are among them; `visual_index_V` is then [v] too."""
+    """Where a rank holds a share of the tokens only: int64 [v], which of the V visual tokens are among them;
+    `visual_index_V` is then [v] too."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def share_of(vision: VisionBatch, place_N: Tensor) -> VisionBatch:
     """
     index = place_N[vision.visual_index_V]
     keep = (index >= 0).nonzero().squeeze(1)
-    taken = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
-    return replace(vision, visual_index_V=index[keep], visual_take_V=taken)
+    take = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
+    return replace(vision, visual_index_V=index[keep], visual_take_V=take)
 
 
 def to_device(tensor: Tensor, device: Any) -> Tensor:

@@ -163,10 +163,10 @@ def mrope_positions(tokens: NDArray[np.int64], image_token_id: int, grids: Seque
         size = frames * rows * cols
         text = int(np.argmax(is_image[done:])) if is_image[done:].any() else len(is_image) - done
         first, last = done + text, done + text + size
-        found = int(is_image[first:last].sum())
-        if found != size:
+        count = int(is_image[first:last].sum())
+        if count != size:
             raise DataError(
-                f"image {number} of the document has {found} image tokens in a row, its grid {grid} needs {size}; "
+                f"image {number} of the document has {count} image tokens in a row, its grid {grid} needs {size}; "
                 "cut documents between images, never inside one"
             )
         out[:, done:first] = start + np.arange(text)

@@ -112,7 +112,8 @@ def header_size(file: Path | ImageFile, max_pixels: int = _MAX_FILE_PIXELS) -> t
 def target_size(height: int, width: int, factor: int, max_pixels: int, min_pixels: int = 0) -> tuple[int, int]:
     """Height and width as multiples of `factor` with at most `max_pixels` pixels; the aspect ratio is kept as far as that allows.
 
-    An image that would have less than `min_pixels` is scaled up to them, and by the rounding to a little more, which may be beyond `max_pixels`.
+    An image that would have less than `min_pixels` is scaled up to them, and by the rounding to a little more,
+    which may be beyond `max_pixels`.
     The rounding is that of Hugging Face's Qwen2-VL processor (smart_resize).
     """
     rows, cols = round(height / factor), round(width / factor)
@@ -167,10 +168,10 @@ def _orientation(picture: Image.Image) -> int:
     if picture.format == "PNG" and "exif" not in picture.info:
         return 1  # Pillow would decode the picture to see whether a note follows
     try:
-        found = picture.getexif().get(_ORIENTATION)
+        orientation = picture.getexif().get(_ORIENTATION)
     except Exception:  # a broken note on a sound picture
         return 1
-    return found if isinstance(found, int) and found in _TURNS else 1
+    return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -220,7 +221,8 @@ def _bad(kind: str, file: Path | ImageFile, why: str) -> BadImage:
     kinds = ", ".join(FORMATS)
     return BadImage(
         kind,
-        f"{file} cannot be used as an image ({kind}: {why}); expected {kinds}. Replace it, take its sample out, or set data.on_bad_image=skip",
+        f"{file} cannot be used as an image ({kind}: {why}); expected {kinds}. Replace it, take its sample out, or set "
+        "data.on_bad_image=skip",
     )
 
 
@@ -250,10 +252,10 @@ class ImageDecoder:
         Raises:
             BadImage: the image is bad and the policy is to fail.
         """
-        held = self._cache.get(_name(image)) if self._cache else None
-        if held is not None:
+        cached = self._cache.get(_name(image)) if self._cache else None
+        if cached is not None:
             self._counts["images_cached"] += 1
-            return held, True
+            return cached, True
         bad = image.bad
         if not bad:
             try:
@@ -276,5 +278,6 @@ class ImageDecoder:
 
 
 def _name(image: ImageRef) -> tuple[str, int, int]:
-    # Not the image itself, which may hold its whole encoded file: a photograph takes ten times the room of its pixels, and would not be counted.
+    # Not the image itself, which may hold its whole encoded file: a photograph takes ten times the room of its pixels,
+    # and would not be counted.
     return str(image.file), image.height, image.width

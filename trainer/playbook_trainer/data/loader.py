@@ -1,8 +1,8 @@
 """Micro-batches for one data-parallel rank, made in worker processes, in an order that no layout changes.
 
-Step s of a run reads global_batch_size rows from row start_row + s * global_batch_size on. They go to micro-batches in turn: micro-batch j of
-rank r takes the micro_batch_size rows from (j * dp_size + r) * micro_batch_size on. So the rows of a step do not depend on ranks, workers or
-micro-batches, and a run that starts at a row goes on as one that has reached it.
+Step s of a run reads global_batch_size rows from row start_row + s * global_batch_size on. They go to micro-batches in turn: micro-batch j
+of rank r takes the micro_batch_size rows from (j * dp_size + r) * micro_batch_size on. So the rows of a step do not depend on ranks,
+workers or micro-batches, and a run that starts at a row goes on as one that has reached it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def build_loader(
 
     Raises:
         DataError: missing or unreadable data.
-        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size, stream or amount of data.
+        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size,
+            stream or amount of data.
     """
     lanes: dict[int, LaneState] = {}
     if state is not None:
@@ -78,14 +79,16 @@ def build_loader(
     rows = make_rows(config, split, lanes)
     if state is not None and state.get("extent", rows.extent) != rows.extent:
         raise ConfigError(
-            f"the checkpoint's data stream is over {state['extent']} samples or shards, this run's over {rows.extent}: in another order, samples would "
-            "be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
+            f"the checkpoint's data stream is over {state['extent']} samples or shards, this run's over {rows.extent}: in another order, "
+            "samples would be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
         )
     return Loader(config, rows, dp_rank, dp_size, start_row)
 
 
 def worker_death(e: BaseException) -> RunError | None:
-    """What to say where torch found a data worker dead, which it does in a signal's handler, so anywhere in the program; None for other errors."""
+    """What to say where torch found a data worker dead, which it does in a signal's handler, so anywhere in the program;
+    None for other errors.
+    """
     if "DataLoader worker" not in str(e):
         return None
     return RunError(
@@ -127,7 +130,8 @@ def with_steps(config: TrainerConfig) -> TrainerConfig:
     steps = count_steps(config, train.epochs)
     if steps <= train.warmup_steps:
         raise ConfigError(
-            f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps {train.warmup_steps} "
+            f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps "
+            f"{train.warmup_steps} "
             "leaves none to time; lower train.warmup_steps or train.global_batch_size, or raise train.epochs"
         )
     resolved = config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
@@ -166,12 +170,13 @@ def data_sha(config: TrainerConfig, steps: int = 4) -> str:
 class Loader:
     """Optimizer steps without end: each is the list of this rank's micro-batches.
 
-    Iterating always starts at `start_row`, so an evaluation that iterates anew sees the same batches again. `state()` tells where the latest
-    iteration stands; given to `build_loader` (after `merge_states`, where several ranks load), it resumes there on any number of ranks and
-    workers.
+    Iterating always starts at `start_row`, so an evaluation that iterates anew sees the same batches again. `state()` tells where the
+    latest iteration stands; given to `build_loader` (after `merge_states`, where several ranks load), it resumes there on any number of
+    ranks and workers.
     """
 
     def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
+        """Read from row `start_row` of the run, for data-parallel rank `dp_rank` of `dp_size`."""
         train = config.train
         per_round = dp_size * train.micro_batch_size
         if train.global_batch_size % per_round:
@@ -240,6 +245,7 @@ class Loader:
         self._iterator = None
 
     def _next(self) -> Batch:
+        """The next micro-batch; takes over the counts, the lanes' places and the messages that came with it."""
         try:
             packet: _Packet = next(self._iterator)
         except RuntimeError as e:
@@ -270,8 +276,8 @@ class _Packet:
     def pin_memory(self) -> _Packet:
         """Called by the DataLoader's pinning thread. Only what is of every patch, which is large and which the host never reads again.
 
-        Of everything else a rank first takes its share, and in a running job that took 1 to 3 us for each number in pinned memory on machines
-        where we have measured it, a tenth of a step; why is not known (an idle process reads it at full speed).
+        Of everything else a rank first takes its share, and in a running job that took 1 to 3 us for each number in pinned memory on
+        machines where we have measured it, a tenth of a step; why is not known (an idle process reads it at full speed).
         """
         vision = self.batch.vision if self.batch is not None else None
         if self.batch is None or vision is None:
@@ -288,6 +294,7 @@ class _MicroBatches(Dataset[_Packet]):
         self._decoder = ImageDecoder(config.data)
 
     def __getitem__(self, m: int) -> _Packet:
+        """Micro-batch `m` of this rank, counted from the loader's start, with what happened while it was made."""
         # Steps hold whole rounds of the ranks, so rounds can be counted through: step and micro-batch need not be told apart.
         mbs = self._config.train.micro_batch_size
         first = self._start + (m * self._size + self._rank) * mbs

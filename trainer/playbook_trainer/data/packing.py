@@ -5,8 +5,8 @@ endless shuffled stream and packs what they hold, so that it needs to know the l
 its own rows; where a lane stands is a few numbers, from which any rank and worker can go on.
 
 With `train.epochs` each sample is read once an epoch, and all rows are planned from the lengths of all samples (`EpochPlan`). An epoch is
-packed by as many lanes as a step has rows. A lane that has nothing left draws the next chunk that nobody has drawn, and its rows end with the
-epoch; then those of the next epoch begin. Row k of the run is row k of this plan, whatever lane it comes from.
+packed by as many lanes as a step has rows. A lane that has nothing left draws the next chunk that nobody has drawn, and its rows end with
+the epoch; then those of the next epoch begin. Row k of the run is row k of this plan, whatever lane it comes from.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Sized(Protocol):
 D = TypeVar("D", bound=Sized)
 
 Place = tuple[int, int, int]
-"""A document within a lane, by three numbers from 0: of the chunk in the order of drawing, of the sample in that chunk, of the piece of that sample."""
+"""A document within a lane, by three numbers from 0: of the chunk in the order of drawing, of the sample in that chunk,
+of the piece of that sample."""
 
 LaneState = list[int]
 """Rows made, then the place to draw from next, then the places of the documents that wait; three numbers a place."""
@@ -98,7 +99,9 @@ class Packing:
 
 
 def pack(waiting: deque[T], source: Iterator[T], packing: Packing, length: Callable[[T], int]) -> list[T]:
-    """The next row: the earliest of what waits that still fits, until nothing does; `waiting` is filled up from `source`. Empty where both are."""
+    """The next row: the earliest of what waits that still fits, until nothing does; `waiting` is filled up from `source`.
+    Empty where both are.
+    """
     most = max(1, packing.buffer)
 
     def fill() -> None:
@@ -122,7 +125,8 @@ def pack(waiting: deque[T], source: Iterator[T], packing: Packing, length: Calla
 class Lane(Generic[T, D]):
     """Rows k, k + L, k + 2 L, ... of an endless run of rows, packed in that order.
 
-    `documents` gives those of one of the items, none where it is left out. First fit with look-ahead: a row takes the earliest of the waiting documents that still fits, until none does. At most `buffer` wait.
+    `documents` gives those of one of the items, none where it is left out. First fit with look-ahead: a row takes the earliest of the
+    waiting documents that still fits, until none does. At most `buffer` wait.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class Lane(Generic[T, D]):
         seed: Sequence[int],
         state: LaneState | None = None,
     ) -> None:
+        """Lane `number` of `lanes`, from its start or from `state`; `documents(items, i)` are the documents of sample `i` of a chunk."""
         self._stream, self._documents, self._packing = stream, documents, packing
         self._number, self._lanes, self._seed = number, lanes, tuple(seed)
         self._chunk: tuple[int, Items[T]] = (-1, [])
@@ -261,6 +266,7 @@ class EpochPlan:
         return self._epochs[epoch]
 
     def _plan(self, epoch: int) -> list[list[int]]:
+        """The rows of an epoch, each as the numbers of its pieces; an empty piece stands in the row that was filled when it was drawn."""
         lengths, lost = self.sizes.lengths, list[int]()
         number = len(self.sizes.chunks) - 1
         key = order_key(*self._seed, epoch)

@@ -19,28 +19,28 @@ def identity(config: TrainerConfig) -> dict[str, Any]:
     Sizes of images and of the packing buffer are not among it: with others, every place in the stream still means the same sample.
     """
     data = dump(config)["data"]
-    found = {"seed": config.seed} | {f"data.{key}": data[key] for key in _KEYS}
+    keys = {"seed": config.seed} | {f"data.{key}": data[key] for key in _KEYS}
     if config.data.path is not None:
-        found["data.path"] = Path(config.data.path).name  # the same data may lie on another file system by now
-    found["eval.path"] = "set" if config.eval.path is not None else None  # with it, no training sample is held out
-    found["train.epochs"] = "set" if config.train.epochs is not None else None  # with it, rows are planned over whole epochs
+        keys["data.path"] = Path(config.data.path).name  # the same data may lie on another file system by now
+    keys["eval.path"] = "set" if config.eval.path is not None else None  # with it, no training sample is held out
+    keys["train.epochs"] = "set" if config.train.epochs is not None else None  # with it, rows are planned over whole epochs
     if config.data.source == "generated":
-        del found["data.path"]  # a cache of what is made
-        found |= {f"data.generated.{key}": value for key, value in data["generated"].items()}
-    return found
+        del keys["data.path"]  # a cache of what is made
+        keys |= {f"data.generated.{key}": value for key, value in data["generated"].items()}
+    return keys
 
 
 def other_stream(state: Mapping[str, Any], config: TrainerConfig) -> str | None:
     """Why the stream that a checkpoint has read is not the one of this configuration, if so; what it does not say is not compared."""
-    saved, own = state.get("stream", {}), identity(config)
+    saved, current = state.get("stream", {}), identity(config)
     if saved:  # from before there was that key
         saved = {"eval.path": None, "train.epochs": None, **saved}
-    for key in own:
-        if key not in saved or saved[key] == own[key]:
+    for key in current:
+        if key not in saved or saved[key] == current[key]:
             continue
-        if key == "data.source" and "auto" in (saved[key], own[key]):
+        if key == "data.source" and "auto" in (saved[key], current[key]):
             continue  # whatever it finds at the path
-        return f"the checkpoint's data stream has {key} {_shown(saved[key])}, this run has {_shown(own[key])}; {_OTHER.format(key=key)}"
+        return f"the checkpoint's data stream has {key} {_shown(saved[key])}, this run has {_shown(current[key])}; {_OTHER.format(key=key)}"
     return None
 
 

@@ -27,7 +27,8 @@ T = TypeVar("T")
 _MOCK_LENGTHS = 1000
 """Real samples whose lengths mock rows draw from."""
 _CHECKED, _CHECKED_TOKENS = 256, 1_000_000
-"""Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read: long ones take seconds."""
+"""Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read:
+long ones take seconds."""
 
 
 class Rows(Protocol):
@@ -67,7 +68,9 @@ def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneStat
 
 
 def count_steps(config: TrainerConfig, epochs: float) -> int:
-    """Steps whose rows hold every sample of the training data `epochs` times. Reads all samples but no image; rows are packed as in the run."""
+    """Steps whose rows hold every sample of the training data `epochs` times. Reads all samples but no image;
+    rows are packed as in the run.
+    """
     return max(1, -(-epoch_plan(config).count(epochs) // config.train.global_batch_size))
 
 
@@ -96,7 +99,9 @@ def _stamp(path: str | None) -> tuple[object, ...]:
 
 
 def _samples(data: DataConfig, model: ModelConfig, lanes: int) -> tuple[Flat[Any] | Sharded[Any], Callable[[Any], Sequence[Document]]]:
-    """The samples that `data` names, and what makes documents of one. Of few texts, each piece is a sample, so that every lane has its own."""
+    """The samples that `data` names, and what makes documents of one. Of few texts, each piece is a sample,
+    so that every lane has its own.
+    """
     if data.kind == "chat":
         return open_chat(data), _chat_documents(model, data)
     if data.kind == "vqa":
@@ -124,8 +129,8 @@ def _packing(data: DataConfig) -> Packing:
 
 def _data_of(config: TrainerConfig, split: Split) -> DataConfig:
     """Where the samples of a split are, and the bounds of image sizes."""
-    own = split == "eval" and config.eval.path is not None
-    path = config.eval.path if own else config.data.path
+    separate = split == "eval" and config.eval.path is not None
+    path = config.eval.path if separate else config.data.path
     return config.data.model_copy(update={"path": path, "min_image_pixels": _least_pixels(config)})
 
 
@@ -185,6 +190,7 @@ class LaneRows(Generic[T]):
         split: Split,
         states: Mapping[int, LaneState],
     ) -> None:
+        """Rows of a split of `data`, whose samples `documents` turns into documents; `states` say where lanes go on, by number."""
         self._lanes_in_all = config.train.global_batch_size
         self._stream = data.stream(_part(config, split), self._lanes_in_all)
         self._reader, self._states = Reader(documents, config.data), states
@@ -195,11 +201,11 @@ class LaneRows(Generic[T]):
 
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
-        wanted, number = divmod(k, self._lanes_in_all)
+        lane_row, number = divmod(k, self._lanes_in_all)
         lane = self._lanes.get(number)
-        if lane is None or lane.rows > wanted:
-            lane = self._lanes[number] = self._begin(number, wanted)
-        while lane.rows < wanted:
+        if lane is None or lane.rows > lane_row:
+            lane = self._lanes[number] = self._begin(number, lane_row)
+        while lane.rows < lane_row:
             lane.row()
         self._reader.lost.clear()  # other workers, which make those rows, tell what is left out of them
         return lane.row()
@@ -212,7 +218,7 @@ class LaneRows(Generic[T]):
         """Where the lane of row `k` stands."""
         return self._lanes[k % self._lanes_in_all].state()
 
-    def _begin(self, number: int, wanted: int) -> Lane[T, Document]:
+    def _begin(self, number: int, lane_row: int) -> Lane[T, Document]:
         state = self._states.get(number)
         return Lane(
             self._stream,
@@ -221,7 +227,7 @@ class LaneRows(Generic[T]):
             number=number,
             lanes=self._lanes_in_all,
             seed=self._seed,
-            state=state if state is not None and state[0] <= wanted else None,
+            state=state if state is not None and state[0] <= lane_row else None,
         )
 
 
@@ -236,11 +242,11 @@ class MockRows:
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
         rng = np.random.default_rng([*self._seed, k])
-        total, left = self._data.seq_len, self._data.seq_len
+        total, room = self._data.seq_len, self._data.seq_len
         cuts = []
-        while self._data.pack and (n := int(rng.choice(self._lengths))) < left:
-            left -= n
-            cuts.append(total - left)
+        while self._data.pack and (n := int(rng.choice(self._lengths))) < room:
+            room -= n
+            cuts.append(total - room)
         # The special tokens of images have no place in a batch without images.
         special = (self._model.image_token_id, self._model.vision_start_token_id, self._model.vision_end_token_id)
         above = min([i for i in special if i is not None], default=self._model.vocab_size)
@@ -297,7 +303,8 @@ def _vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], l
 
 
 def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversation], list[Document]]:
-    """A conversation by its template as one document; the loss is on what the assistant says. One that does not fit a row is left out, never cut.
+    """A conversation by its template as one document; the loss is on what the assistant says.
+    One that does not fit a row is left out, never cut.
 
     Raises:
         ConfigError: no tokenizer with a chat template, or the model, or the sizes in the configuration, cannot take images.
@@ -311,10 +318,13 @@ def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversat
     template, tokenizer = ChatTemplate(Path(data.tokenizer)), FileTokenizer(Path(data.tokenizer), model.vocab_size, prepared=True)
 
     def documents(conversation: Conversation) -> list[Document]:
+        """The conversation as a document, its targets the tokens of the answers, its image tokens repeated for each image's visual
+        tokens.
+        """
         place, files = conversation.place, conversation.images
         text, spans = template.render(conversation.messages, place, conversation.tools)
-        found, starts = tokenizer.encode_with_places(text)
-        ids, at = np.asarray(found, dtype=np.int64), np.asarray(starts)
+        encoded, starts = tokenizer.encode_with_places(text)
+        ids, at = np.asarray(encoded, dtype=np.int64), np.asarray(starts)
         taught = np.any([(a <= at) & (at < b) for a, b in spans], axis=0)
         marks = ids == model.image_token_id if model.image_token_id is not None else np.zeros(len(ids), dtype=bool)
         if int(marks.sum()) != len(files) or (files and model.vision is None):
@@ -352,6 +362,7 @@ def _seed(config: TrainerConfig, split: Split) -> list[int]:
 
 
 def _check_vision(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse a model or sizes in the configuration that cannot take images."""
     if model.vision is None:
         raise ConfigError(
             f"data.kind is {data.kind}, but model {model.name} has no vision tower; take a vision-language model or data.kind=text"

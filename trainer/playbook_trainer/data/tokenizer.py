@@ -56,6 +56,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: Path, vocab_size: int, *, prepared: bool = False) -> None:
+        """Read `path`; a `prepared` text (by a chat template) may name special tokens, any other has none."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as e:
@@ -99,18 +100,19 @@ class FileTokenizer:
         Raises:
             ConfigError: its settings or its post_processor say so.
         """
-        asked = [key for key in ("add_bos_token", "add_eos_token") if self.settings.get(key)]
+        additions = [key for key in ("add_bos_token", "add_eos_token") if self.settings.get(key)]
         if self._backend.num_special_tokens_to_add(False):
-            asked.append("a post_processor with special tokens")
-        if asked:
+            additions.append("a post_processor with special tokens")
+        if additions:
             raise ConfigError(
-                f"{self.path} asks for {' and '.join(asked)}, and texts get none but the end here (transformers 4 and 5 differ in it): say false in a copy"
+                f"{self.path} asks for {' and '.join(additions)}, and texts get none but the end here (transformers 4 and 5 differ in it): "
+                "say false in a copy"
             )
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of `text`, and where in it each begins."""
-        found = self._backend.encode(text, add_special_tokens=False)
-        return list(found.ids), [start for start, _ in found.offsets]
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [start for start, _ in encoding.offsets]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`."""
@@ -170,16 +172,18 @@ def refuse_bytes(config: TrainerConfig) -> None:
     data, weights = config.data, config.init.weights
     if weights is None or data.kind == "mock" or data.source == "generated":
         return
-    own = Path(weights) / "tokenizer.json"
+    weights_tokenizer = Path(weights) / "tokenizer.json"
     if data.tokenizer != "byte":
-        if own.is_file() and not _same(own, Path(data.tokenizer)):
+        if weights_tokenizer.is_file() and not _same(weights_tokenizer, Path(data.tokenizer)):
             raise ConfigError(
-                f"data.tokenizer {data.tokenizer} is another than the one that the weights in {weights} know text by: set data.tokenizer: {own}"
+                f"data.tokenizer {data.tokenizer} is another than the one that the weights in {weights} know text by: set data.tokenizer: "
+                f"{weights_tokenizer}"
             )
         return
-    if own.is_file():
+    if weights_tokenizer.is_file():
         raise ConfigError(
-            f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: {own}"
+            f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: "
+            f"{weights_tokenizer}"
         )
     if config.model.vocab_size > _BYTE_VOCABULARY:
         raise ConfigError(
@@ -200,19 +204,20 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _check_special(model: ModelConfig, least: int) -> None:
+    """Refuse special tokens of the model beyond its vocabulary, below `least`, or equal to the image token."""
     # Padding bears no loss and is attended to by nothing but padding, so its id may be any; the others must be unlike text.
-    own = {"eos_token_id": (model.eos_token_id, least), "pad_token_id": (model.pad_token_id, 0)}
-    own |= {
+    special = {"eos_token_id": (model.eos_token_id, least), "pad_token_id": (model.pad_token_id, 0)}
+    special |= {
         key: (value, least)
         for key in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
         if (value := getattr(model, key)) is not None
     }
-    texts = {key: value for key, (value, _) in own.items() if key not in ("image_token_id", "pad_token_id")}
-    if same := [key for key, value in texts.items() if value == model.image_token_id]:
+    texts = {key: value for key, (value, _) in special.items() if key not in ("image_token_id", "pad_token_id")}
+    if clashing := [key for key, value in texts.items() if value == model.image_token_id]:
         raise ConfigError(
-            f"model.{same[0]} and model.image_token_id are both {model.image_token_id}, so one would pass for an image; change one"
+            f"model.{clashing[0]} and model.image_token_id are both {model.image_token_id}, so one would pass for an image; change one"
         )
-    for key, (value, lowest) in own.items():
+    for key, (value, lowest) in special.items():
         if not lowest <= value < model.vocab_size:
             why = "; ids below 256 are bytes" if value < lowest else ""
             raise ConfigError(

@@ -25,7 +25,8 @@ _PORT = 29500
 class Launchable:
     """All that starts one plan with one release of a trainer.
 
-    Files are by name and are written beside the script. `command` is the whole launcher's line as words, which names those files; `torchrun` begins it.
+    Files are by name and are written beside the script. `command` is the whole launcher's line as words, which names those files;
+    `torchrun` begins it.
     `notes` become comments above it: what is assumed. `beside` is the command that sets `log`, a file or a folder, beside the prediction.
     """
 
@@ -84,9 +85,9 @@ def refuse(target: str, reasons: Iterable[str]) -> None:
     Raises:
         ConfigError: there is anything.
     """
-    found = "; ".join(reasons)
-    if found:
-        raise ConfigError(f"{target} cannot express this plan: {found}. Choose another target, or another plan with --fix")
+    text = "; ".join(reasons)
+    if text:
+        raise ConfigError(f"{target} cannot express this plan: {text}. Choose another target, or another plan with --fix")
 
 
 def _nodes(command: tuple[str, ...]) -> tuple[int, int]:
@@ -121,15 +122,16 @@ def require(
 ) -> None:
     """Refuse what the target has no words for.
 
-    `expressed` has by option the values that it can say; every other option must be at its default, and the bytes of each state as in `widths`. `lacks` are further reasons, each with what was asked,
-    what the target has, and what to do.
+    `expressed` has by option the values that it can say; every other option must be at its default, and the bytes of each state as in
+    `widths`. `lacks` are further reasons, each with what was asked, what the target has, and what to do.
 
     Raises:
         ConfigError: with all of them.
     """
     if plan.options.backend != "torch":
         raise ConfigError(
-            f"the plan is for backend {plan.options.backend}, whose sharding and kernels {release} does not have; it has FSDP2: plan with --backend torch"
+            f"the plan is for backend {plan.options.backend}, whose sharding and kernels {release} does not have; it has FSDP2: plan with "
+            "--backend torch"
         )
     reasons = [
         f"{f.name} is {_shown(value)}; it has {_several(has)}: set one of them with --fix, or choose another target"
@@ -182,8 +184,10 @@ def row_of(plan: Plan, hardware: str) -> str:
     o = plan.options
     trainer = "deepspeed" if o.sharding in DEEPSPEED else o.backend if o.compiled else "accelerate"
     values = {
-        "hardware": hardware, "gbs": plan.global_batch, "fsdp": plan.options.sharding, "recompute": "+".join(plan.options.recompute) or "none",
-        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "", "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": trainer,
+        "hardware": hardware, "gbs": plan.global_batch, "fsdp": plan.options.sharding,
+        "recompute": "+".join(plan.options.recompute) or "none",
+        "dispatcher": (plan.options.dispatcher or "alltoall") if plan.ep > 1 else "",
+        "routing": "balanced" if plan.shape.experts and plan.even_rows else "", "backend": trainer,
         "offload": f"optimizer {o.optimizer_offload}%" if o.optimizer_offload else "", "task": "lora" if o.lora else "",
         "lora": o.lora or "", "lora_targets": "+".join(o.lora_targets),
     }  # fmt: skip

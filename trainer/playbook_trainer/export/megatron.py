@@ -1,8 +1,9 @@
-"""A configuration as fields of megatron-core and of the training loop around it; Megatron-LM's flags and Megatron-Bridge's overrides share them.
+"""A configuration as fields of megatron-core and of the training loop around it;
+Megatron-LM's flags and Megatron-Bridge's overrides share them.
 
-Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`, `megatron/core/distributed/distributed_data_parallel_config.py`,
-`megatron/core/optimizer/optimizer_config.py`, `megatron/training/config/`, `megatron/training/arguments.py`; Megatron-Bridge,
-`src/megatron/bridge/training/config.py`.
+Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`,
+`megatron/core/distributed/distributed_data_parallel_config.py`, `megatron/core/optimizer/optimizer_config.py`, `megatron/training/config/`,
+`megatron/training/arguments.py`; Megatron-Bridge, `src/megatron/bridge/training/config.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def optimizer(sheet: Sheet) -> None:
     aware = any(asks.values()) and _has_sharded_optimizer(config)
     sheet.put("megatron.precision_aware_optimizer optimizer.master_weights", "optimizer", "use_precision_aware_optimizer", aware)
     if not _has_sharded_optimizer(config):
-        sheet.lack(" ".join(key for key, asked in asks.items() if asked), ALONE)
+        sheet.lack(" ".join(key for key, is_set in asks.items() if is_set), ALONE)
     if aware:
         names = DTYPES if sheet.target == "megatron-bridge" else {}
         moments, gradients = names.get(opt.moments_dtype, opt.moments_dtype), names.get(mg.grad_reduce_dtype, mg.grad_reduce_dtype)
@@ -211,6 +212,7 @@ def _table(sheet: Sheet, table: Sequence[Field]) -> None:
 
 
 def _model(sheet: Sheet) -> None:
+    """Sizes, vocabulary, rotary base and ties of the model."""
     model = sheet.config.model
     _table(sheet, fields.SIZES)
     sheet.put("model.vocab_size", "model", "vocab_size", model.vocab_size)
@@ -228,6 +230,7 @@ def _model(sheet: Sheet) -> None:
 
 
 def _mla(sheet: Sheet) -> None:
+    """Key-value heads, or the ranks and the stretched frequencies of multi-latent attention."""
     model, yarn = sheet.config.model, sheet.config.model.yarn
     if model.attention != "mla":
         sheet.put("model.num_kv_heads", "model", "num_query_groups", model.num_kv_heads)
@@ -253,6 +256,7 @@ def _mla(sheet: Sheet) -> None:
 
 
 def _experts(sheet: Sheet) -> None:
+    """Experts, their router and their dispatcher."""
     config, moe = sheet.config, sheet.config.moe
     shapes = (
         "model.num_experts model.top_k model.expert_ffn_size model.norm_topk_prob model.first_dense_layers model.shared_expert_ffn_size"
@@ -278,6 +282,7 @@ def _experts(sheet: Sheet) -> None:
 
 
 def _vision(sheet: Sheet) -> None:
+    """The vision tower, its special tokens, and what of a vision-language model is frozen."""
     model, freeze, lm = sheet.config.model, sheet.config.train.freeze, sheet.target == "megatron-lm"
     ids = "model.image_token_id model.vision_start_token_id model.vision_end_token_id"
     if model.vision is None:
@@ -296,6 +301,7 @@ def _vision(sheet: Sheet) -> None:
 
 
 def _data(sheet: Sheet) -> None:
+    """The data set, the tokenizer, the row length and the seed."""
     config, data, lm = sheet.config, sheet.config.data, sheet.target == "megatron-lm"
     sheet.put("data.seq_len", "model", "seq_length", data.seq_len)
     if lm:
@@ -328,6 +334,7 @@ def _data(sheet: Sheet) -> None:
 
 
 def _parallel(sheet: Sheet) -> None:
+    """Degrees of tensor, pipeline, context and expert parallelism, and what they overlap."""
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
     _table(sheet, fields.PARALLEL)
@@ -339,9 +346,9 @@ def _parallel(sheet: Sheet) -> None:
         sheet.put("parallel.vpp", "model", "virtual_pipeline_model_parallel_size", par.vpp if par.vpp > 1 else None)
     else:
         sheet.put("parallel.pipeline_layout parallel.vpp", "model", "pipeline_model_parallel_layout", layout(config))
-    own, other = ("megatron.cp_comm_type", "parallel.cp_comm") if megatron else ("parallel.cp_comm", "megatron.cp_comm_type")
-    sheet.put(own, "model", "cp_comm_type", mg.cp_comm_type if megatron else CP_COMM[par.cp_comm])
-    sheet.skip(other, _OTHER)
+    read_key, unread_key = ("megatron.cp_comm_type", "parallel.cp_comm") if megatron else ("parallel.cp_comm", "megatron.cp_comm_type")
+    sheet.put(read_key, "model", "cp_comm_type", mg.cp_comm_type if megatron else CP_COMM[par.cp_comm])
+    sheet.skip(unread_key, _OTHER)
     sheet.put("megatron.cp_sizes", "model", "hierarchical_context_parallel_sizes", mg.cp_sizes or None)
     if par.vpp > 1:
         sheet.put("parallel.vpp", "model", "overlap_p2p_comm", True)
@@ -352,12 +359,15 @@ def _parallel(sheet: Sheet) -> None:
 
 
 def layout(config: TrainerConfig) -> str:
-    """The chunks of a pipeline as megatron-core writes them: `Et|tt|tL` with E for the embedding, t for a layer, m for MTP, L for the loss."""
+    """The chunks of a pipeline as megatron-core writes them: `Et|tt|tL` with E for the embedding, t for a layer, m for MTP,
+    L for the loss.
+    """
     chunks = ["t" * n for n in config.parallel.pipeline_layout or []]
     return "E" + "|".join(chunks) + "m" * config.model.mtp_layers + "L"
 
 
 def _data_parallel(sheet: Sheet) -> None:
+    """What data-parallel ranks shard, the precision of their reductions, and what they overlap."""
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
     kind = data_parallel(config)
@@ -390,6 +400,7 @@ def _data_parallel(sheet: Sheet) -> None:
 
 
 def _precision(sheet: Sheet) -> None:
+    """Precision of weights and products: 16 bits, and recipes of 8 and 4 bits."""
     config, mg, recipe = sheet.config, sheet.config.megatron, sheet.config.precision.fp8
     half = config.train.dtype == "bf16"
     sheet.put("train.dtype", "model", "bf16", half)
@@ -422,6 +433,7 @@ def _no_fp8_param(config: TrainerConfig) -> str:
 
 
 def _memory(sheet: Sheet) -> None:
+    """Recompute and offloading of activations."""
     config, train, mg = sheet.config, sheet.config.train, sheet.config.megatron
     modules = [m for m in train.recompute_modules if m != "vision"]
     sheet.put(
@@ -446,6 +458,7 @@ def _memory(sheet: Sheet) -> None:
 
 
 def _switches(sheet: Sheet) -> None:
+    """CUDA graphs, kernels of attention, loss and elementwise work, and determinism."""
     config, train, mg = sheet.config, sheet.config.train, sheet.config.megatron
     impl = graph_impl(config)
     sheet.put("megatron.cuda_graph_impl train.cuda_graphs", "model", "cuda_graph_impl", impl)

@@ -1,7 +1,8 @@
-"""A plan of data and context parallelism as something to start with Hugging Face Accelerate: FSDP2, a model of transformers, a plain loop on random tokens.
+"""A plan of data and context parallelism as something to start with Hugging Face Accelerate:
+FSDP2, a model of transformers, a plain loop on random tokens.
 
-Source: accelerate 1.15.0, `accelerate/parallelism_config.py`, `accelerate/utils/dataclasses.py` (FSDP), `accelerate/commands/launch.py`; transformers 5,
-`models/<model_type>/configuration_<model_type>.py`.
+Source: accelerate 1.15.0, `accelerate/parallelism_config.py`, `accelerate/utils/dataclasses.py` (FSDP), `accelerate/commands/launch.py`;
+transformers 5, `models/<model_type>/configuration_<model_type>.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _DEGREES = ("tp", "pp", "ep", "etp", "vpp")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _PRESET: Mapping[str, str] = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads", "tie_word_embeddings": "tie_word_embeddings", "rope_theta": "rope_theta", "ffn_size": "intermediate_size",
+    "num_kv_heads": "num_key_value_heads", "tie_word_embeddings": "tie_word_embeddings", "rope_theta": "rope_theta",
+    "ffn_size": "intermediate_size",
     "num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_ffn_size": "moe_intermediate_size", "head_dim": "head_dim",
 }  # fmt: skip
 """Fields of this trainer's presets, as Qwen3's configuration calls them."""
@@ -101,7 +103,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     launch.require(plan, RELEASE, _EXPRESSED, lacks(plan, config))
     row = launch.row_of(plan, hardware)
     script = _SCRIPT.format(
-        steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, cp=plan.cp, attention="eager" if plan.shape.sinks else "sdpa",
+        steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, cp=plan.cp,
+        attention="eager" if plan.shape.sinks else "sdpa",
         loss="torch.nn.functional.cross_entropy" if plan.loss == "torch" else "torch.compile(torch.nn.functional.cross_entropy)",
     )  # fmt: skip
     files = {
@@ -113,7 +116,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     return Launchable(
         "accelerate", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py"), files,
-        ("layers run as transformers has them, where the prediction supposes compiled ones; on several nodes set machine_rank and main_process_ip in accelerate.yaml",
+        ("layers run as transformers has them, where the prediction supposes compiled ones; on several nodes set machine_rank and "
+         "main_process_ip in accelerate.yaml",
          launch.beside(plan, hardware, "tokens / seconds / GPUs of its last lines")),
     )  # fmt: skip
 
@@ -121,11 +125,14 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
 def settings(plan: Plan, hardware: str) -> dict[str, Any]:
     """What `accelerate launch --config_file` reads."""
     return {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": launch.nodes(plan, hardware),
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16",
+        "num_machines": launch.nodes(plan, hardware),
         "num_processes": plan.gpus, "machine_rank": 0, "rdzv_backend": "static", "main_training_function": "main", "use_cpu": False,
         "fsdp_config": {
-            "fsdp_version": 2, "fsdp_reshard_after_forward": plan.options.sharding == "fsdp2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_activation_checkpointing": plan.options.recompute == ("full",), "fsdp_offload_params": False, "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_version": 2, "fsdp_reshard_after_forward": plan.options.sharding == "fsdp2",
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": plan.options.recompute == ("full",), "fsdp_offload_params": False,
+            "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
         "parallelism_config": {

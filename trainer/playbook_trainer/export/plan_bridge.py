@@ -1,7 +1,7 @@
 """A plan as a script of Megatron-Bridge: its configuration in full, and the call that trains.
 
-Source: Megatron-Bridge 0.6.2, `megatron/bridge/training/config.py`, `megatron/bridge/models/gpt_provider.py`, `megatron/bridge/models/mla_provider.py`,
-`megatron/bridge/models/hybrid/hybrid_provider.py`, `megatron/bridge/training/pretrain.py`.
+Source: Megatron-Bridge 0.6.2, `megatron/bridge/training/config.py`, `megatron/bridge/models/gpt_provider.py`,
+`megatron/bridge/models/mla_provider.py`, `megatron/bridge/models/hybrid/hybrid_provider.py`, `megatron/bridge/training/pretrain.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _FILE = "plan_bridge.py"
 _SECTIONS = {
     "train": "TrainingConfig", "validation": "ValidationConfig", "optimizer": "OptimizerConfig", "scheduler": "SchedulerConfig",
     "ddp": "DistributedDataParallelConfig", "dist": "DistributedInitConfig", "rng": "RNGConfig", "logger": "LoggerConfig",
-    "checkpoint": "CheckpointConfig", "rerun_state_machine": "RerunStateMachineConfig", "dataset": "GPTDatasetConfig", "tokenizer": "TokenizerConfig",
+    "checkpoint": "CheckpointConfig", "rerun_state_machine": "RerunStateMachineConfig", "dataset": "GPTDatasetConfig",
+    "tokenizer": "TokenizerConfig",
 }  # fmt: skip
 """Sections of its `ConfigContainer`, and their classes."""
 _PROVIDERS = {
@@ -54,6 +55,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 
 
 def _script(plan: Plan) -> str:
+    """The Python script that builds the plan's ConfigContainer and starts the training."""
     sections: dict[str, dict[str, str]] = {name: {} for name in ("model", *_SECTIONS)}
     for s in settings(plan, "megatron-bridge"):
         if s.field not in _FLAG_ALONE:
@@ -83,7 +85,7 @@ def _script(plan: Plan) -> str:
 def _besides(plan: Plan) -> list[tuple[str, str, str]]:
     """What Megatron-LM derives from its flags, and the data."""
     half = "torch.bfloat16"
-    found = [
+    fields = [
         ("model", "params_dtype", half), ("model", "pipeline_dtype", half),
         ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
         ("optimizer", "min_lr", "0.0"), ("scheduler", "start_weight_decay", "0.01"), ("scheduler", "end_weight_decay", "0.01"),
@@ -93,20 +95,20 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
     if not (plan.shape.experts and plan.shape.output_bias):
-        found.append(("model", "bias_dropout_fusion", "True"))
+        fields.append(("model", "bias_dropout_fusion", "True"))
     if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are
-        found.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
+        fields.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
     if plan.options.sharding in ("optimizer", "fsdp"):
-        found.append(("optimizer", "use_distributed_optimizer", "True"))
+        fields.append(("optimizer", "use_distributed_optimizer", "True"))
     if plan.options.sharding == "fsdp":
-        found.append(("ddp", "use_megatron_fsdp", "True"))
+        fields.append(("ddp", "use_megatron_fsdp", "True"))
     if plan.shape.linear:
-        found.append(("model", "transformer_layer_spec", _VARIANT))
+        fields.append(("model", "transformer_layer_spec", _VARIANT))
     elif plan.shape.experts and plan.shape.mamba is None:
-        found.append(("model", "transformer_layer_spec", f"partial({_BLOCK}, use_transformer_engine=True)"))
+        fields.append(("model", "transformer_layer_spec", f"partial({_BLOCK}, use_transformer_engine=True)"))
     if plan.shape.mamba is None:
-        found.append(("model", "bias_activation_fusion", str(plan.shape.gated)))
-    return found
+        fields.append(("model", "bias_activation_fusion", str(plan.shape.gated)))
+    return fields
 
 
 def _expression(field: str, value: Any) -> str:

@@ -1,7 +1,8 @@
-"""A plan of data parallelism as something to start with DeepSpeed: its JSON, a model of transformers (with peft's adapters), a plain loop on random tokens.
+"""A plan of data parallelism as something to start with DeepSpeed: its JSON, a model of transformers (with peft's adapters),
+a plain loop on random tokens.
 
-Source: DeepSpeed 0.19.6, `deepspeed/runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py` and `runtime/zero/offload_config.py`; peft 0.18,
-`tuners/lora/config.py`.
+Source: DeepSpeed 0.19.6, `deepspeed/runtime/config.py`, `runtime/constants.py`, `runtime/zero/config.py` and
+`runtime/zero/offload_config.py`; peft 0.18, `tuners/lora/config.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     o = plan.options
     config = plan_accelerate.huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
     expressed = {
-        "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100), "lora": range(_LARGEST_RANK),
+        "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100),
+        "lora": range(_LARGEST_RANK),
         "lora_targets": (o.lora_targets,),
     }  # fmt: skip
     launch.require(plan, RELEASE, expressed, _lacks(plan, config), {"master_bytes": 4})
@@ -78,7 +80,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     )  # fmt: skip
     row = launch.row_of(plan, hardware)
     files = {
-        "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n", "train.py": script,
+        "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n",
+        "train.py": script,
         **({launch.RUNS: row} if row else {}),
     }  # fmt: skip
     return Launchable(
@@ -107,8 +110,9 @@ def _adapters(plan: Plan) -> str:
     if not o.lora:
         return ""
     names = [f"{name}_proj" for group in o.lora_targets or ("attention", "mlp") for name in LORA_TARGETS.get(group, (group,))]
-    wanted = f"LoraConfig(r={o.lora}, target_modules={names!r})"
-    return f"from peft import LoraConfig, get_peft_model  # noqa: E402\n\nmodel = get_peft_model(model, {wanted}, autocast_adapter_dtype=False)\n"
+    lora_config = f"LoraConfig(r={o.lora}, target_modules={names!r})"
+    imports = "from peft import LoraConfig, get_peft_model  # noqa: E402\n\n"
+    return f"{imports}model = get_peft_model(model, {lora_config}, autocast_adapter_dtype=False)\n"
 
 
 def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:

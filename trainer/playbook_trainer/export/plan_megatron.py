@@ -46,7 +46,7 @@ def inexpressible(plan: Plan) -> list[str]:
     """What of a plan neither target can do."""
     o = plan.options
     bare = o.sharding not in ("optimizer", "fsdp")
-    found = {
+    limits = {
         f"backend {o.backend}": o.backend != "megatron",
         f"rank order {o.rank_order}": o.rank_order not in _ORDERS,
         "dispatcher flex without a backend; name deepep, hybridep or ncclep": o.dispatcher == "flex",
@@ -58,7 +58,7 @@ def inexpressible(plan: Plan) -> list[str]:
         "8-bit weights without shards": o.fp8_params and bare,
         "8-bit weights beside an optimizer on the host": o.fp8_params and o.optimizer_offload > 0 and o.fp8 != "delayed",
     }
-    return [*lacking(plan.shape), *(words for words, holds in found.items() if holds)]
+    return [*lacking(plan.shape), *(words for words, holds in limits.items() if holds)]
 
 
 def settings(plan: Plan, target: Target) -> list[Setting]:
@@ -83,11 +83,12 @@ def settings(plan: Plan, target: Target) -> list[Setting]:
 def environment(plan: Plan, hardware: str) -> dict[str, str]:
     """Variables that the plan needs; memory that grows in segments leaves fewer gaps, so that what fits on paper fits."""
     o = plan.options
-    found = needed(
-        platform_of(hardware), tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap, sharded=o.sharding in ("fsdp", "fsdp2"),
+    variables = needed(
+        platform_of(hardware), tp=plan.tp, cp=plan.cp, ep=plan.ep, dispatcher=o.dispatcher, overlap=o.ep_overlap,
+        sharded=o.sharding in ("fsdp", "fsdp2"),
         megatron=True, graphs=o.graphs, offload=o.offload_modules,
     )  # fmt: skip
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | found
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables
 
 
 def platform_of(hardware: str) -> Platform:
@@ -97,23 +98,23 @@ def platform_of(hardware: str) -> Platform:
 
 def notes(plan: Plan, target: Target) -> list[str]:
     """What is assumed, and where the run differs from what was predicted."""
-    found = [f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"]
+    remarks = [f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"]
     if plan.shape.experts and plan.even_rows:
-        found.append("routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train")
+        remarks.append("routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train")
     if plan.options.dispatcher in ("deepep", "hybridep"):
-        found.append(
+        remarks.append(
             f"{plan.options.dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it"
         )
     if not known(plan.model):
-        found.append(UNKNOWN)
+        remarks.append(UNKNOWN)
     if target == "megatron-lm" and plan.loss == "te":
         more = max(s.peak for s in stages(replace(plan, loss="native"))) - max(s.peak for s in stages(plan))
-        found += (
+        remarks += (
             []
             if more < _SAID_GIB * GIB
             else [f"Megatron-LM refuses Transformer Engine's loss, which was planned; its own takes {more / GIB:.1f} GiB more at the peak"]
         )
-    return found
+    return remarks
 
 
 def chunk_sizes(plan: Plan) -> list[int]:
@@ -128,45 +129,47 @@ def _vocabulary(plan: Plan) -> dict[str, Any]:
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
+    """Fields of degrees, row length, and how layers and context are split."""
     o, sizes = plan.options, chunk_sizes(plan)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": plan.tp, "pipeline_model_parallel_size": plan.pp, "context_parallel_size": plan.cp,
         "seq_length": plan.seq_len, "max_position_embeddings": max(plan.seq_len, plan.shape.positions),
         "sequence_parallel": plan.sequence_parallel,
     }  # fmt: skip
     if plan.shape.experts:
-        found |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+        fields |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
     if plan.shape.blocks:
-        found["hybrid_layer_pattern"] = pattern(plan, sizes)
+        fields["hybrid_layer_pattern"] = pattern(plan, sizes)
     elif len(set(sizes)) > 1:
-        found["pipeline_model_parallel_layout"] = pipeline.string(sizes, plan.shape.mtp)
+        fields["pipeline_model_parallel_layout"] = pipeline.string(sizes, plan.shape.mtp)
     elif plan.vpp > 1:
-        found["virtual_pipeline_model_parallel_size"] = plan.vpp
+        fields["virtual_pipeline_model_parallel_size"] = plan.vpp
     if plan.vpp > 1:
-        found["overlap_p2p_comm"] = o.overlap_p2p
+        fields["overlap_p2p_comm"] = o.overlap_p2p
     if plan.cp > 1:
-        found["cp_comm_type"] = o.cp_comm or "p2p"
-        found |= {"hierarchical_context_parallel_sizes": list(o.cp_sizes)} if o.cp_sizes else {}
-    return found
+        fields["cp_comm_type"] = o.cp_comm or "p2p"
+        fields |= {"hierarchical_context_parallel_sizes": list(o.cp_sizes)} if o.cp_sizes else {}
+    return fields
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
     o = plan.options
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if "full" in o.recompute:
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif o.recompute:
-        found |= {"recompute_granularity": "selective", "recompute_modules": list(o.recompute)}
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(o.recompute)}
     if o.offload:
-        found |= {"cpu_offloading": True, "cpu_offloading_num_layers": (plan.shape.layers - 1) * o.offload_percent // 100}
+        fields |= {"cpu_offloading": True, "cpu_offloading_num_layers": (plan.shape.layers - 1) * o.offload_percent // 100}
     if o.offload_modules:
-        found |= {"fine_grained_activation_offloading": True, "offload_modules": list(o.offload_modules)}
-    return found
+        fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(o.offload_modules)}
+    return fields
 
 
 def _switches(plan: Plan, target: Target) -> dict[str, Any]:
+    """Fields of precision, fused kernels, dispatcher, overlaps and CUDA graphs."""
     o, shape, lm = plan.options, plan.shape, target == "megatron-lm"
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "bf16": True, "attention_backend": _ATTENTION[o.attention],
         "cross_entropy_loss_fusion": plan.loss != "torch", "cross_entropy_fusion_impl": "te" if plan.loss == "te" and not lm else "native",
         # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
@@ -176,37 +179,37 @@ def _switches(plan: Plan, target: Target) -> dict[str, Any]:
     }  # fmt: skip
     if shape.experts:
         backend = o.dispatcher if o.dispatcher in FLEX else None
-        found |= {"moe_token_dispatcher_type": "flex" if backend else o.dispatcher or "alltoall"}
-        found |= {"moe_flex_dispatcher_backend": backend} if backend else {}
-        found |= {"moe_router_force_load_balancing": True} if plan.even_rows else {}
-        found |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True} if o.capacity else {}
+        fields |= {"moe_token_dispatcher_type": "flex" if backend else o.dispatcher or "alltoall"}
+        fields |= {"moe_flex_dispatcher_backend": backend} if backend else {}
+        fields |= {"moe_router_force_load_balancing": True} if plan.even_rows else {}
+        fields |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True} if o.capacity else {}
     chosen = {
         "overlap_moe_expert_parallel_comm": o.ep_overlap, "delay_wgrad_compute": o.delay_wgrad,
         "moe_shared_expert_overlap": o.shared_overlap and shape.shared_ffn > 0, "fp8_param": o.fp8_params,
         "init_model_with_meta_device": o.sharding == "fsdp",
     }  # fmt: skip
-    found |= {name: True for name, on in chosen.items() if on}
+    fields |= {name: True for name, on in chosen.items() if on}
     if o.graphs:
         whole = "full_iteration" in o.graphs
-        found["cuda_graph_impl"] = "full_iteration" if whole else "transformer_engine"
-        found |= {} if whole else {"cuda_graph_modules": list(o.graphs)}
+        fields["cuda_graph_impl"] = "full_iteration" if whole else "transformer_engine"
+        fields |= {} if whole else {"cuda_graph_modules": list(o.graphs)}
     if o.fp8:
-        found |= {"fp8": FP8_FORMAT[o.fp8], "fp8_recipe": o.fp8}
-    return found
+        fields |= {"fp8": FP8_FORMAT[o.fp8], "fp8_recipe": o.fp8}
+    return fields
 
 
 def _data_parallel(plan: Plan) -> dict[str, Any]:
     o = plan.options
     sharded = o.sharding in ("optimizer", "fsdp")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "use_distributed_optimizer": sharded, "overlap_grad_reduce": o.sharding != "fsdp2", "overlap_param_gather": sharded,
         "grad_reduce_in_fp32": plan.grad_bytes == 4,
     }  # fmt: skip
     if o.optimizer_instances > 1:
-        found["num_distributed_optimizer_instances"] = o.optimizer_instances
+        fields["num_distributed_optimizer_instances"] = o.optimizer_instances
     if o.sharding == "fsdp":
-        found |= {"data_parallel_sharding_strategy": "optim_grads_params", "megatron_fsdp_main_grads_dtype": _DTYPES[plan.grad_bytes]}
-    return found
+        fields |= {"data_parallel_sharding_strategy": "optim_grads_params", "megatron_fsdp_main_grads_dtype": _DTYPES[plan.grad_bytes]}
+    return fields
 
 
 def _is_precision_aware(plan: Plan) -> bool:
@@ -219,15 +222,15 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
     It keeps of a master weight the 16 bits that the weight lacks.
     """
-    found: dict[str, Any] = {"optimizer": "adam", "lr": _LR}
+    fields: dict[str, Any] = {"optimizer": "adam", "lr": _LR}
     if _is_precision_aware(plan):
         moments = _DTYPES[plan.moment_bytes]
-        found |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-        found |= {"main_grads_dtype": _DTYPES[plan.grad_bytes]}
+        fields |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        fields |= {"main_grads_dtype": _DTYPES[plan.grad_bytes]}
     if plan.options.optimizer_offload:
         share = plan.options.optimizer_offload / 100
-        found |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
-    return found
+        fields |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
+    return fields
 
 
 _SPOKEN = frozenset(
@@ -270,11 +273,11 @@ def override_lines(plan: Plan) -> list[str]:
 
 def flags(plan: Plan) -> list[str]:
     """The command line of Megatron-LM, in words."""
-    found = settings(plan, "megatron-lm")
-    values = {s.field: s.value for s in found}
+    all_settings = settings(plan, "megatron-lm")
+    values = {s.field: s.value for s in all_settings}
     words = [
         w
-        for s in found
+        for s in all_settings
         if s.field not in _SPOKEN and not (s.field in _SILENT and s.value == _SILENT[s.field])
         for w in flag(s.field, s.value)
     ]
@@ -293,7 +296,10 @@ def flags(plan: Plan) -> list[str]:
     return [*words, "--mock-data", "--no-create-attention-mask-in-dataloader"]
 
 
-UNKNOWN = "the planner knows no rotary base, no norm's epsilon and no router's score of this model: these are the target's defaults, and change no time"
+UNKNOWN = (
+    "the planner knows no rotary base, no norm's epsilon and no router's score of this model: these are the target's defaults, and change "
+    "no time"
+)
 _CONV = 4
 """Tokens of Mamba's convolution, for which there is no field. Source: `megatron/core/ssm/mamba_mixer.py`."""
 _CLAMP = 7.0
@@ -303,13 +309,13 @@ _CLAMP = 7.0
 def lacking(shape: Shape) -> list[str]:
     """What of a shape GPT and hybrid models of megatron-core cannot have."""
     uneven_bias = len({shape.output_bias, shape.expert_bias if shape.experts else shape.mlp_bias}) > 1
-    found = {
+    limits = {
         "a vision tower": shape.vision is not None,
         f"{shape.norms} norms in a layer": shape.norms != 2,
         "biases in some of its linear layers alone": uneven_bias,
         f"a convolution over {shape.mamba.conv} tokens" if shape.mamba else "": shape.mamba is not None and shape.mamba.conv != _CONV,
     }
-    return [words for words, holds in found.items() if holds]
+    return [words for words, holds in limits.items() if holds]
 
 
 def model_fields(plan: Plan) -> dict[str, Any]:
@@ -345,7 +351,9 @@ def model_fields(plan: Plan) -> dict[str, Any]:
 
 
 def pattern(plan: Plan, sizes: list[int]) -> str:
-    """The layers of a hybrid model as megatron-core writes them, cut into the chunks of the pipeline; depths of prediction behind a slash."""
+    """The layers of a hybrid model as megatron-core writes them, cut into the chunks of the pipeline;
+    depths of prediction behind a slash.
+    """
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     chunks = [plan.shape.blocks[a:b] for a, b in pairwise(cuts)]
     depth = "/*E" if plan.shape.experts else "/*-"
@@ -362,32 +370,34 @@ def _activation(shape: Shape) -> dict[str, Any]:
 
 
 def _attention(shape: Shape) -> dict[str, Any]:
+    """Fields of attention: multi-latent, grouped, in windows, gated, with sinks, or linear."""
     mla, linear = shape.mla, shape.linear
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if mla:
-        found |= {
+        fields |= {
             "multi_latent_attention": True, "q_lora_rank": mla.q_rank or None, "kv_lora_rank": mla.kv_rank, "qk_head_dim": mla.nope_dim,
             "qk_pos_emb_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "rope_type": "rope",
         }  # fmt: skip
     else:
-        found["num_query_groups"] = shape.kv_heads
+        fields["num_query_groups"] = shape.kv_heads
     if shape.attention_gate:
-        found["attention_output_gate"] = True
+        fields["attention_output_gate"] = True
     if shape.sinks:
-        found["softmax_type"] = "learnable"
+        fields["softmax_type"] = "learnable"
     if shape.window:
-        found["window_size"] = (shape.window - 1, 0)
-        found |= {"window_attn_skip_freq": shape.window_every} if shape.window_every else {}
+        fields["window_size"] = (shape.window - 1, 0)
+        fields |= {"window_attn_skip_freq": shape.window_every} if shape.window_every else {}
     if linear:
-        found |= {
+        fields |= {
             "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear.full_every,
             "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads, "linear_key_head_dim": linear.head_dim,
             "linear_value_head_dim": linear.head_dim, "linear_conv_kernel_dim": linear.conv,
         }  # fmt: skip
-    return found
+    return fields
 
 
 def _experts(shape: Shape) -> dict[str, Any]:
+    """Fields of experts and their router; none for a dense model."""
     if not shape.experts:
         return {}
     dense = shape.dense_layers
@@ -430,16 +440,16 @@ def _preset(model: str) -> Mapping[str, Any]:
     if not known(model):
         return {}
     m = ModelConfig.model_validate({"name": model, **read(data_root("configs") / "models" / f"{model}.yaml")[0]})
-    found: dict[str, Any] = {"rotary_base": int(m.rope_theta), "layernorm_epsilon": m.rms_norm_eps, "init_method_std": m.init_std}
+    fields: dict[str, Any] = {"rotary_base": int(m.rope_theta), "layernorm_epsilon": m.rms_norm_eps, "init_method_std": m.init_std}
     if m.num_experts:
         groups = {"moe_router_num_groups": m.router_groups, "moe_router_group_topk": m.router_group_top_k} if m.router_groups else {}
         scale = {} if m.router_scale == 1 else {"moe_router_topk_scaling_factor": m.router_scale}
-        found |= {
+        fields |= {
             "moe_router_pre_softmax": not m.norm_topk_prob or m.top_k == 1, "moe_router_score_function": m.router_score,
             "moe_router_enable_expert_bias": m.router_bias, **groups, **scale,
         }  # fmt: skip
     if m.yarn:
-        found |= {
+        fields |= {
             "rope_type": "yarn", "rotary_scaling_factor": m.yarn.factor, "mscale": m.yarn.mscale, "mscale_all_dim": m.yarn.mscale_all_dim,
         }  # fmt: skip
-    return found
+    return fields

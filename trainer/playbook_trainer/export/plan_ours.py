@@ -27,7 +27,8 @@ _DATA_PARALLEL = {"none": "ddp", "optimizer": "distributed_optimizer", "fsdp": "
 _ATTENTION = {"cudnn": "cudnn", "flash2": "flash", "unfused": "plain"}
 _SHAPE = {
     "layers": "num_layers", "hidden": "hidden_size", "vocab": "vocab_size", "heads": "num_heads", "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim", "qk_norm": "qk_norm", "ffn": "ffn_size", "experts": "num_experts", "top_k": "top_k", "expert_ffn": "expert_ffn_size",
+    "head_dim": "head_dim", "qk_norm": "qk_norm", "ffn": "ffn_size", "experts": "num_experts", "top_k": "top_k",
+    "expert_ffn": "expert_ffn_size",
     "shared_ffn": "shared_expert_ffn_size", "mtp": "mtp_layers", "tied": "tie_word_embeddings",
 }  # fmt: skip
 """Counts of a shape as the configuration calls them."""
@@ -49,16 +50,16 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
         ConfigError: the trainer cannot do what is planned.
     """
     refuse("playbook", inexpressible(plan))
-    found = configuration(plan)
-    found["model"] = _with_special_ids(found["model"])
-    found["data"] = {"kind": "mock", "seq_len": plan.seq_len} | ({"pack": False} if plan.options.graphs else {})
-    found["output"] = _OUTPUT
-    found["train"] |= {"steps": STEPS, "warmup_steps": _WARM_UP}
+    config = configuration(plan)
+    config["model"] = _with_special_ids(config["model"])
+    config["data"] = {"kind": "mock", "seq_len": plan.seq_len} | ({"pack": False} if plan.options.graphs else {})
+    config["output"] = _OUTPUT
+    config["train"] |= {"steps": STEPS, "warmup_steps": _WARM_UP}
     try:
-        dry_run(from_data(dict(found), {}, _FILE, {}), plan.gpus)
+        dry_run(from_data(dict(config), {}, _FILE, {}), plan.gpus)
     except ConfigError as e:
         refuse("playbook", [str(e)])
-    text = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
+    text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=120)
     return Launchable(
         "playbook", f"playbook {__version__}", {}, (*torchrun(plan.gpus), "-m", "playbook_trainer", _FILE), {_FILE: text}, log=_OUTPUT,
         notes=(f"{STEPS} steps on random tokens", *([] if is_preset(plan) else ["rotary base and norms are those of a preset's defaults"])),
@@ -68,7 +69,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 def inexpressible(plan: Plan) -> list[str]:
     """What of a plan this trainer cannot do."""
     o, megatron = plan.options, plan.options.backend == "megatron"
-    found = {
+    limits = {
         f"attention kernel {o.attention}": o.attention not in ("", *_ATTENTION),
         f"rank order {o.rank_order}": o.rank_order != "tp-cp-ep-dp-pp",
         f"dispatcher {o.dispatcher}": o.dispatcher in ("flex", "ncclep"),
@@ -80,16 +81,16 @@ def inexpressible(plan: Plan) -> list[str]:
         "frozen parts": bool(o.frozen),
         "activations of some layers on the host": o.offload and (o.offload_percent != 100 or not megatron),
     }
-    return [*(_unlike(plan.shape) if not is_preset(plan) else []), *(words for words, holds in found.items() if holds)]
+    return [*(_unlike(plan.shape) if not is_preset(plan) else []), *(words for words, holds in limits.items() if holds)]
 
 
 def configuration(plan: Plan) -> dict[str, Any]:
     """The plan in the words of the trainer's configuration."""
     o, sizes = plan.options, chunk_sizes(plan)
-    again = o.recompute
-    kind = "none" if not again else "full" if "full" in again else "selective"
+    modules = o.recompute
+    recompute = "none" if not modules else "full" if "full" in modules else "selective"
     graphs = [g for g in o.graphs if g != "full_iteration"]
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "backend": o.backend,
         "model": _model(plan),
         "data": {"kind": "text", "seq_len": plan.seq_len},
@@ -99,14 +100,14 @@ def configuration(plan: Plan) -> dict[str, Any]:
             **({"dp_replicate": o.optimizer_instances} if o.optimizer_instances > 1 else {}),
         },
         "train": {
-            "micro_batch_size": plan.mbs, "global_batch_size": plan.global_batch, "dtype": "bf16", "recompute": kind,
-            **({"recompute_modules": list(again)} if kind == "selective" and o.backend == "megatron" else {}),
+            "micro_batch_size": plan.mbs, "global_batch_size": plan.global_batch, "dtype": "bf16", "recompute": recompute,
+            **({"recompute_modules": list(modules)} if recompute == "selective" and o.backend == "megatron" else {}),
             **({"cuda_graphs": graphs} if graphs else {}),
             **({"attention": _ATTENTION[o.attention]} if o.attention in _ATTENTION else {}),
         },
     }  # fmt: skip
     if plan.shape.experts:
-        found["moe"] = {"dispatcher": o.dispatcher or "alltoall", **({"capacity_factor": 1.0} if o.capacity else {})}
+        config["moe"] = {"dispatcher": o.dispatcher or "alltoall", **({"capacity_factor": 1.0} if o.capacity else {})}
     if o.backend == "megatron":
         chosen = {
             "cp_comm_type": o.cp_comm,
@@ -114,19 +115,19 @@ def configuration(plan: Plan) -> dict[str, Any]:
             "offload_modules": list(o.offload_modules),
             "fp8_param": o.fp8_params,
         }
-        found["megatron"] = {
+        config["megatron"] = {
             "data_parallel": _DATA_PARALLEL[o.sharding], "grad_reduce_dtype": _NAMES[plan.grad_bytes],
             "precision_aware_optimizer": o.precision_aware, "overlap_expert_parallel": o.ep_overlap,
             "optimizer_offload_fraction": o.optimizer_offload / 100, **{k: v for k, v in chosen.items() if v},
             **({"cuda_graph_impl": "full_iteration"} if "full_iteration" in o.graphs else {}),
         }  # fmt: skip
     if plan.moment_bytes == 2:
-        found["optimizer"] = {"moments_dtype": "bf16"}
+        config["optimizer"] = {"moments_dtype": "bf16"}
     if o.fp8:
-        found["precision"] = {"fp8": o.fp8}
+        config["precision"] = {"fp8": o.fp8}
     if o.offload:
-        found["offload"] = {"activations": True}
-    return found
+        config["offload"] = {"activations": True}
+    return config
 
 
 def is_preset(plan: Plan) -> bool:
@@ -141,10 +142,10 @@ def _model(plan: Plan) -> Any:
         preset = read(data_root("configs") / "models" / f"{plan.model}.yaml")[0]
         return plan.model if shape.layers == whole.layers else {"name": plan.model, **preset, "num_layers": shape.layers, **_dense(shape)}
     counts = {word: getattr(shape, key) for key, word in _SHAPE.items()}
-    found: dict[str, Any] = {"name": plan.model, **counts, **_dense(shape)}
+    model: dict[str, Any] = {"name": plan.model, **counts, **_dense(shape)}
     if shape.mla:
-        found |= {"attention": "mla", "qk_norm": True, **{word: getattr(shape.mla, key) for key, word in _LATENT.items()}}
-    return found
+        model |= {"attention": "mla", "qk_norm": True, **{word: getattr(shape.mla, key) for key, word in _LATENT.items()}}
+    return model
 
 
 def _with_special_ids(model: Any) -> Any:
@@ -162,10 +163,10 @@ def _dense(shape: Shape) -> dict[str, int]:
 def _unlike(shape: Shape) -> list[str]:
     """What a decoder of this trainer does not have."""
     biases = shape.attention_bias or shape.output_bias or shape.mlp_bias or shape.norm_bias or shape.expert_bias
-    found = {
+    limits = {
         "biases": biases, "ungated MLPs": not shape.gated, "learned positions": shape.positions > 0, "attention sinks": shape.sinks,
         "attention in windows": shape.window > 0, "gated attention": shape.attention_gate, "linear attention": shape.linear is not None,
         "Mamba's layers": shape.mamba is not None, "experts in a latent space": shape.latent > 0, "gated shared experts": shape.shared_gate,
         f"{shape.norms} norms in a layer": shape.norms != 2, "a vision tower without a preset": shape.vision is not None,
     }  # fmt: skip
-    return [words for words, holds in found.items() if holds]
+    return [words for words, holds in limits.items() if holds]

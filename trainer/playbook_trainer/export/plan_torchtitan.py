@@ -1,7 +1,8 @@
 """A plan as something to start with torchtitan 0.3.0: a Python file with the configuration, and the launcher's line.
 
-Source: torchtitan 0.3.0, `torchtitan/config/configs.py`, `torchtitan/trainer.py`, `torchtitan/distributed/{parallel_dims,pipeline_parallel,fsdp}.py`,
-`torchtitan/models/common/{decoder,moe_sharding}.py`, `torchtitan/models/deepseek_v3/mtp.py`.
+Source: torchtitan 0.3.0, `torchtitan/config/configs.py`, `torchtitan/trainer.py`,
+`torchtitan/distributed/{parallel_dims,pipeline_parallel,fsdp}.py`, `torchtitan/models/common/{decoder,moe_sharding}.py`,
+`torchtitan/models/deepseek_v3/mtp.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     row, nodes = launch.row_of(plan, hardware), launch.nodes(plan, hardware)
     command = [
         "torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(each),
-        "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE, "--config", FUNCTION,
+        "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE,
+        "--config", FUNCTION,
     ]  # fmt: skip
     return Launchable(
         "torchtitan", RELEASE, _ENVIRONMENT, tuple(command),
@@ -61,21 +63,22 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
 def parallelism(plan: Plan) -> dict[str, Any]:
     """Degrees, sharding and the pipeline's split, by field of `ParallelismConfig`."""
     o, replicas = plan.options, plan.options.sharding == "none"
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "data_parallel_replicate_degree": plan.dp if replicas else 1, "data_parallel_shard_degree": 1 if replicas else plan.dp,
         "fsdp_reshard_after_forward": "never" if o.sharding == "optimizer" else "default", "tensor_parallel_degree": plan.tp,
         "enable_sequence_parallel": o.sp is not False, "context_parallel_degree": plan.cp, "expert_parallel_degree": plan.ep,
         "pipeline_parallel_degree": plan.pp,
     }  # fmt: skip
     if plan.pp > 1:
-        found |= {
+        fields |= {
             "pipeline_parallel_schedule": "1F1B" if plan.vpp == 1 else "Interleaved1F1B", "pipeline_parallel_microbatch_size": plan.mbs,
             "module_fqns_per_model_part": stages(pipeline.split(plan.shape.layers, plan.pp, plan.vpp)),
         }  # fmt: skip
-    return found
+    return fields
 
 
 def _sections(plan: Plan, steps: int) -> dict[str, Any]:
+    """The sections of torchtitan's configuration, by name."""
     o, vocab, routed = plan.options, plan.shape.vocab, plan.shape.experts > 0
     backend = f', moe_comm_backend="{DISPATCHERS[o.dispatcher]}"' if routed else ""
     adamw = "default_adamw(lr=0.0003)"
@@ -113,7 +116,10 @@ def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
     if plan.seq_len % tokens:
         yield f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq"
     if plan.vpp > 1 and plan.microbatches % max(1, plan.microbatches // pp):
-        yield f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: make it a multiple of pp {pp}"
+        yield (
+            f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: "
+            f"make it a multiple of pp {pp}"
+        )
     if pp > 1 and plan.microbatches < pp:
         yield f"{plan.microbatches} micro-batches for pp {pp}; it has schedules of at least {pp}: raise gbs or lower pp"
     yield from _lacks_of_experts(plan)
@@ -122,7 +128,10 @@ def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
 def _lacks_of_experts(plan: Plan) -> Iterator[str]:
     etp = plan.tp if plan.ep == 1 else 1
     if plan.shape.experts and plan.etp != etp:
-        yield f"etp is {plan.etp} with tp {plan.tp} and ep {plan.ep}; it splits experts by tp without EP, and not at all with it: add --fix etp={etp}"
+        yield (
+            f"etp is {plan.etp} with tp {plan.tp} and ep {plan.ep}; it splits experts by tp without EP, and not at all with it: "
+            f"add --fix etp={etp}"
+        )
     if plan.options.dispatcher in ("deepep", "hybridep") and plan.ep == 1:
         yield f"dispatcher is {plan.options.dispatcher} with ep 1; it has that with ep > 1"
     if plan.options.sharding == "none" and (plan.tp * plan.cp) % plan.ep:

@@ -27,8 +27,8 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "megatron-lm": ("loss=native",), **{name: f.implied for name, f in FRAMEWORKS.items() if name == "verl" or f.exports_as == "deepspeed"},
 }  # fmt: skip
-"""By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses
-Transformer Engine's loss."""
+"""By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source:
+`megatron/training/arguments.py` of megatron-core 0.19.2, which refuses Transformer Engine's loss."""
 _BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
 
@@ -50,17 +50,19 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
         target,
         [f"{fp8} on {gpu.name}, which has no such products"] if fp8 and (not gpu.has_fp8 or (fp8 == "mxfp8" and not blackwell)) else [],
     )
-    found = TARGETS[target](plan.require(), gpu.name)
-    return replace(found, beside=_beside(plan, target, gpu.name, found.log))
+    start = TARGETS[target](plan.require(), gpu.name)
+    return replace(start, beside=_beside(plan, target, gpu.name, start.log))
 
 
 def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:
-    """The command that reads the run's log; a run of this trainer says everything else itself, and the torch targets name theirs in their notes."""
+    """The command that reads the run's log; a run of this trainer says everything else itself,
+    and the torch targets name theirs in their notes.
+    """
     if target in ("torchtitan", "accelerate", "deepspeed"):
         return ""
     if target == "playbook":
         return shlex.join(["playbook", "diagnose", log, "--gpu", hardware])
     model = plan.model if plan.model in MODELS else "config.json"
     layout = ",".join(w for w in words(plan) if w.partition("=")[0] not in _BESIDE)
-    found = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
-    return shlex.join([*found, "--gbs", str(plan.global_batch), "--framework", target, *(["--layout", layout] if layout else [])])
+    command = ["playbook", "diagnose", log, "--model", model, "--gpus", str(plan.gpus), "--gpu", hardware, "--seq", str(plan.seq_len)]
+    return shlex.join([*command, "--gbs", str(plan.global_batch), "--framework", target, *(["--layout", layout] if layout else [])])

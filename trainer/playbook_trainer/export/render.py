@@ -106,10 +106,10 @@ def export(
 
 def flags(sheet: Sheet) -> list[str]:
     """Megatron-LM's command line, one flag a line, each word as a shell takes it."""
-    found = [flag(setting.field, setting.value) for setting in sheet.settings]
+    lines = [flag(setting.field, setting.value) for setting in sheet.settings]
     if sheet.config.model.attention == "gqa":
-        found.append(["--group-query-attention"])
-    return list(dict.fromkeys(" ".join(map(shlex.quote, words)) for words in found if words))
+        lines.append(["--group-query-attention"])
+    return list(dict.fromkeys(" ".join(map(shlex.quote, words)) for words in lines if words))
 
 
 def flag(field: str, value: Any) -> list[str]:
@@ -159,18 +159,19 @@ _BASES: Mapping[Target, str] = {
 def change(keys: Mapping[str, Any]) -> dict[str, list[str]]:
     """The settings of each trainer that say the keys; a trainer that has no words for one of them is left out.
 
-    The backend is no setting elsewhere. Keys whose value is no value of the configuration, such as `higher`, say nothing. One that is a switch and has a reason in place of
-    its value counts as on.
+    The backend is no setting elsewhere. Keys whose value is no value of the configuration, such as `higher`, say nothing. One that is a
+    switch and has a reason in place of its value counts as on.
     """
-    found: dict[str, list[str]] = {target: _said(keys, target, data_root("configs") / base) for target, base in _BASES.items()}
-    return {target: lines for target, lines in found.items() if lines}
+    by_target: dict[str, list[str]] = {target: _said(keys, target, data_root("configs") / base) for target, base in _BASES.items()}
+    return {target: lines for target, lines in by_target.items() if lines}
 
 
 def _said(keys: Mapping[str, Any], target: Target, base: Path) -> list[str]:
+    """The settings of a target that say these keys on top of a base configuration; none where one of the keys has no words there."""
     usual = dict(leaves(load(base).model_dump(mode="json")))
     keys = {k: v for k, v in keys.items() if k != "backend"}
-    known = {k: True if isinstance(usual.get(k), bool) and isinstance(v, str) else v for k, v in keys.items() if k in usual}
-    stated = known if _config(base, known) else {k: v for k, v in known.items() if _config(base, {k: v})}
+    tree_keys = {k: True if isinstance(usual.get(k), bool) and isinstance(v, str) else v for k, v in keys.items() if k in usual}
+    stated = tree_keys if _config(base, tree_keys) else {k: v for k, v in tree_keys.items() if _config(base, {k: v})}
     config = _config(base, stated)
     if not stated or config is None:
         return []

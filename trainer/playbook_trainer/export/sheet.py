@@ -1,4 +1,6 @@
-"""What a configuration says in another trainer's words: every key of the tree is a setting there, has no bearing there, or cannot be said."""
+"""What a configuration says in another trainer's words: every key of the tree is a setting there, has no bearing there,
+or cannot be said.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +90,12 @@ class Sheet:
             self.lack(key, why)
 
     def settle(self, reasons: Mapping[str, str]) -> None:
-        """Keys of which nothing was said: each asks for nothing at its neutral value, and cannot be said at any other; `reasons` tell why by key."""
-        said = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
+        """Keys of which nothing was said: each asks for nothing at its neutral value, and cannot be said at any other;
+        `reasons` tell why by key.
+        """
+        mentioned = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
         for key in self.values:
-            if any(_covers(word, key) for word in said):
+            if any(_covers(word, key) for word in mentioned):
                 continue
             if key in self.auto:
                 self.skip(key, "auto: the target chooses")

@@ -67,6 +67,7 @@ def sheet_of(config: TrainerConfig) -> Sheet:
 
 
 def _model(sheet: Sheet) -> None:
+    """The model as Python source, with its loss; refused where torchtitan has no such decoder."""
     config = sheet.config
     fields = config.model.model_dump()
     shape = from_preset(fields, config.model.name)
@@ -116,6 +117,7 @@ def _fixed(sheet: Sheet, epsilon: float) -> None:
 
 
 def _data(sheet: Sheet) -> None:
+    """The data set, the tokenizer and the row length."""
     data = sheet.config.data
     sheet.put("data.seq_len", "training", "seq_len", data.seq_len)
     if data.kind == "mock":
@@ -142,6 +144,7 @@ def _data(sheet: Sheet) -> None:
 
 
 def _parallel(sheet: Sheet) -> None:
+    """Degrees and sharding, the pipeline's schedule and its split."""
     par = sheet.config.parallel
     if sheet.config.backend == "megatron" or par.fsdp:
         sheet.put("parallel.dp_replicate", "parallelism", "data_parallel_replicate_degree", par.dp_replicate)
@@ -195,6 +198,7 @@ def _experts(sheet: Sheet) -> None:
 
 
 def _training(sheet: Sheet) -> None:
+    """Batch sizes, steps, precision, the optimizer and its learning rate."""
     config, opt, train = sheet.config, sheet.config.optimizer, sheet.config.train
     # With a pipeline it cuts local_batch_size into micro-batches: as many as there are stages; the rest is accumulated.
     sheet.put("train.micro_batch_size", "training", "local_batch_size", train.micro_batch_size * config.parallel.pp)
@@ -224,6 +228,7 @@ def _training(sheet: Sheet) -> None:
 
 
 def _switches(sheet: Sheet) -> None:
+    """Recompute, compiled regions and 8-bit products."""
     config, train = sheet.config, sheet.config.train
     sheet.put("train.recompute", "activation_checkpoint", "", RECOMPUTE[train.recompute])
     regions = [target for region, target in _COMPILED.items() if getattr(train.compile, region)]
@@ -241,6 +246,7 @@ def _switches(sheet: Sheet) -> None:
 
 
 def _files(sheet: Sheet) -> None:
+    """Output, checkpoints, first weights, trackers, evaluation, traces and the timeout of collectives."""
     config, checkpoint, tracker = sheet.config, sheet.config.checkpoint, sheet.config.tracker
     sheet.put("output", "dump_folder", "", config.output)
     on = checkpoint.dir is not None

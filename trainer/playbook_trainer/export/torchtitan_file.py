@@ -76,7 +76,10 @@ _LACKING: tuple[tuple[Callable[[Shape], Any], str], ...] = (
     (lambda s: s.sinks and (s.heads, s.kv_heads, s.head_dim) != _HEADS, "heads of GPT-OSS other than 64 of 64 values, 8 of keys"),
     (lambda s: s.mtp and not s.mla, "prediction of more tokens without latent attention"),
     (lambda s: s.experts and not s.mla and (s.dense_layers or s.shared_ffn), "dense layers or shared experts without latent attention"),
-    (lambda s: s.mla and s.experts and (not s.shared_ffn or s.shared_ffn % s.expert_ffn), "shared experts that are no multiple of an expert"),
+    (
+        lambda s: s.mla and s.experts and (not s.shared_ffn or s.shared_ffn % s.expert_ffn),
+        "shared experts that are no multiple of an expert",
+    ),
     (lambda s: s.tied and (s.mla or s.sinks), "one matrix for embedding and output"),
 )  # fmt: skip
 """What makes a model one that it has no decoder for."""
@@ -107,19 +110,22 @@ def epsilon(shape: Shape) -> float:
 def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     """Python lines that add the model to the table of its family as `plan`; they leave `family` as its package.
 
-    Widths and counts are the shape's. The rotary base and the router's scale are those of `fields` where it has them; they are no matter of speed.
+    Widths and counts are the shape's. The rotary base and the router's scale are those of `fields` where it has them;
+    they are no matter of speed.
     """
     f = _family(shape)
     norms = "RMSNorm, " if f.norm.startswith("RMSNorm") else ""
     init = "_EMBEDDING_SKIP_INIT" if shape.tied else "_EMBEDDING_INIT"
+    head = f.head.replace("DIM", str(shape.hidden))
+    mtp = f"family._build_mtp_layers(layers[-1], dim={shape.hidden}, num_mtp_layers={shape.mtp})"
     layers = call(f"family.{_builder(shape)}", {**_layers(shape, fields, f, seq_len), "**backends": Code("")})
     model = {
         "vocab_size": shape.vocab, "dim": shape.hidden, **({"enable_weight_tying": True} if shape.tied else {}),
         "tok_embeddings": Code(f"Embedding.Config(num_embeddings={shape.vocab}, embedding_dim={shape.hidden}, param_init=family.{init})"),
         "norm": Code(f.norm.replace("DIM", str(shape.hidden))),
-        "lm_head": Code(f"Linear.Config(in_features={shape.hidden}, out_features={shape.vocab}, param_init={f.head.replace('DIM', str(shape.hidden))})"),
+        "lm_head": Code(f"Linear.Config(in_features={shape.hidden}, out_features={shape.vocab}, param_init={head})"),
         "layers": Code("layers"),
-        **({"mtp_layers": Code(f"family._build_mtp_layers(layers[-1], dim={shape.hidden}, num_mtp_layers={shape.mtp})")} if shape.mtp else {}),
+        **({"mtp_layers": Code(mtp)} if shape.mtp else {}),
     }  # fmt: skip
     plain = [] if shape.qk_norm or f is not _QWEN else ["    for layer in layers:", "        layer.attention.qk_norm = None"]
     return [
@@ -189,7 +195,9 @@ def _layers(shape: Shape, fields: Fields, f: _Family, seq_len: int) -> dict[str,
 
 
 def _latent(shape: Shape, fields: Fields) -> dict[str, Any]:
-    """Latent attention and its experts. The router is DeepSeek-V3's unless the fields say another; DeepSeek-V2's is softmax without a norm."""
+    """Latent attention and its experts. The router is DeepSeek-V3's unless the fields say another;
+    DeepSeek-V2's is softmax without a norm.
+    """
     mla = shape.mla
     assert mla is not None, "asked of latent attention alone"
     second = fields.get("model_type") == "deepseek_v2"
@@ -198,7 +206,8 @@ def _latent(shape: Shape, fields: Fields) -> dict[str, Any]:
     scores = [fields.get("scoring_func"), fields.get("router_score"), "softmax" if second else "sigmoid"]
     return {
         "n_dense_layers": shape.dense_layers, "q_lora_rank": mla.q_rank, "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "mscale": 1.0, "dense_hidden_dim": shape.ffn, "moe_hidden_dim": shape.expert_ffn,
+        "qk_rope_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "mscale": 1.0, "dense_hidden_dim": shape.ffn,
+        "moe_hidden_dim": shape.expert_ffn,
         "num_experts": shape.experts, "num_shared_experts": shape.shared_ffn // max(shape.expert_ffn, 1), "router_top_k": shape.top_k,
         "router_score_func": next(s for s in scores if s in ("softmax", "sigmoid")),
         **(limited if groups > 1 and shape.experts % groups == 0 and 0 < of_groups <= groups else {}),
@@ -218,8 +227,10 @@ FUNCTION = "plan"
 """What `--config` names."""
 
 CLASSES: Mapping[str, str] = {
-    "checkpoint": "CheckpointManager.Config", "comm": "CommConfig", "compile": "CompileConfig", "dataloader": "HuggingFaceTextDataLoader.Config",
-    "debug": "DebugConfig", "lr_scheduler": "LRSchedulersContainer.Config", "metrics": "MetricsProcessor.Config", "optimizer": "default_adamw",
+    "checkpoint": "CheckpointManager.Config", "comm": "CommConfig", "compile": "CompileConfig",
+    "dataloader": "HuggingFaceTextDataLoader.Config",
+    "debug": "DebugConfig", "lr_scheduler": "LRSchedulersContainer.Config", "metrics": "MetricsProcessor.Config",
+    "optimizer": "default_adamw",
     "parallelism": "ParallelismConfig", "profiler": "Profiler.Config", "training": "TrainingConfig", "validator": "Validator.Config",
 }  # fmt: skip
 """By section, what builds it from its fields."""
@@ -231,11 +242,13 @@ DISPATCHERS = {"": "standard", "alltoall": "standard", "deepep": "deepep", "hybr
 
 _IMPORTS: Mapping[str, str] = {
     "CheckpointManager": "torchtitan.components.checkpoint", "CommConfig": "torchtitan.config", "CompileConfig": "torchtitan.config",
-    "CrossEntropyLoss": "torchtitan.components.loss", "DebugConfig": "torchtitan.config", "Float8LinearConverter": "torchtitan.components.quantization",
+    "CrossEntropyLoss": "torchtitan.components.loss", "DebugConfig": "torchtitan.config",
+    "Float8LinearConverter": "torchtitan.components.quantization",
     "FullAC": "torchtitan.distributed.activation_checkpoint", "HuggingFaceTextDataLoader": "torchtitan.hf_datasets.text_datasets",
     "LRSchedulersContainer": "torchtitan.components.optimizer", "MTPLoss": "torchtitan.models.deepseek_v3.mtp",
     "MXFP8LinearConverter": "torchtitan.components.quantization", "MetricsProcessor": "torchtitan.components.metrics",
-    "ParallelismConfig": "torchtitan.config", "Profiler": "torchtitan.tools.profiler", "SelectiveAC": "torchtitan.distributed.activation_checkpoint",
+    "ParallelismConfig": "torchtitan.config", "Profiler": "torchtitan.tools.profiler",
+    "SelectiveAC": "torchtitan.distributed.activation_checkpoint",
     "Trainer": "torchtitan.trainer", "TrainingConfig": "torchtitan.config", "Validator": "torchtitan.components.validate",
     "default_adamw": "torchtitan.components.optimizer", "replace": "dataclasses",
 }  # fmt: skip
@@ -293,7 +306,9 @@ from torchtitan.components.tokenizer import BaseTokenizer"""
 
 
 def stages(sizes: Sequence[int]) -> Code:
-    """Names of the modules of each chunk of a pipeline, from its decoder layers: the embedding goes with the first, norm and output layer with the last."""
+    """Names of the modules of each chunk of a pipeline, from its decoder layers:
+    the embedding goes with the first, norm and output layer with the last.
+    """
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     names = [f'*(f"layers.{{i}}" for i in range({end - size}, {end}))' for size, end in zip(sizes, ends, strict=True)]
     names[0] = f'"tok_embeddings", {names[0]}'
@@ -304,7 +319,8 @@ def stages(sizes: Sequence[int]) -> Code:
 def document(title: str, model: Sequence[str], sections: Mapping[str, Mapping[str, Any] | Code], *, random: bool = False) -> str:
     """The file: its title, the model's lines (see `torchtitan_model.source`), and the function that returns the configuration.
 
-    Sections are fields of `Trainer.Config`: those of `CLASSES` by their fields, others as source. `random` adds tokens that need no data set and no tokenizer.
+    Sections are fields of `Trainer.Config`: those of `CLASSES` by their fields, others as source.
+    `random` adds tokens that need no data set and no tokenizer.
     """
     fields = {name: value if isinstance(value, Code) else call(CLASSES[name], value) for name, value in sections.items()}
     body = call("Trainer.Config", {name: _written(value) for name, value in fields.items()})

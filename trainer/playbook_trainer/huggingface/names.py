@@ -92,11 +92,11 @@ class Rule:
 
     def read(self, source: Source, box: Box) -> Tensor:
         """A box of ours, from the parts of the checkpoint's tensors that it needs and no others."""
-        found = [(overlap, piece.read(source, overlap)) for piece in self.pieces if (overlap := _intersect(piece.at, box))]
-        if len(found) == 1:
-            return found[0][1].contiguous()
-        out = torch.empty(sizes(box), dtype=reduce(torch.promote_types, (part.dtype for _, part in found)))
-        for overlap, part in found:
+        parts = [(overlap, piece.read(source, overlap)) for piece in self.pieces if (overlap := _intersect(piece.at, box))]
+        if len(parts) == 1:
+            return parts[0][1].contiguous()
+        out = torch.empty(sizes(box), dtype=reduce(torch.promote_types, (part.dtype for _, part in parts)))
+        for overlap, part in parts:
             out[tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(overlap, box, strict=True))] = part
         return out
 

@@ -61,16 +61,19 @@ def pixels_of(folder: Path, vision: VisionConfig) -> Pixels:
 
 
 def _read(settings: Mapping[str, Any], path: Path, vision: VisionConfig) -> Pixels:
-    wanted = dict(_FIXED) | {theirs: getattr(vision, ours) for theirs, ours in _TOWER.items()}
-    said = {key: value for key, value in settings.items() if value is not None}
-    different = [f"{key} {said[key]!r}, here {value!r}" for key, value in wanted.items() if key in said and not _same(said[key], value)]
-    if unknown := sorted(set(said) - set(wanted) - set(_SIZES) - WITHOUT_EFFECT):
+    """The bounds of image sizes, in pixels; refuses settings that prepare images otherwise than training does."""
+    expected = dict(_FIXED) | {theirs: getattr(vision, ours) for theirs, ours in _TOWER.items()}
+    stated = {key: value for key, value in settings.items() if value is not None}
+    different = [
+        f"{key} {stated[key]!r}, here {value!r}" for key, value in expected.items() if key in stated and not _same(stated[key], value)
+    ]
+    if unknown := sorted(set(stated) - set(expected) - set(_SIZES) - WITHOUT_EFFECT):
         different.append(f"{', '.join(unknown)}, which this trainer does not know")
-    size = said.get("size", {})
+    size = stated.get("size", {})
     if not isinstance(size, dict) or set(size) - {"shortest_edge", "longest_edge"}:
         different.append(f"size {size!r}, here shortest_edge and longest_edge in pixels of the whole image")
         size = {}
-    bounds = [said.get("min_pixels", size.get("shortest_edge")), said.get("max_pixels", size.get("longest_edge"))]
+    bounds = [stated.get("min_pixels", size.get("shortest_edge")), stated.get("max_pixels", size.get("longest_edge"))]
     if odd := [bound for bound in bounds if bound is not None and (not isinstance(bound, int) or bound < 1)]:
         different.append(f"size of {odd[0]!r} pixels, here a whole number")
     if different:
@@ -78,8 +81,8 @@ def _read(settings: Mapping[str, Any], path: Path, vision: VisionConfig) -> Pixe
     return Pixels(*bounds)
 
 
-def _same(value: Any, wanted: Any) -> bool:
+def _same(value: Any, expected: Any) -> bool:
     try:
-        return bool(abs(value - wanted) < 1e-6) if isinstance(wanted, float) else bool(value == wanted)
+        return bool(abs(value - expected) < 1e-6) if isinstance(expected, float) else bool(value == expected)
     except TypeError:
         return False

@@ -105,10 +105,10 @@ def open_folder(config: ModelConfig, folder: Path, stack: ExitStack) -> Files:
         ConfigError: the folder does not hold this model, in one message.
     """
     try:
-        there = (folder / CONFIG).is_file()
+        has_config = (folder / CONFIG).is_file()
     except OSError as e:  # a folder that may not be looked into
         raise ConfigError(f"{folder} cannot be read: {e.strerror or e}; check the path and its permissions") from e
-    if not there:
+    if not has_config:
         raise ConfigError(
             f"{folder} has no {CONFIG}; expected a folder as transformers saves it: {CONFIG} and {SINGLE}, or shards with {INDEX}"
         )
@@ -130,8 +130,8 @@ def _check_tensors(config: ModelConfig, source: Source) -> None:
         ConfigError: tensors are missing, left over or of another shape than the model's.
     """
     expected = {piece.name: piece.accepted() for rule in rules(config) for piece in rule.pieces}
-    found = {name: shape for name, shape in source.shapes.items() if not (config.tie_word_embeddings and name == HEAD)}
-    _check(expected, found, f"the checkpoint for {config.name}")
+    shapes = {name: shape for name, shape in source.shapes.items() if not (config.tie_word_embeddings and name == HEAD)}
+    _check(expected, shapes, f"the checkpoint for {config.name}")
 
 
 def save_safetensors(config: ModelConfig, state: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -156,10 +156,16 @@ class Writer:
     """
 
     def __init__(
-        self, config: ModelConfig, folder: Path, nbytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES, kept: Kept | None = None
+        self,
+        config: ModelConfig,
+        folder: Path,
+        nbytes: Mapping[str, int],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        source: SourceFiles | None = None,
     ) -> None:
+        """Divide tensors of `nbytes` each into shards of at most `max_shard_bytes`; `source` says what else goes into the folder."""
         refuse_to_overwrite(folder)
-        self._config, self._folder, self._nbytes, self._kept = config, folder, nbytes, kept or Kept()
+        self._config, self._folder, self._nbytes, self._source = config, folder, nbytes, source or SourceFiles()
         self._bytes_of: Counter[torch.dtype] = Counter()
         shards = _shards(nbytes, max_shard_bytes)
         names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -193,10 +199,10 @@ class Writer:
             shutil.rmtree(self._writing, ignore_errors=True)
 
     def _finish(self) -> None:
-        for name, path in self._kept.files.items():
+        for name, path in self._source.files.items():
             shutil.copyfile(path, self._writing / name)
         most = self._bytes_of.most_common(1)[0][0]  # biases of a router may be in another precision
-        settings = self._kept.config_json(hf_config(self._config), str(most).removeprefix("torch."))
+        settings = self._source.config_json(hf_config(self._config), str(most).removeprefix("torch."))
         (self._writing / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         if len(self._last) > 1:
             index = {"metadata": {"total_size": sum(self._nbytes.values())}, "weight_map": self._file}
@@ -233,22 +239,23 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def refuse_unwritable(folder: Path, key: str = "checkpoint.export") -> None:
-    """Refuse a folder, named by a key, that cannot be made and written, and leave nothing behind: after training it would be too late to find out.
+    """Refuse a folder, named by a key, that cannot be made and written, and leave nothing behind:
+    after training it would be too late to find out.
 
     Raises:
         ConfigError: it cannot.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for path in reversed([folder, *folder.parents]):
             if not path.is_dir():
                 path.mkdir()
-                made.append(path)
-        made.append(Path(tempfile.mkdtemp(prefix=".writable-", dir=folder)))
+                created.append(path)
+        created.append(Path(tempfile.mkdtemp(prefix=".writable-", dir=folder)))
     except OSError as e:
         raise ConfigError(f"{key} {folder} cannot be written: {e.strerror or e}; choose another folder") from e
     finally:
-        for path in reversed(made):
+        for path in reversed(created):
             with suppress(OSError):  # something else is in it by now
                 path.rmdir()
 
@@ -257,8 +264,9 @@ class Files:
     """The tensors of a folder by name, read in parts when asked for; what was read is counted."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        where = _weight_map(folder)
-        names = sorted(set(where.values())) if where is not None else [SINGLE]
+        """Open every shard until `stack` closes, and note the shape and the type of each tensor."""
+        shard_of = _weight_map(folder)
+        names = sorted(set(shard_of.values())) if shard_of is not None else [SINGLE]
         if absent := [name for name in names if not (folder / name).is_file()]:
             pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
             hint = f"; {pickles[0]} is a pickle, which can run code and is never read: convert it to safetensors" if pickles else ""
@@ -275,12 +283,12 @@ class Files:
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{folder / name} is no readable safetensors file ({error}); fetch it again") from error
             for key in handle.keys():  # noqa: SIM118  a handle is no mapping
-                if where is None or where.get(key) == name:
+                if shard_of is None or shard_of.get(key) == name:
                     header = handle.get_slice(key)
                     shapes[key], self.dtypes[key] = tuple(header.get_shape()), header.get_dtype()
                     self._file[key] = handle
-        if lost := [key for key in where or {} if key not in self._file]:
-            raise ConfigError(f"{folder / INDEX} places {lost[0]} (and {len(lost) - 1} others) in files that do not hold them")
+        if misplaced := [key for key in shard_of or {} if key not in self._file]:
+            raise ConfigError(f"{folder / INDEX} places {misplaced[0]} (and {len(misplaced) - 1} others) in files that do not hold them")
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """A part of a tensor, and of the file no more than that.
@@ -303,15 +311,17 @@ def _state(config: ModelConfig, source: Source) -> dict[str, Tensor]:
     return {rule.ours: rule.read(source, whole(rule.shape)) for rule in rules(config)}
 
 
-def export_dtypes(config: TrainerConfig, table: Sequence[Rule], held: torch.dtype) -> dict[str, torch.dtype]:
-    """The precision of each of our tensors in an export, by `checkpoint.export_dtype`; `held` is the one that they are in. Biases of routers stay float32."""
-    wanted, theirs = config.checkpoint.export_dtype, {}
-    if wanted == "source":
+def export_dtypes(config: TrainerConfig, table: Sequence[Rule], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The precision of each of our tensors in an export, by `checkpoint.export_dtype`; `dtype` is the one that they are in.
+    Biases of routers stay float32.
+    """
+    choice, source_dtypes = config.checkpoint.export_dtype, {}
+    if choice == "source":
         with ExitStack() as stack:
-            theirs = {name: DTYPES[kind] for name, kind in Files(Path(str(config.init.weights)), stack).dtypes.items()}
-    every = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(wanted, held)
-    usual = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else every for rule in table}
-    return {rule.ours: theirs.get(next(iter(rule.theirs)), usual[rule.ours]) for rule in table}
+            source_dtypes = {name: DTYPES[kind] for name, kind in Files(Path(str(config.init.weights)), stack).dtypes.items()}
+    default = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(choice, dtype)
+    usual = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else default for rule in table}
+    return {rule.ours: source_dtypes.get(next(iter(rule.theirs)), usual[rule.ours]) for rule in table}
 
 
 def nbytes(table: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
@@ -319,25 +329,25 @@ def nbytes(table: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> dict[str
     return {name: math.prod(shape) * dtypes[rule.ours].itemsize for rule in table for name, shape in rule.theirs.items()}
 
 
-def _check(expected: Mapping[str, Sequence[Shape]], found: Mapping[str, Shape], what: str) -> None:
+def _check(expected: Mapping[str, Sequence[Shape]], actual: Mapping[str, Shape], what: str) -> None:
     """Refuse anything but exactly the expected names and shapes, with one message for all that is wrong."""
     problems = {
-        "missing": [name for name in expected if name not in found],
-        "unexpected": [name for name in found if name not in expected],
+        "missing": [name for name in expected if name not in actual],
+        "unexpected": [name for name in actual if name not in expected],
         "of another shape": [
-            f"{name} {found[name]}, expected {' or '.join(map(str, dict.fromkeys(shapes)))}"
+            f"{name} {actual[name]}, expected {' or '.join(map(str, dict.fromkeys(shapes)))}"
             for name, shapes in expected.items()
-            if name in found and found[name] not in shapes
+            if name in actual and actual[name] not in shapes
         ],
     }
-    found_wrong = [
+    wrong = [
         f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
         for kind, names in problems.items()
         if names
     ]
-    if found_wrong:
+    if wrong:
         raise ConfigError(
-            f"{what} does not fit the model's configuration: tensors {', '.join(found_wrong)}; compare model.* with the checkpoint's config.json"
+            f"{what} does not fit the model's configuration: tensors {', '.join(wrong)}; compare model.* with the checkpoint's config.json"
         )
 
 
@@ -386,7 +396,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class Kept:
+class SourceFiles:
     """What goes into an exported folder beside what the model's own configuration says."""
 
     settings: Mapping[str, Any] | None = None
@@ -394,9 +404,9 @@ class Kept:
     files: Mapping[str, Path] = field(default_factory=dict)
     """Files to copy, by name."""
 
-    def config_json(self, own: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-        """The config.json to write: the source's, or our `own`, with the precision of the weights beside it."""
-        settings = dict(self.settings if self.settings is not None else own)
+    def config_json(self, ours: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+        """The config.json to write: the source's, or `ours`, with the precision of the weights beside it."""
+        settings = dict(self.settings if self.settings is not None else ours)
         if isinstance(settings.get("text_config"), dict):
             settings["text_config"] = for_transformers_4(settings["text_config"])
         else:
@@ -407,16 +417,16 @@ class Kept:
         return {**settings, **{key: dtype for key in _DTYPE_KEYS if key in settings}, "dtype": dtype}
 
 
-def kept(config: TrainerConfig) -> Kept:
+def source_files(config: TrainerConfig) -> SourceFiles:
     """What an export of this run keeps: of the folder in `init.weights`, else of the one in which `data.tokenizer` lies."""
     if config.init.weights is not None:
         source = Path(config.init.weights)
-        return Kept(read_json(source / CONFIG), _there(source, _COMPANIONS))
+        return SourceFiles(read_json(source / CONFIG), _existing(source, _COMPANIONS))
     if config.data.tokenizer != "byte":
         tokenizer = Path(config.data.tokenizer)
-        return Kept(files=_there(tokenizer.parent, _TOKENIZER) | {"tokenizer.json": tokenizer})
-    return Kept()
+        return SourceFiles(files=_existing(tokenizer.parent, _TOKENIZER) | {"tokenizer.json": tokenizer})
+    return SourceFiles()
 
 
-def _there(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
+def _existing(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
     return {name: folder / name for name in names if (folder / name).is_file()}

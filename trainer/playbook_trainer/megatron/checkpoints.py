@@ -1,12 +1,13 @@
 """Checkpoints of the megatron backend: tensors as megatron-core writes them, in folders that are named once they are complete.
 
     <dir>/step_00000020/checkpoint.json     step, data position, model and layout; plain JSON
-                        *.distcp ...        `torch_dist`: megatron's distributed checkpoint; `fsdp_dtensor`: torch's, of Megatron-FSDP's shards
+                        *.distcp ...        `torch_dist`: megatron's distributed checkpoint;
+                                            `fsdp_dtensor`: torch's, of Megatron-FSDP's shards
     <dir>/.writing-00000040/                being written
 
 Training waits until everything is written. A run resumes on another number of data-parallel ranks, but with the same tensor, pipeline and
-expert parallelism: that is what the optimizer's own format allows. megatron-core and torch read tensors by an index that is a pickle; see `pickles`
-for how it is read here. What Transformer Engine keeps beside 8-bit weights it opens by itself, without such care.
+expert parallelism: that is what the optimizer's own format allows. megatron-core and torch read tensors by an index that is a pickle; see
+`pickles` for how it is read here. What Transformer Engine keeps beside 8-bit weights it opens by itself, without such care.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class MegatronSaver:
         return header
 
     def save(self, step: int, data: dict[str, Any], best: Best | None = None) -> str | None:
-        """Write a checkpoint of this moment; nothing is written where a weight or a moment of any rank is not finite, whose name is returned.
+        """Write a checkpoint of this moment; nothing is written where a weight or a moment of any rank is not finite,
+        whose name is returned.
 
         Raises:
             DataError: it could not be written.
@@ -162,6 +164,7 @@ class MegatronSaver:
 
     @torch.no_grad()
     def _load(self, folder: Path) -> None:
+        """Read the folder into the chunks and the optimizer of this rank."""
         state = self._state(loading=True)
         if self._format == "torch_dist":
             from megatron.core import dist_checkpointing
@@ -175,22 +178,22 @@ class MegatronSaver:
                 planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
             )
         for i, chunk in enumerate(self._chunks):
-            own = state["model" if len(self._chunks) == 1 else f"model{i}"]
+            chunk_state = state["model" if len(self._chunks) == 1 else f"model{i}"]
             if self._format == "fsdp_dtensor":
-                install(chunk, own)
+                install(chunk, chunk_state)
             else:
-                unwrapped(chunk).load_state_dict(own)
+                unwrapped(chunk).load_state_dict(chunk_state)
         wrap.own_settings(state["optimizer"], self._optim)
         self._optim.load_state_dict(state["optimizer"])
         wrap.own_steps(self._optim)
 
     def _finish(self, folder: Path, step: int, data: dict[str, Any], best: Best | None) -> None:
-        told = dump(self._config)
+        settings = dump(self._config)
         header = MegatronHeader(
             step=step,
             world_size=self._axes.world.size,
-            parallel=told["parallel"],
-            model=told["model"],
+            parallel=settings["parallel"],
+            model=settings["model"],
             data=data,
             best=best,
             format=self._format,
@@ -214,10 +217,12 @@ def checked(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     Raises:
         ValueError, zipfile.BadZipFile: the state that all ranks have in common, or the index, is not as it was written.
     """
-    found = hashes(folder)
+    digests = hashes(folder)
     for name in files:
-        if found.get(name) != files[name]:
-            raise ValueError(f"bytes of {name} are not as they were written, by their checksum" if name in found else f"{name} is missing")
+        if digests.get(name) != files[name]:
+            raise ValueError(
+                f"bytes of {name} are not as they were written, by their checksum" if name in digests else f"{name} is missing"
+            )
     for common in folder.glob("*.pt"):
         with common.open("rb") as file:
             as_written(file, common.name)
@@ -303,7 +308,7 @@ def _prepared(state: dict[str, Any], chunk: Any) -> dict[str, Any]:
     return out
 
 
-def install(chunk: Any, own: dict[str, Any]) -> None:
+def install(chunk: Any, state: dict[str, Any]) -> None:
     """Take over what has been read into Megatron-FSDP's shards, and renew the weights of the model that are made from them.
 
     Loading by its inner wrapper, whose names these are: the outer one would put a name before them that is not there, and drop them all.
@@ -311,32 +316,32 @@ def install(chunk: Any, own: dict[str, Any]) -> None:
     Raises:
         KeyError: tensors are missing, or are not the model's.
     """
-    missing, unexpected = chunk.module.load_state_dict(own, strict=False)
+    missing, unexpected = chunk.module.load_state_dict(state, strict=False)
     if wrong := [name for name in (*missing, *unexpected) if not name.endswith("_extra_state")]:
         raise KeyError(f"the model's {', '.join(wrong[:3])} is not among its tensors, or not the model's")
 
 
 def difference(header: MegatronHeader, config: TrainerConfig, form: str) -> str | None:
     """Why a checkpoint cannot be continued by this configuration, if it cannot."""
-    told = dump(config)
-    other = [k for k in told["model"] if k != "name" and k in header.model and header.model[k] != told["model"][k]]
+    settings = dump(config)
+    other = [k for k in settings["model"] if k != "name" and k in header.model and header.model[k] != settings["model"][k]]
     if other:
-        found = ", ".join(f"{k} {header.model[k]} where this run has {told['model'][k]}" for k in other[:3])
-        return f"is a checkpoint of another model: {found}"
+        differences = ", ".join(f"{k} {header.model[k]} where this run has {settings['model'][k]}" for k in other[:3])
+        return f"is a checkpoint of another model: {differences}"
     if header.format != form:
         return f"has the format {header.format}, and megatron.data_parallel {config.megatron.data_parallel} reads {form}"
-    before, now = _degrees(header.parallel), _degrees(told["parallel"])
+    before, now = _degrees(header.parallel), _degrees(settings["parallel"])
     moved = [k for k in _FIXED if before[k] != now[k]]
     if moved:
-        found = ", ".join(f"{k} {before[k]} where this run has {now[k]}" for k in moved)
-        return f"was saved with {found}, and this backend resumes with the same ones"
+        differences = ", ".join(f"{k} {before[k]} where this run has {now[k]}" for k in moved)
+        return f"was saved with {differences}, and this backend resumes with the same ones"
     return None
 
 
 def _degrees(parallel: Mapping[str, Any]) -> dict[str, Any]:
     """The degrees that a checkpoint keeps; an etp that is not set is that of tp."""
-    found = {k: parallel.get(k) for k in _FIXED}
-    return found | {"etp": found["etp"] or found["tp"]}
+    degrees = {k: parallel.get(k) for k in _FIXED}
+    return degrees | {"etp": degrees["etp"] or degrees["tp"]}
 
 
 # Reading the pickles of a checkpoint of megatron-core without running code.
@@ -359,9 +364,9 @@ class IndexUnpickler(pickle.Unpickler):
             pickle.UnpicklingError: it is none of what an index consists of.
         """
         if (module, name) in _FUNCTIONS or module in _PARTS or module == "torch":
-            found = getattr(importlib.import_module(module), name, None)
-            if (module, name) in _FUNCTIONS or isinstance(found, torch.dtype) or (module in _PARTS and _is_data(found)):
-                return found
+            member = getattr(importlib.import_module(module), name, None)
+            if (module, name) in _FUNCTIONS or isinstance(member, torch.dtype) or (module in _PARTS and _is_data(member)):
+                return member
         if module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
             return pathlib.PurePosixPath  # a path that is only a name
         if (module, name) == ("builtins", "getattr"):
@@ -376,8 +381,8 @@ def _member(holder: Any, name: str) -> Any:
     return holder[name]
 
 
-def _is_data(found: Any) -> bool:
-    return isinstance(found, type) and (is_dataclass(found) or issubclass(found, enum.Enum))
+def _is_data(member: Any) -> bool:
+    return isinstance(member, type) and (is_dataclass(member) or issubclass(member, enum.Enum))
 
 
 def read_index(content: bytes) -> Any:

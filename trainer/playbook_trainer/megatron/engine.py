@@ -45,6 +45,7 @@ class MegatronEngine:
     """megatron-core on one rank: the protocol `Engine` by its model, schedules and optimizer."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
+        """Join the groups, build this rank's chunks and the optimizer, and give the weights their first values."""
         require(config, device, world)
         self.config, self.device = config, device
         prepare(config, device)
@@ -70,14 +71,14 @@ class MegatronEngine:
 
     def local(self, batches: list[Batch]) -> list[Inputs]:
         """This rank's share of each micro-batch, on its device. Only the first stage, which has the vision tower, gets images."""
-        made = [inputs.make(b, self.config, self.axes) for b in batches]
+        micro_batches = [inputs.make(b, self.config, self.axes) for b in batches]
         if not self.axes.is_first_stage:
-            for each in made:
+            for each in micro_batches:
                 each.vision = None
         if not balances(self.config):
-            for each in made:
+            for each in micro_batches:
                 each.padding = None
-        return [each.to(self.device) for each in made]
+        return [each.to(self.device) for each in micro_batches]
 
     def forward_backward(self, batches: list[Inputs], labels: Tensor) -> Tensor:
         """Accumulate gradients of (summed loss / `labels`); return this rank's summed loss.
@@ -92,10 +93,11 @@ class MegatronEngine:
         return self._run(batches, scale, forward_only=False)
 
     def _run(self, batches: list[Inputs], scale: Tensor, *, forward_only: bool) -> Tensor:
+        """Pass the micro-batches through megatron-core's schedule. Returns the summed loss of this rank, 0 where it has no last stage."""
         # Dictionaries of tensors, which a graph of the whole iteration copies into memory that stays.
         iterators: Any = [iter([{**vars(b), "scale": scale} for b in batches]) for _ in self.chunks]
         rows, length = batches[0].tokens.shape
-        given = self._schedule(
+        outputs = self._schedule(
             forward_step_func=partial(_forward_step, config=self.config),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -105,18 +107,22 @@ class MegatronEngine:
             micro_batch_size=rows,
             forward_only=forward_only,
         )
-        losses = [each["loss"] for each in given if isinstance(each, dict)]
+        losses = [each["loss"] for each in outputs if isinstance(each, dict)]
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def squared_norm(self) -> Tensor:
-        """The squared gradient norm of the whole model on rank 0, and zero on all others: megatron-core has summed it over the ranks already."""
+        """The squared gradient norm of the whole model on rank 0, and zero on all others:
+        megatron-core has summed it over the ranks already.
+        """
         self.optim.prepare_grads()
         self._norm = float(self.optim.get_grad_norm() or 0.0)
         squared = self._norm**2 if self.axes.world.rank == 0 else 0.0
         return torch.full((), squared, device=self.device, dtype=torch.float64)
 
     def update(self, rate: float, norm: Tensor) -> None:
-        """Clip by the norm of the last `squared_norm`, then update at the learning rate `rate`. Gradients are set to zero when the next step begins."""
+        """Clip by the norm of the last `squared_norm`, then update at the learning rate `rate`.
+        Gradients are set to zero when the next step begins.
+        """
         wrap.set_rate(self.optim, rate, self.config.optimizer.weight_decay)
         wrap.clip(self.optim, self.config.optimizer.clip_norm, self._norm)
         self.optim.step_with_ready_grads()
@@ -139,10 +145,12 @@ class MegatronEngine:
         loss = self._run(batches, torch.ones((), device=self.device), forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        once = self.axes.tp.rank == 0
-        counted = once and self.axes.cp.rank == 0 and self.axes.is_last_stage
-        sums = torch.tensor([0.0, float(sum(b.num_loss for b in batches)) if counted else 0.0], device=self.device, dtype=torch.float64)
-        sums[0] = loss.double() if once else 0.0
+        counts_loss = self.axes.tp.rank == 0
+        counts_labels = counts_loss and self.axes.cp.rank == 0 and self.axes.is_last_stage
+        sums = torch.tensor(
+            [0.0, float(sum(b.num_loss for b in batches)) if counts_labels else 0.0], device=self.device, dtype=torch.float64
+        )
+        sums[0] = loss.double() if counts_loss else 0.0
         return sums
 
     def export(self, folder: Path) -> None:
@@ -179,18 +187,18 @@ def _forward_step(
     With `return_schedule_plan` the forward pass is only planned, layer by layer, for a schedule that overlaps two micro-batches.
     """
     batch = next(batches)
-    given: dict[str, Any] = {"labels": batch["labels"], "packed_seq_params": packed(batch["borders"], batch["longest"])}
+    kwargs: dict[str, Any] = {"labels": batch["labels"], "packed_seq_params": packed(batch["borders"], batch["longest"])}
     if config.model.mtp_layers:
-        given["loss_mask"] = batch["weight"]
+        kwargs["loss_mask"] = batch["weight"]
     if config.model.vision is not None:
-        given |= {"positions_3N": batch["positions"], "vision": batch["vision"]}
+        kwargs |= {"positions_3N": batch["positions"], "vision": batch["vision"]}
     if batch["padding"] is not None:
-        given["padding_mask"] = batch["padding"]
+        kwargs["padding_mask"] = batch["padding"]
     loss = partial(_summed_loss, weight=batch["weight"], scale=batch["scale"])
     if return_schedule_plan:
-        return model.build_schedule_plan(batch["tokens"], batch["positions"], None, **given), loss
+        return model.build_schedule_plan(batch["tokens"], batch["positions"], None, **kwargs), loss
     with range_("forward"):
-        return model(batch["tokens"], batch["positions"], None, **given), loss
+        return model(batch["tokens"], batch["positions"], None, **kwargs), loss
 
 
 def packed(borders: Tensor | None, longest: int) -> PackedSeqParams | None:
@@ -218,7 +226,8 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
             import transformer_engine.pytorch  # noqa: F401
         except Exception as e:  # whatever a binary package says when it does not fit
             problems.append(
-                f"Transformer Engine cannot be loaded ({_first_line(e)}); install one that fits torch {torch.__version__}, or set megatron.kernels: local"
+                f"Transformer Engine cannot be loaded ({_first_line(e)}); install one that fits torch {torch.__version__}, or set "
+                "megatron.kernels: local"
             )
     dispatcher = config.moe.dispatcher
     if dispatcher in ("deepep", "hybridep") and config.model.num_experts:
@@ -235,7 +244,8 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
 
 
 def prepare(config: TrainerConfig, device: torch.device) -> None:
-    """Set the process up before the first tensor: unset Transformer Engine's attention variables, and leave the default stream if graphs are captured.
+    """Set the process up before the first tensor: unset Transformer Engine's attention variables,
+    and leave the default stream if graphs are captured.
 
     Source: Megatron-LM, `megatron/training/initialize.py` (stream), and megatron-core, `LanguageModule._set_attention_backend` (variables).
     """
@@ -321,14 +331,15 @@ def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) 
 
 
 def _widen_routers(chunks: list[nn.Module]) -> None:
-    """Routers' biases and counts of tokens in float32: in 16 bits, biases would be rounded as they are read, and counts stand still beyond some size.
+    """Routers' biases and counts of tokens in float32: in 16 bits, biases would be rounded as they are read,
+    and counts stand still beyond some size.
 
     megatron-core widens the biases itself, but with the first pass, when their values have been read.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         for name in ("expert_bias", "local_tokens_per_expert"):
-            if isinstance(held := getattr(module, name, None), Tensor):
-                setattr(module, name, held.float())
+            if isinstance(buffer := getattr(module, name, None), Tensor):
+                setattr(module, name, buffer.float())
 
 
 def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Module:

@@ -63,39 +63,39 @@ def mask_padding(chunks: Sequence[nn.Module], axes: Axes) -> None:
             chunk.forward = forward
 
 
-def _routing(original: Callable[..., Any], axes: Axes, logits: Tensor, padding_mask: Tensor | None = None, **given: Any) -> Any:
+def _routing(original: Callable[..., Any], axes: Axes, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
     if padding_mask is None:
-        return original(logits, **given)
+        return original(logits, **kwargs)
     if padding_mask.numel() != logits.shape[:2].numel():
         padding_mask = padding_mask.chunk(axes.tp.size)[axes.tp.rank]
-    return original(logits, padding_mask=padding_mask, **given)
+    return original(logits, padding_mask=padding_mask, **kwargs)
 
 
 def _forward(
     original: Callable[..., Any],
     depths: Sequence[tuple[Any, Callable[..., Any]]],
-    *given: Any,
+    *args: Any,
     padding_mask: Tensor | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> Any:
     """A chunk's forward pass. What a depth may run again in the backward pass keeps the mask of this micro-batch."""
     for depth, layer in depths:
         depth._proj_and_transformer_layer = partial(_depth, layer, depth.transformer_layer, padding_mask)
-    return original(*given, padding_mask=padding_mask, **more)
+    return original(*args, padding_mask=padding_mask, **kwargs)
 
 
-def _depth(original: Callable[..., Any], layer: nn.Module, padding_mask: Tensor | None, *given: Any, **more: Any) -> Any:
+def _depth(original: Callable[..., Any], layer: nn.Module, padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
     plain = layer.forward
     masked: Any = partial(plain, padding_mask=padding_mask)
     layer.forward = masked
     try:
-        return original(*given, **more)
+        return original(*args, **kwargs)
     finally:
         layer.forward = plain
 
 
-def _apply_bias(original: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None, **given: Any) -> None:
-    original(routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1), **given)
+def _apply_bias(original: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> None:
+    original(routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1), **kwargs)
 
 
 def _is_grouped(rows_RD: Tensor) -> bool:

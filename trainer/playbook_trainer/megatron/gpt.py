@@ -137,7 +137,8 @@ class NormLinear(ColumnParallelLinear):
 
 
 class Down(nn.Module):
-    """A projection of MLA down to compressed rows, whole on every tensor-parallel rank, as Transformer Engine's `duplicated` linear layer is.
+    """A projection of MLA down to compressed rows, whole on every tensor-parallel rank,
+    as Transformer Engine's `duplicated` linear layer is.
 
     The last `rotated` columns go to the heads as they are, and each rank has only its own heads: without sequence parallelism, their
     gradients are summed here (with it, megatron-core's gather of these columns does so).
@@ -340,17 +341,19 @@ def _reduce_experts_apart(chunk: nn.Module, transformer_config: Any) -> None:
 
 
 def _decoder_block(transformer_config: Any, parts: LocalLayers | None, vp_stage: int | None = None) -> Any:
-    """The layers that this rank builds in this chunk, of our parts, or of Transformer Engine's (None); `moe_layer_freq` says which are dense."""
+    """The layers that this rank builds in this chunk, of our parts, or of Transformer Engine's (None);
+    `moe_layer_freq` says which are dense.
+    """
     if parts is None:
         return specs.get_gpt_decoder_block_spec(transformer_config, use_transformer_engine=True, vp_stage=vp_stage)
     every = [layer(transformer_config, parts, moe=moe) for moe in moe_layers(transformer_config)]
     layout = transformer_config.pipeline_model_parallel_layout
     if layout is not None:
-        held = layout.get_layer_id_list(vp_stage=vp_stage)
+        indices = layout.get_layer_id_list(vp_stage=vp_stage)
     else:
         first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
-        held = range(first, first + get_num_layers_to_build(transformer_config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[every[i] for i in held], layer_norm=RMSNorm)
+        indices = range(first, first + get_num_layers_to_build(transformer_config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[every[i] for i in indices], layer_norm=RMSNorm)
 
 
 def moe_layers(transformer_config: Any) -> list[bool]:

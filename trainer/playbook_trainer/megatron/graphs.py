@@ -1,7 +1,7 @@
 """CUDA graphs of the megatron backend: when they are captured, and by whom.
 
-Source: megatron-core 0.19.2, `megatron/core/transformer/cuda_graphs.py` and `megatron/core/full_cuda_graph.py`; the order of calls is that of
-Megatron-LM, `megatron/training/training.py`.
+Source: megatron-core 0.19.2, `megatron/core/transformer/cuda_graphs.py` and `megatron/core/full_cuda_graph.py`; the order of calls is that
+of Megatron-LM, `megatron/training/training.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from playbook_trainer.config.tree import TrainerConfig
 
 
 def forget(config: TrainerConfig) -> None:
-    """Drop what an earlier run in this process left in megatron-core's classes, before a model is built: graphs, their inputs, their counters."""
+    """Drop what an earlier run in this process left in megatron-core's classes, before a model is built:
+    graphs, their inputs, their counters.
+    """
     impl = fields.graph_impl(config)
     if impl == "local":
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
@@ -55,9 +57,12 @@ def wrapping(config: TrainerConfig) -> Iterator[None]:
 
 
 class Graphs:
-    """CUDA graphs of the megatron backend: of parts of layers, captured by Transformer Engine after the first steps, or of a whole iteration."""
+    """CUDA graphs of the megatron backend: of parts of layers, captured by Transformer Engine after the first steps,
+    or of a whole iteration.
+    """
 
     def __init__(self, config: TrainerConfig, transformer_config: Any, chunks: list[Any], optim: Any) -> None:
+        """Prepare the capture by Transformer Engine, where that captures; otherwise nothing is prepared."""
         self.impl, self._step, self._chunks = fields.graph_impl(config), 0, chunks
         self._overlaps = config.megatron.overlap_param_gather and config.megatron.data_parallel == "distributed_optimizer"
         self._helper: Any = None

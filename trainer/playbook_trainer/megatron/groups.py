@@ -46,9 +46,9 @@ def initialise(config: TrainerConfig) -> None:
 def axes(config: TrainerConfig) -> Groups:
     """The axes of this rank, in megatron-core's groups."""
     world = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, tuple(range(dist.get_world_size())))
-    found = {name: _axis(name, group) for name, group in _named_groups().items() if name in _AXES}
+    by_name = {name: _axis(name, group) for name, group in _named_groups().items() if name in _AXES}
     cut = config.parallel.sequence_parallel and config.parallel.tp > 1
-    return Groups(world=world, **found, shard=found["dp_cp"], edp_shard=found["edp"], sequence_parallel=cut)
+    return Groups(world=world, **by_name, shard=by_name["dp_cp"], edp_shard=by_name["edp"], sequence_parallel=cut)
 
 
 def _named_groups() -> dict[str, Any]:

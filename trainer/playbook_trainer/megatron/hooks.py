@@ -1,4 +1,6 @@
-"""Ranges of megatron-core's passes and layers, by hooks on its modules: embedding, decoder, attention, mlp, router, dispatch, experts, combine, loss, backward."""
+"""Ranges of megatron-core's passes and layers, by hooks on its modules: embedding, decoder, attention, mlp, router, dispatch, experts,
+combine, loss, backward.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ def _tally_products(stack: ExitStack) -> None:
     if product is None:
         return
 
-    def call(*args: Any, **given: Any) -> Any:
-        out = product(*args, **given)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = product(*args, **kwargs)
         if out[0].dtype == torch.float32:
             tally("float32_products")
         return out
@@ -71,7 +73,9 @@ def _tally_products(stack: ExitStack) -> None:
 
 
 def _announce_lookup(stack: ExitStack, model: Any) -> None:
-    """The first lookup of a forward pass; those of prediction layers come later, inside of these: one gradient is added for all, behind the first."""
+    """The first lookup of a forward pass; those of prediction layers come later, inside of these:
+    one gradient is added for all, behind the first.
+    """
     waiting, opened = list[range_](), list[range_]()
 
     def begin(*_: Any) -> None:
@@ -98,22 +102,23 @@ def _announce_lookup(stack: ExitStack, model: Any) -> None:
 
 
 def _announce_loss(stack: ExitStack, model: Any) -> None:
-    """The head's product and the loss of its logits, each a range of the forward pass; one in the backward pass, since nothing may be marked between.
+    """The head's product and the loss of its logits, each a range of the forward pass;
+    one in the backward pass, since nothing may be marked between.
 
     The loss's backward pass writes its gradient over what it has kept of the logits, which autograd refuses of a tensor that was marked.
     """
     compute, entered = model.compute_language_model_loss, list[range_]()
 
-    def head(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def head(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entered[:] = [range_("loss").__enter__()]
-        return _on_first(args, entered[0].enter), given
+        return _on_first(args, entered[0].enter), kwargs
 
     def after_head(*_: Any) -> None:
         entered[0].__exit__(None, None, None)
 
-    def loss(*args: Any, **given: Any) -> Tensor:
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
         with range_("loss"):
-            out = compute(*args, **given)
+            out = compute(*args, **kwargs)
         return entered.pop().exit(out) if entered else out
 
     stack.callback(model.output_layer.register_forward_pre_hook(head, with_kwargs=True).remove)
@@ -122,17 +127,18 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
 
 
 def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
+    """Open the range `name` around each call of `module`; `marks` also follows it through the backward pass."""
     opened: list[range_] = []
 
-    def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         span = range_(name).__enter__()
         opened.append(span)
-        hidden = given.get("hidden_states")  # as the decoder is given its input
+        hidden = kwargs.get("hidden_states")  # as the decoder is given its input
         if marks and isinstance(hidden, Tensor):
-            return args, {**given, "hidden_states": span.enter(hidden)}
-        return _on_first(args, span.enter) if marks else args, given
+            return args, {**kwargs, "hidden_states": span.enter(hidden)}
+        return _on_first(args, span.enter) if marks else args, kwargs
 
-    def after(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         span = opened.pop()
         marked = _on_first(out, span.exit) if marks else out
         span.__exit__(None, None, None)
@@ -150,20 +156,20 @@ def _wrap(stack: ExitStack, owner: Any, method: str, name: str, *, marks: bool =
     if original is None:
         return
 
-    def call(*args: Any, **given: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with range_(name) as span:
             if not marks:
-                return original(*args, **given)
-            return _on_first(original(*_on_first(args, span.enter), **given), span.exit)
+                return original(*args, **kwargs)
+            return _on_first(original(*_on_first(args, span.enter), **kwargs), span.exit)
 
     _replace(stack, owner, method, call)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Until the stack closes; a method of the owner's class is the class's own again then."""
-    own = vars(owner).get(name)
+    instance_attribute = vars(owner).get(name)
     setattr(owner, name, function)
-    stack.callback(*(setattr, owner, name, own) if own is not None else (delattr, owner, name))
+    stack.callback(*(setattr, owner, name, instance_attribute) if instance_attribute is not None else (delattr, owner, name))
 
 
 def _on_first(values: Any, mark: Callable[[Tensor], Tensor]) -> Any:

@@ -1,10 +1,10 @@
 """From a micro-batch of the loader to what megatron-core's models take.
 
-Rows that are one document each go in as rows (batch, tokens): causal attention never looks at what lies behind a document, so padding at its end
-changes nothing. Packed rows, rows of unequal length and rows with images go in as one stream of documents (`thd`).
+Rows that are one document each go in as rows (batch, tokens): causal attention never looks at what lies behind a document, so padding at
+its end changes nothing. Packed rows, rows of unequal length and rows with images go in as one stream of documents (`thd`).
 
-Under context parallelism each document (a row, or a packed document) is cut into 2 x cp slices, of which rank r takes slices r and 2 cp - 1 - r. A
-packed document is first filled up to a length that divides.
+Under context parallelism each document (a row, or a packed document) is cut into 2 x cp slices, of which rank r takes slices r
+and 2 cp - 1 - r. A packed document is first filled up to a length that divides.
 Source: megatron-core, `megatron/core/utils.py` (get_batch_on_this_cp_rank), and Transformer Engine, thd_get_partitioned_indices.
 
 Suffixes: N tokens of a micro-batch, n of them on this context rank, B rows, S tokens of a row.
@@ -86,6 +86,7 @@ def slices(length: int, cp: Axis) -> Tensor:
 
 
 def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
+    """A micro-batch as one stream of documents, of which this context rank has its slices, filled up to lengths that divide."""
     if axes.cp.size == 1:
         share = tensor.cut(batch, axes)
         padding = None if batch.real_N is None else ~batch.real_N.unsqueeze(0)

@@ -1,6 +1,7 @@
 """A dry run with a GPU: the real model of one rank of any world, with its wrapper and its optimizer's state, and what that takes.
 
-torch's fake process group stands for all other ranks, so nothing is sent. Source: Megatron-LM's `--fake-process-group`, which does the same.
+torch's fake process group stands for all other ranks, so nothing is sent. Source:
+Megatron-LM's `--fake-process-group`, which does the same.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def build(config: TrainerConfig, world: int, device: torch.device, stage: int | 
         )
     chosen, notes = buildable(config)
     report = dry_run(chosen, world)
-    said = max(report.stages, key=lambda s: s.states) if stage is None else report.stages[stage]
-    rank = said.stage * world // config.parallel.pp
+    estimate = max(report.stages, key=lambda s: s.states) if stage is None else report.stages[stage]
+    rank = estimate.stage * world // config.parallel.pp
     engine.require(chosen, device, world)
     with alone(rank, world):
         before = allocated(device)
@@ -65,22 +66,22 @@ def build(config: TrainerConfig, world: int, device: torch.device, stage: int | 
         optimizer = wrap.optimizer(chosen, wrapped)
         for part in wrap.parts(optimizer):
             wrap.hold_state(part)
-        held = allocated(device) - before
-    return Built(rank, said.stage, parameters, said.held, held, said.states, notes)
+        state_bytes = allocated(device) - before
+    return Built(rank, estimate.stage, parameters, estimate.held, state_bytes, estimate.states, notes)
 
 
 def buildable(config: TrainerConfig) -> tuple[TrainerConfig, tuple[str, ...]]:
     """The configuration without what a model alone cannot have or does not hold yet, and a note on each."""
-    found, notes = config, list[str]()
+    buildable_config, notes = config, list[str]()
     name, recipe = config.moe.dispatcher, config.precision.fp8
     if name in _FUSED:
-        found = found.model_copy(update={"moe": config.moe.model_copy(update={"dispatcher": "alltoall"})})
+        buildable_config = buildable_config.model_copy(update={"moe": config.moe.model_copy(update={"dispatcher": "alltoall"})})
         notes.append(f"built with alltoall: {name} opens connections of its own, which nobody answers here")
     if recipe != "none" and not config.megatron.fp8_param:
         plain = {"fp8": "none"}
-        found = found.model_copy(update={"precision": config.precision.model_copy(update=plain)})
+        buildable_config = buildable_config.model_copy(update={"precision": config.precision.model_copy(update=plain)})
         notes.append(f"built without {recipe}: 8-bit copies of weights come with the first forward pass")
-    return found, tuple(notes)
+    return buildable_config, tuple(notes)
 
 
 @contextmanager

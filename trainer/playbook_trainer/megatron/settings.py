@@ -44,29 +44,29 @@ def core_version() -> str:
         return "of unknown version"
 
 
-def _fields_of(cls: type, plain: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+def _fields_of(cls: type, plain: Mapping[str, Any], requested: Asked) -> dict[str, Any]:
     """The keyword arguments for a dataclass of the installed version.
 
     Raises:
         ConfigError: the configuration asks for a field that this version lacks.
     """
-    known = {f.name for f in dataclasses.fields(cls)}
-    missing = [f"{key} needs {cls.__name__}.{name}" for name, (_, key) in asked.items() if name not in known]
+    names = {f.name for f in dataclasses.fields(cls)}
+    missing = [f"{key} needs {cls.__name__}.{name}" for name, (_, key) in requested.items() if name not in names]
     if missing:
         raise ConfigError(f"megatron-core {core_version()} is too old or too new: {'; '.join(missing)}, which it does not have")
-    return {k: v for k, v in plain.items() if k in known} | {k: v for k, (v, _) in asked.items()}
+    return {k: v for k, v in plain.items() if k in names} | {k: v for k, (v, _) in requested.items()}
 
 
 def transformer(config: TrainerConfig, cls: type) -> dict[str, Any]:
     """For TransformerConfig, or MLATransformerConfig where the model compresses keys and values."""
     engine = has_transformer_engine(config)
-    unasked, experts = _experts(config)
-    parts = (_sizes(config), _precision(config), _parallel(config), _kernels(config, engine), unasked)
+    plain_experts, experts = _experts(config)
+    parts = (_sizes(config), _precision(config), _parallel(config), _kernels(config, engine), plain_experts)
     plain = {k: v for part in parts for k, v in part.items()}
-    asked: Asked = {}
+    requested: Asked = {}
     for more in (experts, _memory(config), _graphs(config, cls), _fp8(config), fields.asked(fields.OVERLAPS, config), _compressed(config)):
-        asked |= more
-    return _fields_of(cls, plain, asked)
+        requested |= more
+    return _fields_of(cls, plain, requested)
 
 
 def refuse_lone_experts(config: TrainerConfig, cls: type) -> None:
@@ -253,20 +253,21 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
         "overlap_param_gather": sharded and mg.overlap_param_gather,
         "check_for_nan_in_grad": False,
     }
-    asked: Asked = {}
+    requested: Asked = {}
     if config.parallel.dp_replicate > 1:
-        asked["num_distributed_optimizer_instances"] = (config.parallel.dp_replicate, "parallel.dp_replicate")
+        requested["num_distributed_optimizer_instances"] = (config.parallel.dp_replicate, "parallel.dp_replicate")
     if mg.fp8_param:
-        asked["fp8_param_gather"] = (True, "megatron.fp8_param")
+        requested["fp8_param_gather"] = (True, "megatron.fp8_param")
     if mg.data_parallel == "megatron_fsdp":
-        # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads; and gradients lie where the optimizer looks for them by the second.
+        # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads;
+        # and gradients lie where the optimizer looks for them by the second.
         plain |= {
             "megatron_fsdp_main_grads_dtype": DTYPES[mg.grad_reduce_dtype],
             "megatron_fsdp_use_decoupled_grad": mg.precision_aware_optimizer,
         }
-        asked["use_megatron_fsdp"] = (True, "megatron.data_parallel")
-        asked["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
-    return _fields_of(cls, plain, asked)
+        requested["use_megatron_fsdp"] = (True, "megatron.data_parallel")
+        requested["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
+    return _fields_of(cls, plain, requested)
 
 
 def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
@@ -287,24 +288,24 @@ def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
         "use_distributed_optimizer": sharded,
         "overlap_param_gather": sharded and mg.overlap_param_gather,
     }
-    asked: Asked = {}
+    requested: Asked = {}
     if mg.precision_aware_optimizer:
         key = "megatron.precision_aware_optimizer"
         moments = DTYPES[opt.moments_dtype]
-        asked |= {
+        requested |= {
             "use_precision_aware_optimizer": (True, key),
             "main_grads_dtype": (DTYPES[mg.grad_reduce_dtype], key),
             "exp_avg_dtype": (moments, key),
             "exp_avg_sq_dtype": (moments, key),
         }
     if mg.precision_aware_optimizer and mg.fp8_param:
-        # 8-bit weights lack more than 16 bits of a master weight, which is whole then; megatron-core keeps it but for delayed scaling, and asks
-        # for the recipe to know. Without it, the optimizer would get None in the place of each 8-bit weight.
-        asked |= {"fp8_recipe": (config.precision.fp8, "megatron.fp8_param"), "store_param_remainders": (False, "megatron.fp8_param")}
+        # 8-bit weights lack more than 16 bits of a master weight, which is whole then; megatron-core keeps it but for delayed scaling, and
+        # asks for the recipe to know. Without it, the optimizer would get None in the place of each 8-bit weight.
+        requested |= {"fp8_recipe": (config.precision.fp8, "megatron.fp8_param"), "store_param_remainders": (False, "megatron.fp8_param")}
     if config.offload.optimizer or mg.optimizer_offload_fraction:
-        asked |= {
+        requested |= {
             "optimizer_cpu_offload": (True, "offload.optimizer"),
             "optimizer_offload_fraction": (mg.optimizer_offload_fraction or 1.0, "megatron.optimizer_offload_fraction"),
             "overlap_cpu_optimizer_d2h_h2d": (True, "offload.optimizer"),
         }
-    return _fields_of(cls, plain, asked)
+    return _fields_of(cls, plain, requested)

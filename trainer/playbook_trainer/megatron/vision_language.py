@@ -1,10 +1,11 @@
-"""Qwen3-VL on megatron-core's GPTModel: the vision tower before the decoder, positions in three dimensions, and DeepStack inside its first layers.
+"""Qwen3-VL on megatron-core's GPTModel: the vision tower before the decoder, positions in three dimensions,
+and DeepStack inside its first layers.
 
-The tower (`models.vision`) is the same module as in the torch backend, under the same names (`vision.*`). It lives on the first pipeline stage;
-every tensor- and context-parallel rank encodes all images of its micro-batch and keeps the visual tokens among its own rows.
+The tower (`models.vision`) is the same module as in the torch backend, under the same names (`vision.*`). It lives on the first pipeline
+stage; every tensor- and context-parallel rank encodes all images of its micro-batch and keeps the visual tokens among its own rows.
 
-Suffixes: N tokens of the context-parallel rank, n rows of the decoder's input (N, or N / tp with sequence parallelism), V visual tokens among
-them, k DeepStack layers, D hidden size, d head size.
+Suffixes: N tokens of the context-parallel rank, n rows of the decoder's input (N, or N / tp with sequence parallelism), V visual tokens
+among them, k DeepStack layers, D hidden size, d head size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def build(config: TrainerConfig, transformer_config: Any, *, pre_process: bool, 
     """
     whole = partial(VisionLanguageModel, config)
     model = build_text(
-        config, transformer_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, model=whole, position_embedding_type="none"
+        config, transformer_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, model=whole,
+        position_embedding_type="none",
     )  # fmt: skip
     freeze(model, config.train.freeze)
     compile_regions(model, config.train.compile)
@@ -75,17 +77,17 @@ class VisionLanguageModel(GPTModel):
         *,
         positions_3N: Tensor | None = None,
         vision: VisionBatch | None = None,
-        **given: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """As GPTModel's, of tokens (1, N).
 
-        `positions_3N` takes the place of `position_ids`; every stage needs it. The first stage needs `vision`, None where the micro-batch has
-        no image; its indices count this rank's rows (after the cuts of context and sequence parallelism).
+        `positions_3N` takes the place of `position_ids`; every stage needs it. The first stage needs `vision`, None where the micro-batch
+        has no image; its indices count this rank's rows (after the cuts of context and sequence parallelism).
         """
         if self.pre_process:
             rows = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            given["decoder_input"], given["extra_block_kwargs"] = self.see(rows, vision)
-        return super().forward(input_ids, position_ids if positions_3N is None else positions_3N, attention_mask, **given)
+            kwargs["decoder_input"], kwargs["extra_block_kwargs"] = self.see(rows, vision)
+        return super().forward(input_ids, position_ids if positions_3N is None else positions_3N, attention_mask, **kwargs)
 
     def see(self, rows_n1D: Tensor, vision: VisionBatch | None) -> tuple[Tensor, dict[str, Tensor]]:
         """The decoder's input with the images in their places, and what DeepStack adds to its first layers.
@@ -126,24 +128,26 @@ class RotatedSelfAttention(SelfAttention):
     that, and its exact variant reads the borders back from the device in every layer.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         """As SelfAttention's; `rotary_pos_emb` (N, 1, 1, d)."""
         self._angles = rotary_pos_emb
         try:
-            return super().forward(hidden_states, attention_mask, *args, **given)
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
         finally:
             self._angles = None
 
-    def get_query_key_value_tensors(self, *args: Any, **given: Any) -> Any:
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Queries and keys rotated, and values, each (N, 1, heads, d)."""
-        query, key, value = super().get_query_key_value_tensors(*args, **given)
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         query, key = (apply_rotary_pos_emb(t, self._angles, config=self.config, cp_group=self.pg_collection.cp) for t in (query, key))
         return query, key, value
 
 
-def _add_features(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Forward hook of a decoder layer: DeepStack's features of this layer, added at the visual tokens; the last one takes them off the way."""
-    features_kVD, index_V = given.get("context"), given.get("context_mask")
+def _add_features(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Forward hook of a decoder layer: DeepStack's features of this layer, added at the visual tokens;
+    the last one takes them off the way.
+    """
+    features_kVD, index_V = kwargs.get("context"), kwargs.get("context_mask")
     if features_kVD is None:
         return output
     number = layer.layer_number - 1

@@ -23,7 +23,7 @@ from playbook.errors import ConfigError
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 from playbook_trainer.huggingface import weights
 from playbook_trainer.huggingface.names import HEAD, Box, Shape, rules, sizes, slices, whole
-from playbook_trainer.huggingface.weights import kept
+from playbook_trainer.huggingface.weights import source_files
 from playbook_trainer.megatron.settings import DTYPES
 from playbook_trainer.torch.parallel.sharding import initial_value
 from playbook_trainer.torch.weights import agree_on_folder, collect, senders
@@ -66,8 +66,8 @@ def _cuts(tensor: Tensor) -> list[tuple[int, int, int]]:
         return []
     mesh = tensor.device_mesh
     axes = zip(mesh.mesh_dim_names or (), tensor.placements, strict=False)
-    found = [(i, placement.dim) for i, (name, placement) in enumerate(axes) if "tp" in name and isinstance(placement, Shard)]
-    return [(dim, mesh.size(i), mesh.get_local_rank(i)) for i, dim in found]
+    cuts = [(i, placement.dim) for i, (name, placement) in enumerate(axes) if "tp" in name and isinstance(placement, Shard)]
+    return [(dim, mesh.size(i), mesh.get_local_rank(i)) for i, dim in cuts]
 
 
 def _uneven(tensor: DTensor) -> Tensor:
@@ -101,13 +101,16 @@ class Place:
 class Piece:
     """The same numbers: a box of megatron-core's tensor and a box of ours."""
 
-    here: Box
+    local: Box
+    """Of megatron-core's tensor on this rank."""
     ours: str
-    there: Box
+    """The name of our tensor."""
+    full: Box
+    """Of our whole tensor."""
 
 
 @dataclass(frozen=True)
-class Held:
+class CoreTensor:
     """One of megatron-core's tensors on this rank, and the pieces that fill it."""
 
     name: str
@@ -158,10 +161,13 @@ _DEPTH = {
 """What a depth of multi-token prediction has besides its layer."""
 
 
-def held(model: nn.Module, config: ModelConfig, place: Place) -> list[Held]:
+def core_tensors(model: nn.Module, config: ModelConfig, place: Place) -> list[CoreTensor]:
     """The tensors of a chunk of the model (GPTModel, not wrapped) with their pieces; a vision tower, under `vision.`, is held whole."""
     shapes = {rule.ours: rule.shape for rule in rules(config)}
-    return [Held(name, tensor, tuple(_pieces(model, config, shapes, place, name, _local_shape(tensor)))) for name, tensor in tensors(model)]
+    return [
+        CoreTensor(name, tensor, tuple(_pieces(model, config, shapes, place, name, _local_shape(tensor))))
+        for name, tensor in tensors(model)
+    ]
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -171,21 +177,22 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pieces(model: Any, config: ModelConfig, shapes: dict[str, Shape], place: Place, name: str, shape: Shape) -> list[Piece]:
+    """The pieces of ours that fill the tensor `name` of megatron-core, of `shape` on this rank; `shapes` are those of ours."""
     if name.startswith("vision."):
         return [Piece(whole(shape), name, whole(shape))]
     if name in TOP:
         tied = name == "output_layer.weight" and config.tie_word_embeddings
         return [_cut("embed.weight" if tied else TOP[name], shapes, shape, place)]
-    prefix, layer, rest = _layer(model, name)
-    if rest in _DEPTH and prefix.startswith("mtp."):
-        return [_cut(prefix + _DEPTH[rest], shapes, shape, place)]
-    if rest in PLAIN:
-        return [_cut(prefix + PLAIN[rest], shapes, shape, place)]
-    if rest in _HALVES:
-        return _halves(prefix + _HALVES[rest], shapes[prefix + _HALVES[rest]], place.tp, place.tp_size)
-    if rest == "self_attention.linear_qkv.weight":
+    prefix, layer, parameter = _layer(model, name)
+    if parameter in _DEPTH and prefix.startswith("mtp."):
+        return [_cut(prefix + _DEPTH[parameter], shapes, shape, place)]
+    if parameter in PLAIN:
+        return [_cut(prefix + PLAIN[parameter], shapes, shape, place)]
+    if parameter in _HALVES:
+        return _halves(prefix + _HALVES[parameter], shapes[prefix + _HALVES[parameter]], place.tp, place.tp_size)
+    if parameter == "self_attention.linear_qkv.weight":
         return _fused(config, prefix, place)
-    if match := _EXPERT.match(rest):
+    if match := _EXPERT.match(parameter):
         expert = layer.mlp.local_expert_indices[int(match["apart"] or match["stacked"])]
         return _expert(shapes, prefix, match["which"], expert, place)
     raise AssertionError(f"{name} of megatron-core has no counterpart")
@@ -204,8 +211,8 @@ def _layer(model: Any, name: str) -> tuple[str, Any, str]:
 
 def _cut(ours: str, shapes: dict[str, Shape], shape: Shape, place: Place) -> Piece:
     """A tensor that is one of ours, or this tp rank's stretch of it in the dimension in which it is shorter."""
-    there = tuple((place.tp * n, (place.tp + 1) * n) if n < all_ else (0, n) for n, all_ in zip(shape, shapes[ours], strict=True))
-    return Piece(whole(shape), ours, there)
+    full = tuple((place.tp * n, (place.tp + 1) * n) if n < all_ else (0, n) for n, all_ in zip(shape, shapes[ours], strict=True))
+    return Piece(whole(shape), ours, full)
 
 
 def _halves(ours: str, shape: Shape, rank: int, size: int, first: int | None = None) -> list[Piece]:
@@ -216,8 +223,8 @@ def _halves(ours: str, shape: Shape, rank: int, size: int, first: int | None = N
     out = []
     for i in range(2):
         start = i * half + rank * part
-        there: Box = ((start, start + part), (0, columns))
-        out.append(Piece(((i * part, (i + 1) * part), (0, columns)), ours, there if first is None else ((first, first + 1), *there)))
+        full: Box = ((start, start + part), (0, columns))
+        out.append(Piece(((i * part, (i + 1) * part), (0, columns)), ours, full if first is None else ((first, first + 1), *full)))
     return out
 
 
@@ -228,8 +235,8 @@ def _fused(config: ModelConfig, prefix: str, place: Place) -> list[Piece]:
     out, row = [], 0
     for group in range(place.tp * groups, (place.tp + 1) * groups):
         for letter, rows in (("q", per_group * d), ("k", d), ("v", d)):
-            there = ((group * rows, (group + 1) * rows), (0, size))
-            out.append(Piece(((row, row + rows), (0, size)), f"{prefix}attn.{letter}_proj.weight", there))
+            full = ((group * rows, (group + 1) * rows), (0, size))
+            out.append(Piece(((row, row + rows), (0, size)), f"{prefix}attn.{letter}_proj.weight", full))
             row += rows
     return out
 
@@ -242,12 +249,13 @@ def _expert(shapes: dict[str, Shape], prefix: str, which: str, expert: int, plac
     ours = f"{prefix}moe.experts.w2"
     _, rows, columns = shapes[ours]
     part = columns // place.etp_size
-    there = ((expert, expert + 1), (0, rows), (place.etp * part, (place.etp + 1) * part))
-    return [Piece(((0, rows), (0, part)), ours, there)]
+    full = ((expert, expert + 1), (0, rows), (place.etp * part, (place.etp + 1) * part))
+    return [Piece(((0, rows), (0, part)), ours, full)]
 
 
 def initialise(chunks: Sequence[nn.Module], config: TrainerConfig) -> None:
-    """Give the chunks of this rank, not wrapped yet, their first values: those of `init.weights`, or those that the seed gives every layout.
+    """Give the chunks of this rank, not wrapped yet, their first values: those of `init.weights`,
+    or those that the seed gives every layout.
 
     Raises:
         ConfigError: the folder does not hold this model.
@@ -280,7 +288,8 @@ def draw(chunks: Sequence[nn.Module], config: ModelConfig, seed: int, dtype: tor
 
 @torch.no_grad()
 def load(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path) -> weights.Files:
-    """Fill the chunks of this rank from a Hugging Face folder, of which only its parts are read; returns the files, which have counted them.
+    """Fill the chunks of this rank from a Hugging Face folder, of which only its parts are read;
+    returns the files, which have counted them.
 
     Raises:
         ConfigError: the folder does not hold this model.
@@ -309,9 +318,11 @@ def save(
     max_shard_bytes: int = weights.MAX_SHARD_BYTES,
     run: TrainerConfig | None = None,
 ) -> None:
-    """Write the model as transformers stores it, in the precision of its parameters; every rank calls this, with its chunks as they are wrapped.
+    """Write the model as transformers stores it, in the precision of its parameters;
+    every rank calls this, with its chunks as they are wrapped.
 
-    Rank 0 holds one tensor of ours and one file at a time. The configuration of a `run` says what to keep of its source, and in which precision.
+    Rank 0 holds one tensor of ours and one file at a time. The configuration of a `run` says what to keep of its source,
+    and in which precision.
 
     Raises:
         ConfigError: the folder already holds weights, or transformers has no such model.
@@ -322,23 +333,25 @@ def save(
     for chunk in chunks:
         settle(chunk)
     entries = _entries(chunks, config)
-    own: dict[str, list[Held]] = {}
+    entries_of: dict[str, list[CoreTensor]] = {}
     for entry in entries:
         for ours in dict.fromkeys(piece.ours for piece in entry.pieces):
-            own.setdefault(ours, []).append(entry)
+            entries_of.setdefault(ours, []).append(entry)
     holders: list[dict[str, list[Box]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(holders, {name: [p.there for e in held_ for p in e.pieces if p.ours == name] for name, held_ in own.items()})
+    dist.all_gather_object(
+        holders, {name: [p.full for e in entries_ for p in e.pieces if p.ours == name] for name, entries_ in entries_of.items()}
+    )
     table = weights.rules(config)
     dtype = torch.bfloat16 if any(e.tensor.dtype == torch.bfloat16 for e in entries) else torch.float32
-    unasked = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else dtype for rule in table}
-    dtypes = weights.export_dtypes(run, table, dtype) if run else unasked
+    plain_dtypes = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else dtype for rule in table}
+    dtypes = weights.export_dtypes(run, table, dtype) if run else plain_dtypes
     with ExitStack() as stack:
         writer = None
         if rank == 0:
             nbytes = weights.nbytes(table, dtypes)
-            writer = stack.enter_context(weights.Writer(config, folder, nbytes, max_shard_bytes, kept(run) if run else None))
+            writer = stack.enter_context(weights.Writer(config, folder, nbytes, max_shard_bytes, source_files(run) if run else None))
         for rule in table:
-            parts = _parts(rule.ours, own.get(rule.ours, []))
+            parts = _parts(rule.ours, entries_of.get(rule.ours, []))
             full = collect(rule, parts.__getitem__, senders(rule, holders), rank, dtypes[rule.ours])
             if writer is not None and full is not None:
                 for name, tensor in zip(rule.theirs, rule.split(full), strict=True):
@@ -362,30 +375,30 @@ def place() -> Place:
     )
 
 
-def _entries(chunks: Sequence[nn.Module], config: ModelConfig) -> list[Held]:
-    return [entry for chunk in chunks for entry in held(unwrapped(chunk), config, place())]
+def _entries(chunks: Sequence[nn.Module], config: ModelConfig) -> list[CoreTensor]:
+    return [entry for chunk in chunks for entry in core_tensors(unwrapped(chunk), config, place())]
 
 
-def _fill(entry: Held, read: Callable[[str, Box, torch.device], Tensor]) -> None:
+def _fill(entry: CoreTensor, read: Callable[[str, Box, torch.device], Tensor]) -> None:
     """Set a tensor from its pieces; put together first, since 8-bit parameters take whole values only."""
     tensor = entry.tensor
     values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     for piece in sorted(entry.pieces, key=lambda piece: piece.ours):
-        values[slices(piece.here)] = read(piece.ours, piece.there, tensor.device).to(torch.float32).reshape(sizes(piece.here))
+        values[slices(piece.local)] = read(piece.ours, piece.full, tensor.device).to(torch.float32).reshape(sizes(piece.local))
     tensor.copy_(values)
     # Transformer Engine keeps the first values of an 8-bit parameter, those of its own construction, for the optimizer to start from.
-    kept = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
-    if kept is not None:
-        kept.copy_(values)
+    first_values = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
+    if first_values is not None:
+        first_values.copy_(values)
 
 
-def _parts(ours: str, entries: Sequence[Held]) -> dict[Box, Tensor]:
+def _parts(ours: str, entries: Sequence[CoreTensor]) -> dict[Box, Tensor]:
     """What this rank holds of one of our tensors. Ranks that share out a tensor of this list come here together, in the same order."""
     out = {}
     for entry in entries:
         full = gathered(entry.tensor)
         for piece in entry.pieces:
             if piece.ours == ours:
-                part = full[slices(piece.here)].reshape(sizes(piece.there))
-                out[piece.there] = part if full is entry.tensor else part.clone()
+                part = full[slices(piece.local)].reshape(sizes(piece.full))
+                out[piece.full] = part if full is entry.tensor else part.clone()
     return out

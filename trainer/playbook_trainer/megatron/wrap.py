@@ -29,8 +29,9 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
         units = None
         if config.model.vision is not None and config.megatron.sharding_strategy == "optim_grads_params":
             units = [TransformerLayer, VisionBlock]
-        # It takes its mean in place, with each micro-batch. Where a parameter's data-parallel group is one rank (an expert's, with EP as wide as data
-        # parallelism), what earlier micro-batches have left there shrinks each time. So it sums, and the loss is divided before.
+        # It takes its mean in place, with each micro-batch. Where a parameter's data-parallel group is one rank (an expert's, with EP as
+        # wide as data parallelism), what earlier micro-batches have left there shrinks each time.
+        # So it sums, and the loss is divided before.
         # Source: megatron-core 0.19.2, `param_and_grad_buffer.py` (gradient_reduce_preprocessing), and Megatron-LM's issue 6660.
         transformer_config.calculate_per_token_loss = True  # that it sums; for schedules, it would mean more
         wrapped = [FullyShardedDataParallel(transformer_config, settings, chunk, fsdp_unit_modules=units) for chunk in chunks]
@@ -57,8 +58,9 @@ SHORT = (
 def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[str]:
     """What a megatron-core gets wrong of Megatron-FSDP's gradients on so many ranks, in one line each.
 
-    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. 0.19 counts experts too little
-    in the norm that clips, where nothing is sharded. Found on 0.16.1 and 0.19.2 by gradient norms beside those of the distributed optimizer.
+    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. 0.19 counts experts too
+    little in the norm that clips, where nothing is sharded. Found on 0.16.1 and 0.19.2 by gradient norms beside those of the distributed
+    optimizer.
     """
     mg, par, release = config.megatron, config.parallel, tuple(int(n) for n in version.split(".")[:2])
     if mg.data_parallel != "megatron_fsdp":
@@ -79,8 +81,8 @@ def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[s
     if dense == 1 or (config.model.num_experts and experts == 1):
         alone = "parameters" if dense == 1 else f"experts at parallel.ep {par.ep}"
         problems.append(
-            f"megatron_fsdp where {alone} share data with no other rank: {wrong}; set megatron.data_parallel: distributed_optimizer, spread over more "
-            "ranks, or install 0.19 or later"
+            f"megatron_fsdp where {alone} share data with no other rank: {wrong}; set megatron.data_parallel: distributed_optimizer, "
+            "spread over more ranks, or install 0.19 or later"
         )
     return problems
 
@@ -101,8 +103,8 @@ def _tell_schedules(config: TrainerConfig, transformer_config: Any, wrapped: lis
 def optimizer(config: TrainerConfig, wrapped: list[Any]) -> Any:
     """megatron-core's optimizer; norms, biases and other parameters of one dimension are not decayed."""
     settings = OptimizerConfig(**mapping.optimizer(config, OptimizerConfig))
-    given = inspect.signature(get_megatron_optimizer).parameters
-    more = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in given else {}
+    parameters = inspect.signature(get_megatron_optimizer).parameters
+    more = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in parameters else {}
     return get_megatron_optimizer(settings, wrapped, **more)
 
 
@@ -131,7 +133,9 @@ def set_rate(optim: Any, rate: float, decay: float) -> None:
 
 
 def make_state(optim: Any) -> None:
-    """Give torch's own optimizer the state that its first step would, so that a checkpoint has somewhere to go; others make it themselves."""
+    """Give torch's own optimizer the state that its first step would, so that a checkpoint has somewhere to go;
+    others make it themselves.
+    """
     for part in parts(optim):
         if (
             isinstance(part.optimizer, torch.optim.Adam)
@@ -144,8 +148,8 @@ def make_state(optim: Any) -> None:
 def hold_state(part: Any) -> None:
     """Give a part, whichever optimizer it has, the state that its first step would, without a step.
 
-    megatron-core has a function for that, which up to 0.19.2 asks the precision-aware optimizer of Transformer Engine 2 without the argument it wants
-    (`initialize_state` of `transformer_engine/pytorch/optimizers/fused_adam.py`; its `step` says what to give).
+    megatron-core has a function for that, which up to 0.19.2 asks the precision-aware optimizer of Transformer Engine 2 without the
+    argument it wants (`initialize_state` of `transformer_engine/pytorch/optimizers/fused_adam.py`; its `step` says what to give).
     """
     inner = part.optimizer
     if "store_param_remainders" not in inspect.signature(getattr(inner, "initialize_state", hold_state)).parameters:
@@ -161,9 +165,9 @@ def own_settings(saved: Any, optim: Any) -> None:
 
     From 0.19 on, megatron-core finds a group again by its rates, and would not find those of a run with another learning rate.
     """
-    told = {key: group[key] for group in optim.param_groups for key in ("max_lr", "min_lr", "betas", "eps") if key in group}
+    settings = {key: group[key] for group in optim.param_groups for key in ("max_lr", "min_lr", "betas", "eps") if key in group}
     for group in _groups(saved):
-        group.update(told)
+        group.update(settings)
 
 
 def _groups(state: Any) -> Iterator[dict[str, Any]]:
@@ -176,7 +180,9 @@ def _groups(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def own_steps(optim: Any) -> None:
-    """Give each parameter of torch's own optimizer its count of steps, which megatron-core loads into the groups, or into one tensor for all."""
+    """Give each parameter of torch's own optimizer its count of steps, which megatron-core loads into the groups,
+    or into one tensor for all.
+    """
     for part in parts(optim):
         if not isinstance(part.optimizer, torch.optim.Adam):
             continue
@@ -191,26 +197,28 @@ def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
     sharded = [g for chunk in chunks for g in getattr(getattr(chunk, "param_and_grad_buffer", None), "parameter_groups", ())]
     # A chunk under Megatron-FSDP names the optimizer's shards as its parameters, beside the weights that it computes with.
     params = [t for group in sharded for t in _weights(group)] or [p for chunk in chunks for p in chunk.parameters()]
-    held = {_memory(p) for p in params}
+    weight_memory = {_memory(p) for p in params}
     buffers = [b for chunk in chunks for name in ("buffers", "expert_parallel_buffers") for b in _list(getattr(chunk, name, None))]
     buffered = [b.grad_data for b in buffers] + [group.main_grad_buffer.data for group in sharded if group.main_grad_buffer is not None]
     grads = sum(_size(data) for data in buffered if data is not None)
     if not buffered:
         grads = sum(_size(p.grad) for p in params if p.grad is not None)
-    own = [p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in held]
+    optimizer_params = [
+        p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in weight_memory
+    ]
     states = [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     sizes = {
         "param_bytes_per_rank": sum(_size(p) for p in params),
         "grad_bytes_per_rank": grads,
-        "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*own, *(t for t in states if t.numel() > 1)])),
+        "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*optimizer_params, *(t for t in states if t.numel() > 1)])),
     }
     return {**sizes, "state_bytes_per_rank": sum(sizes.values())}
 
 
 def _weights(group: Any) -> list[Any]:
     """The weights of a group of Megatron-FSDP's, as they are kept: in buffers, or as they were."""
-    kept = [getattr(group, name, None) for name in ("model_weight_buffer", "transpose_weight_buffer")]
-    return [buffer.data for buffer in kept if buffer is not None and buffer.data is not None] or list(group.params)
+    buffers = [getattr(group, name, None) for name in ("model_weight_buffer", "transpose_weight_buffer")]
+    return [buffer.data for buffer in buffers if buffer is not None and buffer.data is not None] or list(group.params)
 
 
 def _list(value: Any) -> list[Any]:
@@ -222,12 +230,14 @@ def _size(tensor: Any) -> int:
 
 
 def _memory(tensor: Any) -> int:
-    held = _held(tensor)
-    return int(held[0].untyped_storage().data_ptr()) if held else 0
+    tensors = _held(tensor)
+    return int(tensors[0].untyped_storage().data_ptr()) if tensors else 0
 
 
 def _held(tensor: Any) -> list[Any]:
-    """The plain tensors that hold a parameter here: its local shard, or the 8-bit copies of a quantized one, which has no memory of its own."""
+    """The plain tensors that hold a parameter here: its local shard, or the 8-bit copies of a quantized one,
+    which has no memory of its own.
+    """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not hasattr(local, "get_data_tensors"):
         return [local]

@@ -37,7 +37,8 @@ from playbook_trainer.observe.totals import FORMULA, Ledger, StepTotals, peak
 from playbook_trainer.observe.trackers import Tracker, figures
 
 SHOWN_DATA = 0.05
-"""The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
+"""The share of a step that the host spends on data from which the step's line says so;
+single steps vary more than whole runs, of which pages and verdicts speak."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class StepStats:
 def lengths(began: float, ends: Sequence[float]) -> list[float]:
     """Seconds of each step, from the moment the slowest rank ended the previous step to the moment the slowest rank ended this one.
 
-    So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each step
-    would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
+    So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each
+    step would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
     """
     return [end - start for start, end in itertools.pairwise([began, *ends])]
 
@@ -103,6 +104,7 @@ class Recorder:
     """The same of the rank that was last to end the step before."""
 
     def __post_init__(self) -> None:
+        """Start the clocks; rank 0 also clears the output folder of an earlier run, and starts the trackers."""
         self.ledger, self.peak = Ledger(self.config), peak(self.device)
         self.phases["start_up"] = self.began - _process_start()
         self._restart()
@@ -127,7 +129,9 @@ class Recorder:
         self._restart()
 
     def add(self, stats: StepStats, *, flush: bool = True) -> None:
-        """Record a step that the host has issued; the device may still be running it. Every `log_every` steps, wait and write, unless not to `flush`."""
+        """Record a step that the host has issued; the device may still be running it.
+        Every `log_every` steps, wait and write, unless not to `flush`.
+        """
         counters = compile_counters()
         compiled = {k: counters[k] - self._compiled[k] for k in counters}
         self._compiled = counters
@@ -151,7 +155,9 @@ class Recorder:
         self.loads[step] = load
 
     def note_save(self, seconds: float, *, in_background: bool, behind_another: bool) -> None:
-        """Record a checkpoint that training has waited `seconds` for; it may be written in the background, and may have waited for the one before."""
+        """Record a checkpoint that training has waited `seconds` for; it may be written in the background,
+        and may have waited for the one before.
+        """
         self.saves.update(checkpoints=1, checkpoints_in_background=int(in_background), checkpoints_behind_another=int(behind_another))
         if self._timed:
             self.waits.append(seconds)
@@ -167,14 +173,14 @@ class Recorder:
             return
         steps = [stats.totals.read() for stats, _, _ in self.pending]
         rows = [self._row(totals, *entry) for totals, entry in zip(steps, self.pending, strict=True)]
-        own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
-        most = torch.tensor([*own, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
+        own_ends = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
+        maxima = torch.tensor([*own_ends, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        *latest, allocated, reserved = most.tolist()
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        *latest, allocated, reserved = maxima.tolist()
         self.peak_memory = int(allocated), int(reserved)
         lasted = lengths(self._latest_s, latest)
-        self._own_s, self._latest_s = own[-1], latest[-1]
+        self._own_s, self._latest_s = own_ends[-1], latest[-1]
         for row, step, seconds in zip(rows, steps, lasted, strict=True):
             row["seconds"], row["peak_memory_bytes"] = seconds, int(allocated)
             row["mfu"] = self.utilisation(row["flops"], seconds)
@@ -202,6 +208,7 @@ class Recorder:
         self.pending.clear()
 
     def _row(self, totals: StepTotals[float], stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
+        """The line of metrics of one step, before its seconds are those of the slowest rank."""
         loss, norm = totals.loss / max(1.0, stats.labels.item()), totals.grad_norm
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         seconds, self._mark = self._between(self._mark, end), end
@@ -251,8 +258,8 @@ class Recorder:
         share = row["data_seconds"] / max(row["seconds"], 1e-9)
         data = f"  data {share:.0%}" if share >= SHOWN_DATA else ""
         return (
-            f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} tok/s/rank"
-            f"  raw {row['raw_tokens'] * rate:,.0f}{images}{data}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
+            f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} "
+            f"tok/s/rank  raw {row['raw_tokens'] * rate:,.0f}{images}{data}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
         )
 
     def utilisation(self, flops: float, seconds: float) -> float | None:
@@ -289,8 +296,8 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise DataError(
-            f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the newest "
-            "checkpoint, if checkpoint.dir is set"
+            f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the "
+            "newest checkpoint, if checkpoint.dir is set"
         ) from e
 
 
@@ -300,12 +307,12 @@ def _finite(value: float) -> float | None:
 
 def _set_aside(out: Path) -> Path | None:
     """Move the files of an earlier run into a folder of their own, the first that is free; None where there are none."""
-    there = [out / name for name in ("metrics.jsonl", "summary.json", "config.yaml", "trace.json") if (out / name).is_file()]
-    if not {"metrics.jsonl", "summary.json"} & {p.name for p in there}:
+    earlier = [out / name for name in ("metrics.jsonl", "summary.json", "config.yaml", "trace.json") if (out / name).is_file()]
+    if not {"metrics.jsonl", "summary.json"} & {p.name for p in earlier}:
         return None
     folder = next(f for n in itertools.count(1) if not (f := out / f"earlier-{n}").exists())
     folder.mkdir()
-    for path in there:
+    for path in earlier:
         path.rename(folder / path.name)
     return folder
 
@@ -315,7 +322,8 @@ def _step_of(line: str, place: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise DataError(
-            f"{place}: no line of a run's metrics ({line[:60].strip()!r}); take it out, or choose another output: the run goes on from its checkpoint"
+            f"{place}: no line of a run's metrics ({line[:60].strip()!r}); take it out, or choose another output: the run goes on from its "
+            "checkpoint"
         ) from e
 
 
@@ -329,8 +337,8 @@ def _keep_until(path: Path, step: int) -> None:
     # A killed run may have left half a line at the end, a machine that lost power anything.
     whole = [line for line in lines if line.endswith("\n")]
     # Under another name first: a full disk, or an end in between, must not take what it held.
-    kept = [line for n, line in enumerate(whole, start=1) if _step_of(line, f"{path}:{n}") <= step]
-    files.replace(path, "".join(kept))
+    lines_kept = [line for n, line in enumerate(whole, start=1) if _step_of(line, f"{path}:{n}") <= step]
+    files.replace(path, "".join(lines_kept))
 
 
 def peak_memory(device: torch.device) -> tuple[int, int]:
@@ -474,9 +482,11 @@ def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def spread(load_LE: Tensor) -> dict[str, float]:
-    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load, experts without a token.
+    """How uneven the choices of a step are: the largest load over the mean, the least entropy as a share of that of an even load,
+    experts without a token.
 
-    `ep2`, `ep4` and so on are the fullest rank's load over the mean on so many ranks, the mean of all layers: at each layer all wait for the fullest.
+    `ep2`, `ep4` and so on are the fullest rank's load over the mean on so many ranks, the mean of all layers:
+    at each layer all wait for the fullest.
     """
     share_LE = load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)
     experts, used = load_LE.shape[1], (load_LE.sum(1) > 0).sum().clamp(min=1)

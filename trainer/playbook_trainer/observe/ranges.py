@@ -9,8 +9,9 @@
 identity, and nothing at all while no sink listens, so a timed run pays one list check per range. An embedding looks its input up, so no
 gradient reaches a mark there: `until` marks the end by the weight.
 
-Names: step, data, forward, embedding, vision, projector, decoder, attention, mlp, router, dispatch, experts, combine, loss (with the head's product),
-backward, optimizer; and where the switches of that name are on, recompute, offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
+Names: step, data, forward, embedding, vision, projector, decoder, attention, mlp, router, dispatch, experts, combine, loss (with the head's
+product), backward, optimizer; and where the switches of that name are on, recompute,
+offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class _Saved:
         self.now = self.peak = 0
 
     def pack(self, tensor: Tensor) -> _Held:
-        held = _Held(tensor)
+        handle = _Held(tensor)
         # Hooks see the subclass that autograd saved; only plain tensors hold memory of their own here.
         if not isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
@@ -218,8 +218,8 @@ class _Saved:
                     self.now += size
                     self.peak = max(self.peak, self.now)
                 self.live[key] = (count + 1, size)
-                weakref.finalize(held, self._drop, key)
-        return held
+                weakref.finalize(handle, self._drop, key)
+        return handle
 
     def _drop(self, key: int) -> None:
         count, size = self.live[key]
@@ -230,8 +230,8 @@ class _Saved:
             self.live[key] = (count - 1, size)
 
     @staticmethod
-    def unpack(held: _Held) -> Tensor:
-        return held.tensor
+    def unpack(handle: _Held) -> Tensor:
+        return handle.tensor
 
 
 def _stay(module: nn.Module) -> bool:
@@ -241,7 +241,9 @@ def _stay(module: nn.Module) -> bool:
 
 
 def _storages(modules: Iterable[nn.Module]) -> set[int]:
-    """Where the parameters of these modules lie at this moment; shards of FSDP and 8-bit weights are of other types and hold no memory of their own."""
+    """Where the parameters of these modules lie at this moment; shards of FSDP and 8-bit weights are of other types and hold no memory of
+    their own.
+    """
     params = (p for m in modules for p in m._parameters.values())
     return {p.untyped_storage().data_ptr() for p in params if type(p) is nn.Parameter}
 
@@ -293,12 +295,12 @@ class Kernels:
 @contextmanager
 def watching_kernels() -> Iterator[Kernels]:
     """Count the kernels that run on this rank's GPU inside the block. The counts are filled in when the block ends."""
-    found = Kernels()
+    kernels = Kernels()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        yield found
+        yield kernels
         torch.cuda.synchronize()
     counted = count_kernels(list(gpu_events(profiler)))
-    found.names, found.counters = counted.names, counted.counters
+    kernels.names, kernels.counters = counted.names, counted.counters
 
 
 def gpu_events(profiler: torch.profiler.profile) -> Iterator[GpuEvent]:
@@ -317,7 +319,9 @@ def gpu_events(profiler: torch.profiler.profile) -> Iterator[GpuEvent]:
 
 
 def count_kernels(events: Sequence[GpuEvent]) -> Kernels:
-    """Kernels by name (without template arguments and long tails), graph launches, copies to the host, and shares of time: computing, hidden collectives."""
+    """Kernels by name (without template arguments and long tails), graph launches, copies to the host, and shares of time:
+    computing, hidden collectives.
+    """
     kernels = [e for e in events if e.on_gpu and not e.name.startswith(_COPIES)]
     names = Counter(e.name.split("<")[0][:_NAME_LENGTH] for e in kernels)
     counters: dict[str, float] = {
@@ -328,7 +332,9 @@ def count_kernels(events: Sequence[GpuEvent]) -> Kernels:
 
 
 def _computing_percent(on_gpu: Sequence[GpuEvent]) -> dict[str, float]:
-    """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate. What is missing waits for other ranks or the host."""
+    """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate.
+    What is missing waits for other ranks or the host.
+    """
     if not on_gpu:
         return {}
     work = union([(e.begin, e.end) for e in on_gpu if not _communicates(e)])
@@ -337,7 +343,9 @@ def _computing_percent(on_gpu: Sequence[GpuEvent]) -> dict[str, float]:
 
 
 def _hidden_percent(kernels: Sequence[GpuEvent]) -> dict[str, float]:
-    """Of the time of each kind of collective, the percentage during which another kernel computes: `hidden_percent_all_gather` and so on."""
+    """Of the time of each kind of collective, the percentage during which another kernel computes:
+    `hidden_percent_all_gather` and so on.
+    """
     work = union([(e.begin, e.end) for e in kernels if not _communicates(e)])
     out = {}
     for part, name in _COLLECTIVES.items():

@@ -53,7 +53,9 @@ class StepTotals(NamedTuple, Generic[_Scalar]):
         return bool(torch.stack([self.squared_grad_norm, self.loss]).isfinite().all())
 
     def pack(self, device: torch.device) -> Tensor:
-        """All fields as one float64 vector on `device`, in their order. The numbers go there in one copy that the host does not wait for."""
+        """All fields as one float64 vector on `device`, in their order. The numbers go there in one copy that the host does not wait
+        for.
+        """
         packed = to_device(torch.tensor([0.0 if isinstance(v, Tensor) else v for v in self], dtype=torch.float64), device)
         for i, value in enumerate(self):
             if isinstance(value, Tensor):
@@ -114,15 +116,15 @@ class Ledger:
 
     def hardware(self, step: StepTotals[float]) -> dict[str, float]:
         """Hardware FLOPs of a step by the names of CLASSES, all ranks together."""
-        again = {name: factor + (name in self._again) for name, factor in self._factors.items()}
-        return _joined(_times(self._forward(step.raw_tokens, step.padded_pairs, step), again))
+        factors = {name: factor + (name in self._again) for name, factor in self._factors.items()}
+        return _joined(_times(self._forward(step.raw_tokens, step.padded_pairs, step), factors))
 
     def _forward(self, tokens: float, pairs: float, step: StepTotals[float]) -> dict[str, float]:
         per_token = flops.forward(self._shape, pairs / max(1.0, tokens))
-        found = {name: tokens * each for name, each in per_token.items()}
+        by_class = {name: tokens * each for name, each in per_token.items()}
         if self._shape.vision is not None:
-            found |= flops.vision_forward(self._shape.vision, self._shape.hidden, step.patches, step.patch_pairs)
-        return found
+            by_class |= flops.vision_forward(self._shape.vision, self._shape.hidden, step.patches, step.patch_pairs)
+        return by_class
 
 
 def factors(freeze: Sequence[str]) -> dict[str, int]:
@@ -158,7 +160,7 @@ def _times(forward: Mapping[str, float], factors: Mapping[str, int]) -> dict[str
     return {name: factors[name] * each for name, each in forward.items()}
 
 
-def _joined(found: dict[str, float]) -> dict[str, float]:
+def _joined(by_class: dict[str, float]) -> dict[str, float]:
     """The embedding of patches is part of the vision tower; classes that the model lacks are left out."""
-    found["vision"] = found.get("vision", 0.0) + found.pop("patches", 0.0)
-    return {name: found[name] for name in _CLASSES if found.get(name)}
+    by_class["vision"] = by_class.get("vision", 0.0) + by_class.pop("patches", 0.0)
+    return {name: by_class[name] for name in _CLASSES if by_class.get(name)}

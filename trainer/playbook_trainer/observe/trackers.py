@@ -33,8 +33,8 @@ def check(config: TrainerConfig) -> None:
     Raises:
         ConfigError: with what to install.
     """
-    for name, wanted in (("tensorboard", config.tracker.tensorboard), ("wandb", config.tracker.wandb)):
-        if wanted and importlib.util.find_spec(name) is None:
+    for name, is_chosen in (("tensorboard", config.tracker.tensorboard), ("wandb", config.tracker.wandb)):
+        if is_chosen and importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"tracker.{name} needs the package {name}, which is not installed; run pip install '.[trackers]' in a clone of Playbook, "
                 f"or set tracker.{name}: false"
@@ -47,22 +47,22 @@ def start(config: TrainerConfig, out: Path) -> list[Tracker]:
     Raises:
         ConfigError: one of them cannot be reached.
     """
-    wanted = config.tracker
-    trackers: list[Tracker] = [TensorBoard(config, out)] if wanted.tensorboard else []
-    return [*trackers, WandB(config, out)] if wanted.wandb else trackers
+    settings = config.tracker
+    trackers: list[Tracker] = [TensorBoard(config, out)] if settings.tensorboard else []
+    return [*trackers, WandB(config, out)] if settings.wandb else trackers
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics; what is not finite is NaN, nested ones are joined by a slash."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}/{k}": v for k, v in figures(value).items()}
+            numbers |= {f"{key}/{k}": v for k, v in figures(value).items()}
         elif value is None and key in ("loss", "grad_norm", "eval_loss"):
-            found[key] = math.nan
+            numbers[key] = math.nan
         elif isinstance(value, int | float) and key != "step":
-            found[key] = float(value)
-    return found
+            numbers[key] = float(value)
+    return numbers
 
 
 class TensorBoard:
@@ -93,14 +93,14 @@ class WandB:
     def __init__(self, config: TrainerConfig, out: Path) -> None:
         import wandb
 
-        wanted = config.tracker
+        settings = config.tracker
         try:
             self._run = wandb.init(
-                project=wanted.project,
-                name=wanted.name,
+                project=settings.project,
+                name=settings.name,
                 dir=str(out),
                 config=dump(config),
-                mode="offline" if wanted.offline else "online",
+                mode="offline" if settings.offline else "online",
             )
         except (wandb.errors.Error, OSError) as e:
             raise ConfigError(f"tracker.wandb: {e}; log in with `wandb login`, or set tracker.offline: true") from e

@@ -71,8 +71,8 @@ class Watchdog:
 
 def own_ranges(parallel: ParallelConfig) -> frozenset[str]:
     """The ranges of this layout in which a rank waits for no other one."""
-    own = {"data", "router", "experts"}
-    return frozenset(own | {"attention"} if parallel.tp == parallel.cp == 1 else own)
+    ranges = {"data", "router", "experts"}
+    return frozenset(ranges | {"attention"} if parallel.tp == parallel.cp == 1 else ranges)
 
 
 class Busy:
@@ -119,12 +119,12 @@ def _between(a: Any, b: Any) -> float:
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
 
 
-def compare(own: float, axes: Axes, device: torch.device) -> dict[str, Any]:
+def compare(own_seconds: float, axes: Axes, device: torch.device) -> dict[str, Any]:
     """Shortest, median and longest of the ranks' own times in seconds, and the number of the slowest rank."""
-    times = [own]
+    times = [own_seconds]
     if axes.world.size > 1:
-        found = torch.empty(axes.world.size, dtype=torch.float64, device=device)
-        dist.all_gather_into_tensor(found, torch.tensor([own], dtype=torch.float64, device=device))
-        times = found.tolist()
+        gathered = torch.empty(axes.world.size, dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(gathered, torch.tensor([own_seconds], dtype=torch.float64, device=device))
+        times = gathered.tolist()
     longest = max(times)
     return {"min": min(times), "median": statistics.median(times), "max": longest, "slowest": times.index(longest)}

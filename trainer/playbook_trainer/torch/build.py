@@ -31,7 +31,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
-    """This rank's stage of the model, sharded and initialised; with `optimizer.master_weights: remainder`, only the optimizer can do the latter."""
+    """This rank's stage of the model, sharded and initialised; with `optimizer.master_weights: remainder`,
+    only the optimizer can do the latter.
+    """
     train = config.train
     check_device(config, device)
     leave_multiprocessors(config.parallel.comm_sms)
@@ -77,12 +79,12 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     return model
 
 
-def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device, put: Put = set_values) -> None:
+def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device, write: Put = set_values) -> None:
     """Set the parameters to their first values, drawn from the seed or read from `init.weights`."""
     if config.init.weights is None:
-        fill(model, axes, initial_value(config.model, config.seed, DTYPES[config.train.dtype]), device, put)
+        fill(model, axes, initial_value(config.model, config.seed, DTYPES[config.train.dtype]), device, write)
     else:
-        weights.load(model, axes, Path(config.init.weights), put)
+        weights.load(model, axes, Path(config.init.weights), write)
 
 
 def narrow(model: nn.Module) -> None:
@@ -152,7 +154,9 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
 
 
 def operators(config: TrainerConfig) -> Ops:
-    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says; an `auto` that is left in it is plain."""
+    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says;
+    an `auto` that is left in it is plain.
+    """
     train = config.train
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder is True else Ops()
     if train.fused_activation is True:
@@ -197,7 +201,9 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
-    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy, with HSDP)."""
+    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy,
+    with HSDP).
+    """
     dtype = DTYPES[config.train.dtype]
     policy: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[config.parallel.reduce_dtype], cast_forward_inputs=False)
@@ -205,7 +211,7 @@ def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.devic
     if config.offload.optimizer:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     dense, sparse = mesh(axes.dp_cp, axes.replicate, axes.shard, device), mesh(axes.edp, axes.edp_replicate, axes.edp_shard, device)
-    again = config.parallel.reshard_after_forward
+    reshard_after_forward = config.parallel.reshard_after_forward
 
     def unit(module: nn.Module, where: DeviceMesh, size: int, reshard: bool = True) -> None:
         # On one rank there is nothing to gather a second time, so the copy made in the forward pass stays.
@@ -217,14 +223,14 @@ def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.devic
 
     for layer in model.layers.values():
         if hasattr(layer, "moe") and axes.edp.ranks != axes.dp_cp.ranks:
-            unit(layer.moe.experts, sparse, axes.edp_shard.size, again)
-        unit(layer, dense, axes.shard.size, again)
+            unit(layer.moe.experts, sparse, axes.edp_shard.size, reshard_after_forward)
+        unit(layer, dense, axes.shard.size, reshard_after_forward)
     if hasattr(model, "vision"):
         for block in model.vision.blocks:
-            unit(block, dense, axes.shard.size, again)
-        unit(model.vision, dense, axes.shard.size, again)
+            unit(block, dense, axes.shard.size, reshard_after_forward)
+        unit(model.vision, dense, axes.shard.size, reshard_after_forward)
     if hasattr(model, "embed"):
-        unit(model.embed, dense, axes.shard.size, again)
+        unit(model.embed, dense, axes.shard.size, reshard_after_forward)
     if hasattr(model, "head"):
         unit(model.head, dense, axes.shard.size, reshard=False)
     unit(model, dense, axes.shard.size, reshard=False)

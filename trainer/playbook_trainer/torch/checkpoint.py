@@ -50,7 +50,7 @@ from playbook_trainer.torch.parallel.sharding import full_shape, local_boxes
 class Box:
     """A stretch of a rank's own tensor in every dimension, and where it begins in the whole one."""
 
-    own: tuple[slice, ...]
+    local: tuple[slice, ...]
     offsets: tuple[int, ...]
 
 
@@ -71,7 +71,7 @@ class Place:
 
     def cut(self, values: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of `values`, each with its offsets in the whole tensor."""
-        return [(b.offsets, values[b.own]) for b in self.boxes]
+        return [(b.offsets, values[b.local]) for b in self.boxes]
 
 
 class Pieces:
@@ -122,7 +122,9 @@ class _Made(Pieces):
 
 def place(name: str, param: Tensor, axes: Axes) -> Place:
     """Where this rank's part of the parameter lies; no boxes where FSDP leaves it nothing."""
-    boxes = (Box(tuple(slice(a, b) for a, b in own), tuple(first for first, _ in whole)) for own, whole in local_boxes(param, name, axes))
+    boxes = (
+        Box(tuple(slice(a, b) for a, b in local), tuple(first for first, _ in whole)) for local, whole in local_boxes(param, name, axes)
+    )
     return Place(tuple(full_shape(param, name, axes)), tuple(boxes))
 
 
@@ -142,6 +144,7 @@ class Checkpointer:
         frozen: Frozen,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """Note where this rank's part of each parameter lies; `more` are further tensors, whole on every rank that has them, by name."""
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
         self._masters, self._frozen = masters(optimizer, parts), frozen
         self._put = put_into(optimizer, parts, frozen)
@@ -187,8 +190,8 @@ class Checkpointer:
             )
         if dropped := [name for name in index.tensors if name.startswith("balance.") and name not in state and not self._more]:
             raise ConfigError(
-                f"{folder} has biases of routers, such as '{dropped[0]}', and moe.bias_update_rate 0 would drop them: set it to the rate that they "
-                "were trained with (1e-12 leaves them as they are)"
+                f"{folder} has biases of routers, such as '{dropped[0]}', and moe.bias_update_rate 0 would drop them: set it to the rate "
+                "that they were trained with (1e-12 leaves them as they are)"
             )
         # A parameter that was frozen until now has no moments yet.
         _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)
@@ -244,9 +247,9 @@ class Checkpointer:
 
     def _state(self) -> State:
         """Whatever decides how the run goes on, as pieces of whole tensors; every rank has its own."""
-        made = self._masters | self._frozen.wholes()
-        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items() if name not in made}
-        out |= {f"model.{name}": self._places[name].made(make, torch.float32) for name, make in made.items()}
+        computed = self._masters | self._frozen.wholes()
+        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items() if name not in computed}
+        out |= {f"model.{name}": self._places[name].made(make, torch.float32) for name, make in computed.items()}
         for part in self._parts:
             for key, value in self._optimizer.state.get(part.local, {}).items():
                 # Weights in two halves are saved whole, and the sign of the second moment is a part of them.
@@ -298,8 +301,8 @@ class Checkpointer:
 def _read(state: State, folder: Path, index: Index) -> None:
     for name, pieces in state.items():
         if list(pieces.shape) != index.tensors[name].shape:
-            saved, wanted = index.tensors[name].shape, list(pieces.shape)
-            raise ConfigError(f"{folder}: '{name}' has the shape {saved}; expected {wanted}: the checkpoint is of another model")
+            saved, expected = index.tensors[name].shape, list(pieces.shape)
+            raise ConfigError(f"{folder}: '{name}' has the shape {saved}; expected {expected}: the checkpoint is of another model")
     try:
         # Each rank plans and reads for itself; nothing needs agreeing.
         with torch.no_grad(), warnings.catch_warnings():
@@ -324,5 +327,5 @@ def _moments(where: Place, part: Shard, value: Tensor) -> Pieces:
 def _same_model(index: Index, model: dict[str, Any], folder: Path) -> None:
     other = [k for k in model if k != "name" and k in index.model and index.model[k] != model[k]]
     if other:
-        found = ", ".join(f"{k} {index.model[k]} where this run has {model[k]}" for k in other[:3])
-        raise ConfigError(f"{folder} is a checkpoint of another model: {found}. Choose another checkpoint.dir")
+        differences = ", ".join(f"{k} {index.model[k]} where this run has {model[k]}" for k in other[:3])
+        raise ConfigError(f"{folder} is a checkpoint of another model: {differences}. Choose another checkpoint.dir")

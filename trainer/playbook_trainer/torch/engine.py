@@ -26,6 +26,7 @@ class TorchEngine:
     """PyTorch-native training on one rank: the protocol `Engine` by FSDP2, torch.compile and this trainer's parallel layers."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
+        """Build this rank's stage of the model, its optimizer, and what saves both."""
         self.config, self.device = config, device
         self.axes = layout.build(world, rank, config.parallel)
         self.model = build.build(config, self.axes, device)
@@ -42,12 +43,16 @@ class TorchEngine:
         self.saver: Saver = Checkpointer(config, self.axes, self.model, self.parts, self.optim, self.frozen, biases)
 
     def _is_reduced_again(self, part: optimizer.Shard) -> bool:
-        """Whether something is added to the gradient after FSDP's reduction: that of another micro-batch, pipeline stage or tensor-parallel rank."""
+        """Whether something is added to the gradient after FSDP's reduction:
+        that of another micro-batch, pipeline stage or tensor-parallel rank.
+        """
         train, axes = self.config.train, self.axes
         return train.global_batch_size > train.micro_batch_size * axes.dp.size or axes.pp.size > 1 or part.partial
 
     def local(self, batches: list[Batch]) -> list[Batch]:
-        """This rank's context-parallel and sequence-parallel share of each micro-batch, on its device. Only the first stage, which has the tower, gets pixels."""
+        """This rank's context-parallel and sequence-parallel share of each micro-batch, on its device.
+        Only the first stage, which has the tower, gets pixels.
+        """
         axes = self.axes
         whole = batches if axes.is_first_stage else [replace(b, vision=None) for b in batches]
         split = (context.split(b, axes.cp, self.config.parallel.cp_comm) for b in whole)
@@ -55,13 +60,17 @@ class TorchEngine:
         return [tensor.cut(b if self.balances else replace(b, real_N=None), axes).to(self.device) for b in split]
 
     def forward_backward(self, batches: list[Batch], labels: Tensor) -> Tensor:
-        """Accumulate gradients of (summed loss / labels); return this rank's summed loss. The two stages that hold a tied matrix add its gradients up."""
+        """Accumulate gradients of (summed loss / labels); return this rank's summed loss.
+        The two stages that hold a tied matrix add its gradients up.
+        """
         loss = forward_backward(self.model, batches, labels, self.axes)
         pipeline.sum_gradients(self.model, self.axes)
         return loss
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm. Gradients that tensor-parallel ranks have computed in parts are added up first."""
+        """This rank's share of the squared gradient norm. Gradients that tensor-parallel ranks have computed in parts are added up
+        first.
+        """
         optimizer.sum_over_tp(self.parts, self.axes, self.device)
         return optimizer.squared_norm(self.parts, self.device)
 
@@ -94,15 +103,17 @@ class TorchEngine:
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them, gathering one tensor at a time."""
-        held = optimizer.masters(self.optim, self.parts) | self.frozen.wholes()
-        weights.save(self.model, self.axes, folder, masters=held, config=self.config)
+        masters = optimizer.masters(self.optim, self.parts) | self.frozen.wholes()
+        weights.save(self.model, self.axes, folder, masters=masters, config=self.config)
 
     def count_parameters(self) -> tuple[int, int]:
         """Number of parameters of the whole model, and of those that are trained. Counts the full model even if this rank holds a shard."""
         return count_parameters(self.model, self.axes, self.device)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state on this rank. Gradients exist only between the backward pass and the update."""
+        """Bytes of parameters, gradients and optimizer state on this rank. Gradients exist only between the backward pass and the
+        update.
+        """
         return state_bytes(self.model, self.optim)
 
     def moe_layers(self) -> tuple[int, int]:

@@ -34,10 +34,10 @@ def split(whole: Tensor, high: Tensor, low: Tensor, second: Tensor) -> None:
     """Write float32 values into `high` (bfloat16), `low` (int16) and the signs of `second`, in place; all of one shape."""
     high.copy_(whole)
     # What is no number is one in its upper half alone: its bits depend on who casts, and a carry could make a number of them.
-    rest = (whole.view(torch.int32) - _shifted(high)).masked_fill_(whole.isnan(), 0)
-    low.copy_(rest)  # +32768 wraps
+    remainder = (whole.view(torch.int32) - _shifted(high)).masked_fill_(whole.isnan(), 0)
+    low.copy_(remainder)  # +32768 wraps
     magnitude = second.abs()
-    second.copy_(torch.where(rest > 32767, magnitude.neg(), magnitude))
+    second.copy_(torch.where(remainder > 32767, magnitude.neg(), magnitude))
 
 
 def join(high: Tensor, low: Tensor, second: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ PIECE = 1 << 26
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with moments of another precision; its state has the same form.
 
-    With `fused`, each parameter's update is one Triton kernel. With `split`, parameters are the upper halves of float32 weights, and the state
-    holds the lower ones (`remainder`; see `halves`). Both multiply the gradient with `scale`; gradients stay as they are.
+    With `fused`, each parameter's update is one Triton kernel. With `split`, parameters are the upper halves of float32 weights, and the
+    state holds the lower ones (`remainder`; see `halves`). Both multiply the gradient with `scale`; gradients stay as they are.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, moments: torch.dtype, fused: bool = False, split: bool = False, **how: Any) -> None:
@@ -111,6 +111,7 @@ class AdamW(torch.optim.AdamW):
         split(values, param[at], state["remainder"][at], state["exp_avg_sq"][at])
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter in place, by the fused kernel or piece by piece."""
         assert param.grad is not None
         state = self.begin(param)
         state["step"] += 1
@@ -125,10 +126,10 @@ class AdamW(torch.optim.AdamW):
                 update(p, g, m, v, group, step)
         else:
             rule = _torchs if self.moments == torch.float32 else update
-            for p, g, m, v, rest in _pieces(*tensors, low):
-                whole, grad = join(p, rest, v), g.float()
+            for p, g, m, v, low_part in _pieces(*tensors, low):
+                whole, grad = join(p, low_part, v), g.float()
                 rule(whole, grad if scale is None else grad * scale, m, v.abs_(), group, step)
-                split(whole, p, rest, v)
+                split(whole, p, low_part, v)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -229,7 +230,9 @@ def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> No
 
 
 class Frozen:
-    """Frozen parameters in bfloat16, and in host memory the float32 values of those that it does not hold exactly: they come out as they went in."""
+    """Frozen parameters in bfloat16, and in host memory the float32 values of those that it does not hold exactly:
+    they come out as they went in.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p.dtype == torch.bfloat16}
@@ -255,7 +258,9 @@ class Frozen:
 
 
 def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> dict[str, Callable[[], Tensor]]:
-    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights; empty where masters are float32."""
+    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights;
+    empty where masters are float32.
+    """
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return {}
     return {part.name: partial(optimizer.whole, part.local) for part in parts}
@@ -304,14 +309,16 @@ def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:
-    """The norm of each, in the order given; those of 16 bits are added up in float32, and by themselves: a mixed list would take a slow path."""
+    """The norm of each, in the order given; those of 16 bits are added up in float32, and by themselves:
+    a mixed list would take a slow path.
+    """
     narrow = [g for g in grads if g.dtype == torch.bfloat16]
     wide = [g for g in grads if g.dtype != torch.bfloat16]
-    found = [
+    by_width = [
         iter(torch._foreach_norm(narrow, dtype=torch.float32) if narrow else ()),
         iter(torch._foreach_norm(wide) if wide else ()),
     ]
-    return [next(found[g.dtype != torch.bfloat16]) for g in grads]
+    return [next(by_width[g.dtype != torch.bfloat16]) for g in grads]
 
 
 def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
@@ -356,7 +363,9 @@ def _host_threads(on: bool) -> Iterator[None]:
 
 
 def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of a step (from 0): linear warm-up, then constant, or decay to `min_lr_ratio`: cosine, linear, or linear over the last `decay_ratio` (wsd)."""
+    """The rate of a step (from 0): linear warm-up, then constant, or decay to `min_lr_ratio`:
+    cosine, linear, or linear over the last `decay_ratio` (wsd).
+    """
     if step_index < config.warmup_steps:
         return config.lr * (step_index + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -365,5 +374,5 @@ def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float
     begins = max(config.warmup_steps, steps - decay)
     done = min(1.0, max(0.0, (step_index - begins) / max(1, steps - begins)))
     low = config.lr * config.min_lr_ratio
-    left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
-    return low + (config.lr - low) * left
+    share = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return low + (config.lr - low) * share

@@ -23,13 +23,13 @@ from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.huggingface import weights
 from playbook_trainer.huggingface.names import HEAD, Rule, slices
-from playbook_trainer.huggingface.weights import kept
+from playbook_trainer.huggingface.weights import source_files
 from playbook_trainer.torch.model.decoder import Decoder
 from playbook_trainer.torch.parallel.sharding import Box, Put, local_boxes, set_values
 
 
 @torch.no_grad()
-def load(model: Decoder, axes: Axes, folder: Path, put: Put = set_values) -> weights.Files:
+def load(model: Decoder, axes: Axes, folder: Path, write: Put = set_values) -> weights.Files:
     """Fill this rank's shards from the folder; returns the files, which have counted what was read.
 
     Raises:
@@ -41,11 +41,11 @@ def load(model: Decoder, axes: Axes, folder: Path, put: Put = set_values) -> wei
         twice = model.config.tie_word_embeddings and HEAD in files.shapes
         for name, param in model.named_parameters():
             local = param.to_local() if isinstance(param, DTensor) else param
-            for here, box in local_boxes(param, name, axes):
+            for local_box, box in local_boxes(param, name, axes):
                 part = table[name].read(files, box)
                 if twice and name == "embed.weight" and not torch.equal(part, files.read(HEAD, slices(box))):
                     raise ConfigError(f"{folder}: {HEAD} differs from the embedding; set model.tie_word_embeddings: false")
-                put(name, local, slices(here), part)
+                write(name, local, slices(local_box), part)
     return files
 
 
@@ -61,7 +61,8 @@ def save(
 ) -> None:
     """Write the model as transformers stores it; every rank calls this. Rank 0 holds one tensor of ours and one file at a time.
 
-    `masters` give this rank's values of parameters that are not held whole; the `config` of a run says what to keep of its source, and in which precision.
+    `masters` give this rank's values of parameters that are not held whole;
+    the `config` of a run says what to keep of its source, and in which precision.
 
     Raises:
         ConfigError: the folder already holds weights.
@@ -72,8 +73,8 @@ def save(
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass may have left some units whole
     params = dict(model.named_parameters())
-    own = {name: local_boxes(param, name, axes) for name, param in params.items()}
-    holders = [{name: [box for _, box in boxes] for name, boxes in own.items()}]
+    boxes_of = {name: local_boxes(param, name, axes) for name, param in params.items()}
+    holders = [{name: [box for _, box in boxes] for name, boxes in boxes_of.items()}]
     if axes.world.size > 1:
         everyone: list[dict[str, list[Box]]] = [{}] * axes.world.size
         dist.all_gather_object(everyone, holders[0])
@@ -84,10 +85,12 @@ def save(
         writer = None
         if rank == 0:
             nbytes = weights.nbytes(table, dtypes)
-            writer = stack.enter_context(weights.Writer(model.config, folder, nbytes, max_shard_bytes, kept(config) if config else None))
+            writer = stack.enter_context(
+                weights.Writer(model.config, folder, nbytes, max_shard_bytes, source_files(config) if config else None)
+            )
         for rule in table:
-            held = (masters or {}).get(rule.ours, partial(_local, params.get(rule.ours)))
-            read = partial(_part, held, {box: here for here, box in own.get(rule.ours, [])})
+            values = (masters or {}).get(rule.ours, partial(_local, params.get(rule.ours)))
+            read = partial(_part, values, {box: local_box for local_box, box in boxes_of.get(rule.ours, [])})
             whole = collect(rule, read, senders(rule, holders), rank, dtypes[rule.ours])
             if writer is not None and whole is not None:
                 for name, tensor in zip(rule.theirs, rule.split(whole), strict=True):
@@ -97,11 +100,11 @@ def save(
 def senders(rule: Rule, holders: list[dict[str, list[Box]]]) -> list[tuple[int, Box]]:
     """Which rank gives which box of a parameter: of several that hold the same, the first."""
     chosen: dict[Box, int] = {}
-    for rank, held in enumerate(holders):
-        for box in held.get(rule.ours, []):
+    for rank, boxes in enumerate(holders):
+        for box in boxes.get(rule.ours, []):
             chosen.setdefault(box, rank)
-    found = sum(math.prod(b - a for a, b in box) for box in chosen)
-    assert found == math.prod(rule.shape), f"{rule.ours}: the ranks hold {found} different values of {math.prod(rule.shape)}"
+    covered = sum(math.prod(b - a for a, b in box) for box in chosen)
+    assert covered == math.prod(rule.shape), f"{rule.ours}: the ranks hold {covered} different values of {math.prod(rule.shape)}"
     return [(rank, box) for box, rank in chosen.items()]
 
 
@@ -110,9 +113,9 @@ def _local(param: Tensor | None) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def _part(held: Callable[[], Tensor], here: dict[Box, Box], box: Box) -> Tensor:
+def _part(values: Callable[[], Tensor], local_boxes: dict[Box, Box], box: Box) -> Tensor:
     """This rank's values of a box of the whole parameter."""
-    return held()[slices(here[box])]
+    return values()[slices(local_boxes[box])]
 
 
 def collect(rule: Rule, read: Callable[[Box], Tensor], boxes: list[tuple[int, Box]], rank: int, dtype: torch.dtype) -> Tensor | None:

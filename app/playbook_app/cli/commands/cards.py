@@ -136,7 +136,7 @@ def cards_init(
 
 @_cards_app.command("rules")
 def rules(as_json: AsJson = False) -> None:
-    """List the rules of `cards check` and `skills report`."""
+    """List the rules of `cards check`."""
     from playbook_app.services.check import rule_rows
 
     rows = rule_rows()

@@ -200,6 +200,8 @@ def _with_log(asked: _Asked, log: _Log | None) -> _Asked:
     gpus = _named(asked, "gpus", "gpus")
     rate = log.rate or (log.rate_of_any if gpus == 1 else None)
     tokens = log.tokens or (rate * log.seconds * gpus if rate and gpus and log.seconds else None)
+    if log.facts.gbs and tokens and asked.model and _named(asked, "seq", "seq_len") is None:
+        return replace(asked, seq=max(1, round(tokens / log.facts.gbs)))
     if _named(asked, "gbs", "gbs") or not (tokens and asked.model):
         return asked
     each = _named(asked, "seq", "seq_len") or _SEQ
@@ -318,7 +320,7 @@ def _log(path: Path, adapter: str | None) -> _Log:
         found = read(path, adapter, running=True)
     except NoAdapter as e:
         hint = f"this fits its lines: --log {shlex.quote(e.pattern)}" if e.pattern else "or JSON lines with step and seconds"
-        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.known}, {hint}") from None
+        raise LogError(f"{path}: no line tells of a step; expected the log of one of {e.tried}, {hint}") from None
     steps = found.steps[len(found.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
     middle = None if found.clock == "none" else median(seconds)

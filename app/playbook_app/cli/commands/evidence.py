@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ import typer
 
 from playbook.cards.load import load_all
 from playbook.cards.model import Claim, MechanismCheck, Quantity, by_claim
-from playbook.errors import PlaybookError
+from playbook.errors import PlaybookError, tables_wanted
 from playbook.paths import data_root, default_results
 from playbook.records.evidence import Comparison, Evidence, to_frame
 from playbook.records.read import Record, read, read_file, verdicts
@@ -175,6 +176,9 @@ def evidence_table(
     """All launches on record as a table, for pandas, a spreadsheet or a report; altered records are left out."""
     if form == "parquet" and output is None:
         raise PlaybookError("parquet is no text for a terminal; name a file with --output")
+    if form != "csv":
+        with tables_wanted():
+            import_module("pyarrow" if form == "parquet" else "tabulate")
     records = read([results or default_results(), data_root("results")])
     found = (r.content for r in reversed(records) if isinstance(r.content, Evidence) and not r.altered)
     frame = to_frame(found, per="step" if steps else "launch")

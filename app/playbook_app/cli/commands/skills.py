@@ -1,4 +1,4 @@
-"""`playbook skills`: list, check, index, export and report Agent Skills."""
+"""`playbook skills`: list, check, index and export Agent Skills."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from playbook.cards.load import load_all
 from playbook.errors import ExitCode
 from playbook.paths import data_root
 from playbook.records.case import list_cases
-from playbook.skills import foreign
 from playbook.skills.export import export
 from playbook.skills.model import INDEX, Accepted, Known, check, choose, index, index_findings, load_skills, read_skills
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli.options import AsJson, Wide, commands
-from playbook_app.cli.output import complain, print_findings, print_json, print_table, say
+from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.services.standing import stock_here
 from playbook_trainer.config.tree import trainer_keys
 
@@ -76,19 +75,6 @@ def skills_export(
     chosen = choose(load_skills(data_root("skills")), skill or [])
     for path in export(chosen, out, stock_here()):
         say(str(path))
-
-
-@_skills_app.command("report")
-def skills_report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A skill folder (SKILL.md, card.yaml), or a folder of such folders.")],
-    as_json: AsJson = False,
-) -> None:
-    """Read skill folders and report what they hold and what is wrong with it; copies no prose, writes nothing."""
-    skills, findings = foreign.read_folder(folder)
-    rows = [foreign.summary(s) for s in skills]
-    if rows and not as_json:
-        print_table(rows, ("skill", "card_keys", "rows", "layouts", "labels", "links"))
-    print_findings(findings, {"skills": rows}, count(len(skills), "skill"), strict=True, as_json=as_json)
 
 
 def known_here(skills: Sequence[str]) -> Known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,17 +13,20 @@ import typer
 from rich.console import Console
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import default_results
+from playbook.paths import data_root, default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
+from playbook.records.read import read
 from playbook_app.cli.options import AsJson, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import complain, print_json, say
 from playbook_app.services import tuning
+from playbook_app.site.svg import contrasts
 from playbook_bench.machine import detect
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
+from playbook_bench.run.store import replace
 from playbook_bench.tune import knobs as files
 from playbook_bench.tune import session
 from playbook_bench.tune.order import Ranked
@@ -63,6 +67,7 @@ def tune(
     steps: Annotated[int | None, typer.Option(min=2, help="Steps that each launch makes.")] = None,
     warm_up: Annotated[int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed.")] = None,
     timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
+    claims: Annotated[bool, typer.Option("--emit-claims", help="Write a claim for each decided knob into your own cards.")] = False,
     profile: Profile = None,
     results: Results = None,
     seed: Seed = None,
@@ -74,6 +79,8 @@ def tune(
     """
     machine, place = detect.detect(), results or default_results()
     command = shlex.join(["playbook", *sys.argv[1:]])
+    if claims and not folders("cards")[1:]:
+        raise ConfigError("--emit-claims writes into your own cards, and there are none; name their folder: playbook --cards DIR tune ...")
     request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), _seed(seed, resume), trace)
     metric, _ = metric_of(goal)
     if _is_case(words):
@@ -82,9 +89,8 @@ def tune(
         told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
         case = tuning.case_of_command(words, machine, told, metric, request.loss, to_seconds(timeout, "--timeout") or 0.0)
         chosen = machine.name
-    if knobs is None:
-        raise ConfigError("name the file of the knobs: --knobs FILE")
-    plan, order = tuning.planned(case, chosen, files.load_knobs(knobs), machine, request, place, command)
+    chosen_knobs = files.load_knobs(knobs) if knobs else tuning.ready(case, read([data_root("results")]), machine)
+    plan, order = tuning.planned(case, chosen, chosen_knobs, machine, request, place, command)
     if explain:
         _explain(order, as_json)
         return
@@ -99,7 +105,11 @@ def tune(
         progress.close()
     record = session.write_record(found)
     answer = {**session.answer(found), "record": str(record)}
+    if figure := _ladder(answer):
+        replace(record.with_name("ladder.svg"), figure)
     _show(found, answer, out)
+    if claims and (card := tuning.emit_claims(plan, answer, machine, datetime.now(UTC).strftime("%Y-%m-%d"))):
+        out.print(f"claims    {card}", markup=False, highlight=False)
     if as_json:
         print_json(answer)
     raise typer.Exit(EXIT_CODES[found.ended])
@@ -162,7 +172,19 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
         line(f"together  {final['verdict']} {_interval(final['effect_percent'], '')}, {final['pairs']} fresh pairs against the start")
     noise = "" if answer["noise_percent"] is None else f", a launch varies by {answer['noise_percent']:.2g} %"
     line(f"{answer['launches']} launches, {answer['seconds']:.0f} s{noise}; {_ENDS[found.ended]}")
+    if answer["kept"] and answer["run"]:
+        line(f"run       {answer['run']}")
     line(f"record    {answer['record']}")
+
+
+def _ladder(answer: Mapping[str, Any]) -> str:
+    """What each kept change brings in the final set, and all of them together, with intervals, as an SVG file; empty where nothing is kept."""
+    rows = [(f"{row['knob']}={row['value']}"[:24], row["effect_percent"]) for row in answer["kept"] if row["effect_percent"]]
+    if answer["final"] and answer["final"]["effect_percent"]["low"] is not None:
+        rows.append(("together", answer["final"]["effect_percent"]))
+    figure = contrasts([(name, *(each[k] / 100 for k in ("value", "low", "high"))) for name, each in rows])
+    style = "<style>text{font:13px sans-serif}line{stroke:#888}.pb-interval{stroke:#1565c0;stroke-width:3}.pb-effect{fill:#1565c0}</style>"
+    return figure.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1) if figure else ""
 
 
 _ENDS = {

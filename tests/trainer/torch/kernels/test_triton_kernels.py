@@ -19,7 +19,7 @@ from playbook_trainer.torch.kernels import adamw, dense, experts  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LOSS = {"logits": "*bf16", "target": "*i64", "width": "i32"}
-FACTORS = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps", "keep", "rate", "root"), "fp32")
+FACTORS = dict.fromkeys(("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "keep", "rate", "root"), "fp32")
 NORM = {**dict.fromkeys(("x", "scale", "grad", "grad_x", "out", "cos", "sin"), "*bf16"), "grad_scale": "*fp32", "eps": "fp32"}
 COUNTS = dict.fromkeys(("width", "rows", "tokens", "heads"), "i32")
 SCORES = {"expert": "*i64", **dict.fromkeys(("scores", "prob", "grad", "out"), "*fp32"), "tokens": "i32", "experts": "i32"}
@@ -29,7 +29,7 @@ ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width"
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (dense._stats, {**LOSS, "top": "*fp32", "total": "*fp32", "aimed": "*fp32"}, {"BLOCK": 4096}),
+        (dense._stats, {**LOSS, "row_max": "*fp32", "exp_sum": "*fp32", "target_logit": "*fp32"}, {"BLOCK": 4096}),
         (dense._gradient, {**LOSS, "lse": "*fp32", "valid": "*i1"}, {"BLOCK": 4096}),
         (experts._spread, ROWS, {"K": 8, "BLOCK": 2048}),
         (experts._collect, {**ROWS, "weight": "*fp32", "out": "*bf16"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
@@ -39,8 +39,8 @@ ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width"
             {**ROWS, "weight": "*fp32", "out": "*bf16", "grad_weight": "*fp32"},
             {"K": 8, "CHOICES": 8, "BLOCK": 512},
         ),
-        (dense._forward, {"h": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
-        (dense._backward, {"h": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (dense._swiglu, {"h": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (dense._swiglu_backward, {"h": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
         (experts._choose, SCORES, {"K": 8, "NORMALIZE": True, "ROWS": 16, "COLS": 128}),
         (experts._choose, SCORES, {"K": 16, "NORMALIZE": False, "ROWS": 4, "COLS": 512}),
         (experts._choose_backward, SCORES, {"K": 8, "CHOICES": 8, "NORMALIZE": True, "ROWS": 16, "COLS": 128}),

@@ -153,7 +153,7 @@ def test_gradients_and_counts_are_those_of_the_sum_of_losses_also_under_recomput
 )
 def test_what_does_not_go_together_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        checks.check(config(**{"moe__aux_loss_coeff": 0.01, **words}), 1, here=False)
+        checks.check(config(**{"moe__aux_loss_coeff": 0.01, **words}), 1, check_packages=False)
 
 
 def test_the_key_had_another_name_and_keeps_its_hash() -> None:

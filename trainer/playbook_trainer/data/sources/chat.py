@@ -46,6 +46,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Path) -> None:
+        """Read the template that lies beside the tokenizer: chat_template.jinja, else tokenizer_config.json, else chat_template.json."""
         folder = tokenizer.parent
         settings = _json(folder / "tokenizer_config.json")
         source = settings.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
@@ -105,15 +106,17 @@ class ChatTemplate:
     ) -> tuple[int, int]:
         """Where answer `i` stands in a text that renders it otherwise than where it is the last, as Qwen3's does with thoughts.
 
-        Its content is found by putting a mark in its place; what the template puts around it as the last answer is taught as far as it is there.
+        Its content is found by putting a mark in its place; what the template puts around it as the last answer is taught as far as it is
+        there.
         """
         text, before = texts
         content = messages[i].get("content")
         marked = self._text([*messages[:i], {**messages[i], "content": _MARK}, *messages[i + 1 :]], place, tools)
-        ahead, found, behind = marked.partition(_MARK)
-        if not (found and isinstance(content, str) and text.startswith(ahead) and text.endswith(behind)):
+        ahead, mark, behind = marked.partition(_MARK)
+        if not (mark and isinstance(content, str) and text.startswith(ahead) and text.endswith(behind)):
             raise DataError(
-                f"{place}: the chat template renders answer {i} otherwise once more turns follow, or leaves it out; make a sample of each answer"
+                f"{place}: the chat template renders answer {i} otherwise once more turns follow, or leaves it out; make a sample of each "
+                "answer"
             )
         start, end = len(ahead), len(text) - len(behind)
         alone = self._text([*messages[:i], {**messages[i], "content": _MARK}], place, tools)
@@ -136,12 +139,12 @@ def _refuse(message: str) -> NoReturn:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return {}
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not readable as JSON ({e}); fetch it again") from e
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -177,19 +180,20 @@ def conversations(path: Path) -> Items[Conversation]:
 
 def _entries(file: Path) -> list[Record]:
     try:
-        found = json.loads(read_utf8(file))
+        entries = json.loads(read_utf8(file))
     except (ValueError, RecursionError) as e:
         raise DataError(f"{file}: not JSON ({e}); expected a list of conversations") from e
-    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(f"{file}: expected a list of objects, each with messages or conversations")
-    return [(f"{file}: entry {i}", entry) for i, entry in enumerate(found)]
+    return [(f"{file}: entry {i}", entry) for i, entry in enumerate(entries)]
 
 
 def _conversation(record: Record, root: Path) -> Conversation:
+    """A record of either format as a conversation; every image must be named and shown exactly once."""
     place, fields = record
     refuse_video(place, fields)
-    given = fields.get("images", fields.get("image"))
-    names: list[Any] = list(given) if isinstance(given, list) else [] if given is None else [given]
+    images = fields.get("images", fields.get("image"))
+    names: list[Any] = list(images) if isinstance(images, list) else [] if images is None else [images]
     messages, shown = [], 0
     for role, content, more in _turns(place, fields):
         items = _items(place, "" if content is None and more.get("tool_calls") else content, marked=bool(names))

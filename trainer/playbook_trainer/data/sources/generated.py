@@ -55,8 +55,8 @@ _NUM_WORDS = 5_000
 class GeneratedText:
     """Documents as token ids: log-normal lengths, ids by the Zipf-Mandelbrot law.
 
-    Source: the mean of 427 tokens is C4's, 156 billion tokens in 365 million documents (Dodge et al., arXiv 2104.08758, table 1); a sigma of
-    1.1 is ours; exponent 1 and shift 2.7 from Piantadosi, Zipf's word frequency law in natural language (2014), equation 2.
+    Source: the mean of 427 tokens is C4's, 156 billion tokens in 365 million documents (Dodge et al., arXiv 2104.08758, table 1); a sigma
+    of 1.1 is ours; exponent 1 and shift 2.7 from Piantadosi, Zipf's word frequency law in natural language (2014), equation 2.
     """
 
     def __init__(self, config: GeneratedConfig, vocab: int) -> None:

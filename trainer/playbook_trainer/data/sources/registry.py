@@ -35,19 +35,19 @@ def _hub_text(path: str, subset: str | None, key: str) -> Flat[str]:
     except ImportError as e:
         raise ConfigError("data.source is huggingface, which needs the package 'datasets': pip install datasets") from e
     try:
-        found: Any = datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, subset, split="train")
+        data_set: Any = datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, subset, split="train")
     except Exception as e:  # the library raises its own, the hub's and the network's errors
         raise DataError(
             f"data.path: {path} is neither a folder written by save_to_disk nor a data set that can be reached: "
             f"{(str(e).splitlines() or [type(e).__name__])[0]}"
         ) from e
-    if isinstance(found, dict):
-        if "train" not in found:
-            raise DataError(f"data.path: {path} has the splits {', '.join(map(str, found))}; expected one named train")
-        found = found["train"]
-    if key not in found.column_names:
-        raise DataError(f"data.path: {path} has the columns {', '.join(found.column_names)}; data.text_key is '{key}': name one of them")
-    return Flat(_Column(found.select_columns([key]), key, path), path)
+    if isinstance(data_set, dict):
+        if "train" not in data_set:
+            raise DataError(f"data.path: {path} has the splits {', '.join(map(str, data_set))}; expected one named train")
+        data_set = data_set["train"]
+    if key not in data_set.column_names:
+        raise DataError(f"data.path: {path} has the columns {', '.join(data_set.column_names)}; data.text_key is '{key}': name one of them")
+    return Flat(_Column(data_set.select_columns([key]), key, path), path)
 
 
 class _Column:

@@ -1,8 +1,8 @@
 """Samples in shards that are read in place: row groups of Parquet files (text, or images with questions and answers), and tar files as the
 webdataset library writes them (images with questions and answers).
 
-In a tar file, files with the same name up to the first dot of the base name are one sample: images (jpg, jpeg, png, webp; also 0.jpg, 1.jpg,
-...), and either json with question and answer, or txt, which is taken as the answer (a caption).
+In a tar file, files with the same name up to the first dot of the base name are one sample: images (jpg, jpeg, png, webp; also 0.jpg,
+1.jpg, ...), and either json with question and answer, or txt, which is taken as the answer (a caption).
 Kinds of images that are not read (gif, bmp, tiff, ...) count as bad images, and not as none.
 
 Nothing is unpacked, so a member's name leads nowhere; links, devices and sparse files are refused.
@@ -55,11 +55,14 @@ def text_groups(files: Sequence[Path], key: str, name: str) -> Sharded[str]:
 
 
 def vqa_groups(files: Sequence[Path], name: str) -> Sharded[Sample]:
-    """Samples with the columns image (or images), question and answer; an image is bytes, or a struct with bytes, as Hugging Face writes it."""
+    """Samples with the columns image (or images), question and answer; an image is bytes, or a struct with bytes,
+    as Hugging Face writes it.
+    """
     return _groups(files, ["image", "images", "video", "videos", "question", "answer"], name, _of_record)
 
 
 def _groups(files: Sequence[Path], columns: list[str], name: str, make: Any) -> Sharded[Any]:
+    """The row groups of Parquet files as chunks, of which only `columns` are read; `make` turns a record into a sample."""
     parquet = _parquet()
     metadata = [_metadata(parquet, file) for file in files]
     for file, m in zip(files, metadata, strict=True):
@@ -138,8 +141,9 @@ def _check_size(file: Path, metadata: Any, columns: list[str]) -> None:
         total = sum(size for _, size in sizes)
         if total > MAX_GROUP_BYTES:
             raise DataError(
-                f"{file}: row group {g} holds {total / 2**20:.1f} MiB in {', '.join(dict.fromkeys(c for c, _ in sizes))}, and a worker holds one "
-                f"whole; expected at most {MAX_GROUP_BYTES / 2**20:g} MiB: write the file anew with smaller row groups, of some hundred rows"
+                f"{file}: row group {g} holds {total / 2**20:.1f} MiB in {', '.join(dict.fromkeys(c for c, _ in sizes))}, and a worker "
+                f"holds one whole; expected at most {MAX_GROUP_BYTES / 2**20:g} MiB: write the file anew with smaller row groups, of some "
+                "hundred rows"
             )
 
 
@@ -250,6 +254,7 @@ def _check_end(tar: Path, offset: int) -> None:
 
 
 def _of_members(members: list[Member]) -> Sample:
+    """The sample of the members that share a name up to the first dot."""
     place = f"{members[0].tar}:{_split(members[0].name)[0]}"
     by_kind = {_split(m.name)[1].lower(): m for m in members}
     if any(kind.rsplit(".")[-1] in _VIDEOS for kind in by_kind):
@@ -279,7 +284,8 @@ def _json(member: Member) -> dict[str, object]:
 def _utf8(member: Member) -> str:
     if member.size > _MAX_TEXT_BYTES:
         raise DataError(
-            f"{member} holds {member.size >> 20} MiB; expected a text of at most {_MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample out"
+            f"{member} holds {member.size >> 20} MiB; expected a text of at most {_MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample "
+            "out"
         )
     try:
         text = member.read().decode("utf-8")

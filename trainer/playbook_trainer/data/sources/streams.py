@@ -68,8 +68,8 @@ class FlatStream(Generic[T]):
     def __init__(self, items: Items[T], part: Part, name: str) -> None:
         self._items, self._part, self._total = items, part, len(items)
         self.extent = self._total
-        held = len(items) // HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
-        self.num_chunks = {"train": len(items) - held, "eval": held, "all": len(items)}[part]
+        held_out = len(items) // HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
+        self.num_chunks = {"train": len(items) - held_out, "eval": held_out, "all": len(items)}[part]
         self.shards = self.num_chunks
         if not self.num_chunks:
             raise DataError(
@@ -107,9 +107,9 @@ class ShardStream(Generic[T]):
         part, shard = divmod(number, self.shards)
         items = self._open(shard)
         # The tenth place turns with the shard, so that many small shards hold out a tenth too.
-        held = {i for i in range(len(items)) if (i + shard) % HOLD_OUT == HOLD_OUT - 1}
-        own = [i for i in range(len(items)) if self._part == "all" or (i in held) == (self._part == "eval")]
-        return Picked(items, own[part :: self._parts])
+        held_out = {i for i in range(len(items)) if (i + shard) % HOLD_OUT == HOLD_OUT - 1}
+        chosen = [i for i in range(len(items)) if self._part == "all" or (i in held_out) == (self._part == "eval")]
+        return Picked(items, chosen[part :: self._parts])
 
 
 @dataclass(frozen=True)

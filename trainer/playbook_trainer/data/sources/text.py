@@ -41,6 +41,7 @@ class JsonLines:
         return len(self._starts)
 
     def __getitem__(self, i: int) -> Record:
+        """The place (file and line) and the object of record `i`."""
         # Opened anew each time: workers are forks, and a shared file would have one position for all of them.
         with self._file.open("rb") as file:
             file.seek(self._starts[i])
@@ -88,25 +89,26 @@ def read_documents(file: Path) -> list[str]:
     Raises:
         DataError: the file cannot be read, or is not UTF-8.
     """
-    found = [part.strip("\r\n") for part in _BORDER.split(read_utf8(file))]
-    return [part for part in found if part.strip()]
+    parts = [part.strip("\r\n") for part in _BORDER.split(read_utf8(file))]
+    return [part for part in parts if part.strip()]
 
 
 def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """The files of a folder with one of the suffixes, by name; none may be a link out of the folder.
 
     Raises:
-        DataError: none there, one that is no regular file of the folder, or one that is packed or named in capitals and would be passed over.
+        DataError: none there, one that is no regular file of the folder, or one that is packed or named in capitals and would be passed
+            over.
     """
     root = folder.resolve()
-    found = sorted(root.iterdir())
-    files = [p for p in found if p.suffix in suffixes]
-    for path in (p for p in found if p.is_dir() and not p.is_symlink()):
+    entries = sorted(root.iterdir())
+    files = [p for p in entries if p.suffix in suffixes]
+    for path in (p for p in entries if p.is_dir() and not p.is_symlink()):
         if inner := next((p for p in sorted(path.rglob("*")) if p.suffix in suffixes), None):
             raise DataError(
                 f"data.path: {inner} would not be read, since it lies in a sub-folder: move it up, or let data.path name its folder"
             )
-    for path in found:
+    for path in entries:
         plain = path.with_suffix("") if path.suffix in _PACKED else path.with_suffix(path.suffix.lower())
         if path.suffix not in suffixes and plain.suffix in suffixes and plain not in files:
             raise DataError(

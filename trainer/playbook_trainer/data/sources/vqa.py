@@ -58,8 +58,8 @@ def folder_samples(folder: Path) -> Items[Sample]:
     """
     file = folder / "samples.jsonl"
     if not folder.is_dir():
-        found = f"{folder} is a file" if folder.exists() else f"there is no {folder}"
-        raise DataError(f"data.path: {found}; expected a folder with samples.jsonl and its images, or .tar or .parquet files")
+        problem = f"{folder} is a file" if folder.exists() else f"there is no {folder}"
+        raise DataError(f"data.path: {problem}; expected a folder with samples.jsonl and its images, or .tar or .parquet files")
     if not file.is_file():
         raise DataError(f"data.path: {folder} has no samples.jsonl; expected one JSON object per line with images, question, answer")
     root, lines = folder.resolve(), JsonLines(file)
@@ -157,7 +157,7 @@ def merge_factor(model: ModelConfig) -> int:
 
 def _fit(
     sample: Sample,
-    kept: list[tuple[int, int]],
+    sizes: list[tuple[int, int]],
     bad: list[str],
     question: list[int],
     answer: list[int],
@@ -167,15 +167,16 @@ def _fit(
     """The rule for a sample that is too long, in this order, each step only as far as needed.
 
     1. With `images: variable`, all images are scaled down by one ratio, to no less than LEAST_VISUAL_TOKENS each.
-    2. With `on_long_sample: cut`, images are left out, the last first (as are those beyond max_images_per_sample), and the answer is cut at its end.
+    2. With `on_long_sample: cut`, images are left out, the last first (as are those beyond max_images_per_sample),
+    and the answer is cut at its end.
 
     The question stays whole, and so does eos. What does not fit then is TooLong.
     """
     factor = merge_factor(model)
-    targets = _targets(kept, bad, factor, data)
-    wanted = _length(targets, factor, len(question), len(answer))
-    if wanted > data.seq_len:
-        targets = _shrink(targets, kept, data.seq_len - (wanted - _visual(targets, factor)), factor, data)
+    targets = _targets(sizes, bad, factor, data)
+    full_length = _length(targets, factor, len(question), len(answer))
+    if full_length > data.seq_len:
+        targets = _shrink(targets, sizes, data.seq_len - (full_length - _visual(targets, factor)), factor, data)
     least = len(answer) if data.on_long_sample == "drop" else min(1, len(answer))
     while data.on_long_sample == "cut" and len(targets) > 1 and _length(targets, factor, len(question), least) > data.seq_len:
         targets = targets[:-1]
@@ -188,7 +189,7 @@ def _fit(
         question=question,
         answer=cut_answer,
         length=_length(targets, factor, len(question), len(cut_answer)),
-        shortened=wanted > data.seq_len or len(kept) < len(sample.images),
+        shortened=full_length > data.seq_len or len(sizes) < len(sample.images),
     )
 
 
@@ -236,12 +237,12 @@ def inside(root: Path, name: str, place: str) -> Path:
     """The image's real path, which must lie in `root`: neither `..`, an absolute path nor a link may lead out."""
     try:
         path = (root / name).resolve()
-        found = path.is_file()
+        exists = path.is_file()
     except (OSError, ValueError, RuntimeError) as e:  # a null byte, a name too long, a loop of links
         raise DataError(f"{place}: image {name[:80]!r} is no file name that can be read: {e}") from e
     if not path.is_relative_to(root):
         raise DataError(f"{place}: image {name!r} lies outside {root}; only files in the folder of samples.jsonl are read")
-    if not found:
+    if not exists:
         raise DataError(f"{place}: image {name!r} does not exist in {root}")
     return path
 
@@ -262,6 +263,7 @@ class VqaV2:
     """
 
     def __init__(self, folder: Path, subset: str | None) -> None:
+        """Read questions and answers of the subset in `folder`; they are held as one run of UTF-8 bytes, images are opened on access."""
         self._subset = _subset(folder, subset)
         self._folder, self._images = folder, (folder / self._subset).resolve()
         if not self._images.is_dir():
@@ -298,15 +300,15 @@ def looks_like_vqav2(folder: Path) -> bool:
     return any(_QUESTIONS.fullmatch(p.name) for p in folder.iterdir())
 
 
-def _subset(folder: Path, wanted: str | None) -> str:
+def _subset(folder: Path, name: str | None) -> str:
     if not folder.is_dir():
         raise DataError(f"data.path: no folder {folder}; expected one with VQAv2's questions, annotations and images")
-    found = sorted(m[1] for p in folder.iterdir() if (m := _QUESTIONS.fullmatch(p.name)))
-    if wanted is None and len(found) == 1:
-        return found[0]
-    if wanted not in found:
-        raise DataError(f"data.subset is {wanted}; {folder} holds questions of {', '.join(found) or 'no subset'}: name one of them")
-    return str(wanted)
+    subsets = sorted(m[1] for p in folder.iterdir() if (m := _QUESTIONS.fullmatch(p.name)))
+    if name is None and len(subsets) == 1:
+        return subsets[0]
+    if name not in subsets:
+        raise DataError(f"data.subset is {name}; {folder} holds questions of {', '.join(subsets) or 'no subset'}: name one of them")
+    return str(name)
 
 
 def _list(file: Path, key: str) -> list[dict[str, Any]]:
@@ -314,10 +316,10 @@ def _list(file: Path, key: str) -> list[dict[str, Any]]:
         content = json.loads(read_utf8(file))
     except (ValueError, RecursionError) as e:
         raise DataError(f"{file}: not JSON ({e}); expected VQAv2's file with a list under '{key}'") from e
-    found = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+    entries = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(f"{file}: expected an object with a list of objects under '{key}'")
-    return found
+    return entries
 
 
 def _integer(entry: dict[str, Any], key: str, file: Path) -> int:

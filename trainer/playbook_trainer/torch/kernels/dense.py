@@ -4,8 +4,8 @@ Suffixes: N tokens, D hidden size, H heads, d head size, R rows, F width of the 
 Norms read their input once and keep nothing but their input; the gradient of a scale is summed per program, then over programs. SwiGLU is
 silu(gate) * up, and its gradient, each in one pass over the rows; `h` holds the gate's columns first, then those of up.
 Cross-entropy makes softmax, loss and gradient of a chunk of logits in place: two reads and one write of 16-bit logits, where the plain path
-makes six passes in 32 bits. One program per token; with tensor parallelism a token's maximum and sum are joined over the ranks between the two
-readings.
+makes six passes in 32 bits. One program per token; with tensor parallelism a token's maximum and sum are joined over the ranks between the
+two readings.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def _norm(x, scale, out, eps, width, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _norm_backward(x, scale, grad, grad_x, grad_scale, eps, rows, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The norm's gradients of rows [rows, width]: one program takes every num_programs-th row, and writes its sum of the scale's gradient
+    to `grad_scale` [programs, width].
+    """
     first = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -45,40 +48,46 @@ def _norm_backward(x, scale, grad, grad_x, grad_scale, eps, rows, width, BLOCK: 
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for lap in range(tl.cdiv(rows - first, tl.num_programs(0))):
         row = first + lap * tl.num_programs(0)
-        here = row.to(tl.int64) * width + at
-        value = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
+        offset = row.to(tl.int64) * width + at
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
         unit = value * inverse
         total += g * unit
         weighed = g * s
         back = inverse * (weighed - unit * (tl.sum(weighed * unit, 0) / width))
-        tl.store(grad_x + here, back.to(grad_x.dtype.element_ty), mask=mask)
+        tl.store(grad_x + offset, back.to(grad_x.dtype.element_ty), mask=mask)
     tl.store(grad_scale + first.to(tl.int64) * width + at, total, mask=mask)
 
 
 @triton.jit
 def _rotate(x, scale, cos, sin, out, eps, heads, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Norm and rotation of a token's heads [heads, 2 HALF], one program a token; `cos` and `sin` are [N, 2 HALF], `scale` is [2 HALF]."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
     mask = head < heads
-    here = x + token * heads * (2 * HALF) + head * (2 * HALF) + dim
-    a = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(here + HALF, mask=mask, other=0.0).to(tl.float32)
+    x_ptr = x + token * heads * (2 * HALF) + head * (2 * HALF) + dim
+    a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
     a = a * inverse * tl.load(scale + dim).to(tl.float32)
     b = b * inverse * tl.load(scale + HALF + dim).to(tl.float32)
     turn = token * (2 * HALF) + dim
     cos_a, cos_b = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + HALF).to(tl.float32)
     sin_a, sin_b = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + HALF).to(tl.float32)
-    there = out + token * heads * (2 * HALF) + head * (2 * HALF) + dim
-    tl.store(there, (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=mask)
-    tl.store(there + HALF, (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=mask)
+    out_ptr = out + token * heads * (2 * HALF) + head * (2 * HALF) + dim
+    tl.store(out_ptr, (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + HALF, (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _rotate_backward(x, scale, cos, sin, grad, grad_x, grad_scale, eps, tokens, heads, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotate_backward(  # type: ignore[no-untyped-def]
+    x, scale, cos, sin, grad, grad_x, grad_scale, eps, tokens, heads, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    """The gradients of `_rotate`: one program takes every num_programs-th token, and writes its sum of the scale's gradient to `grad_scale`
+    [programs, 2 HALF].
+    """
     first = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
@@ -87,14 +96,14 @@ def _rotate_backward(x, scale, cos, sin, grad, grad_x, grad_scale, eps, tokens, 
     total_a, total_b = tl.zeros((HEADS, HALF), dtype=tl.float32), tl.zeros((HEADS, HALF), dtype=tl.float32)
     for lap in range(tl.cdiv(tokens - first, tl.num_programs(0))):
         token = first + lap * tl.num_programs(0)
-        here = token.to(tl.int64) * heads * (2 * HALF) + head * (2 * HALF) + dim
+        offset = token.to(tl.int64) * heads * (2 * HALF) + head * (2 * HALF) + dim
         turn = token.to(tl.int64) * (2 * HALF) + dim
         cos_a, cos_b = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + HALF).to(tl.float32)
         sin_a, sin_b = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + HALF).to(tl.float32)
-        g_a = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
-        g_b = tl.load(grad + here + HALF, mask=mask, other=0.0).to(tl.float32)
-        a = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x + here + HALF, mask=mask, other=0.0).to(tl.float32)
+        g_a = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
+        g_b = tl.load(grad + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(x + offset + HALF, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         a, b = a * inverse, b * inverse
         # Back through the rotation, then through the norm.
@@ -103,11 +112,11 @@ def _rotate_backward(x, scale, cos, sin, grad, grad_x, grad_scale, eps, tokens, 
         total_b += n_b * b
         n_a, n_b = n_a * scale_a, n_b * scale_b
         mean = ((tl.sum(n_a * a, 1) + tl.sum(n_b * b, 1)) / (2 * HALF))[:, None]
-        tl.store(grad_x + here, (inverse * (n_a - a * mean)).to(grad_x.dtype.element_ty), mask=mask)
-        tl.store(grad_x + here + HALF, (inverse * (n_b - b * mean)).to(grad_x.dtype.element_ty), mask=mask)
-    there = grad_scale + first.to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
-    tl.store(there, tl.sum(total_a, 0))
-    tl.store(there + HALF, tl.sum(total_b, 0))
+        tl.store(grad_x + offset, (inverse * (n_a - a * mean)).to(grad_x.dtype.element_ty), mask=mask)
+        tl.store(grad_x + offset + HALF, (inverse * (n_b - b * mean)).to(grad_x.dtype.element_ty), mask=mask)
+    scale_ptr = grad_scale + first.to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
+    tl.store(scale_ptr, tl.sum(total_a, 0))
+    tl.store(scale_ptr + HALF, tl.sum(total_b, 0))
 
 
 @cache
@@ -182,7 +191,7 @@ ROWS = 8
 
 
 @triton.jit
-def _forward(h, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(h, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows) & (col < width)
@@ -192,7 +201,7 @@ def _forward(h, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # ty
 
 
 @triton.jit
-def _backward(h, grad, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_backward(h, grad, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows) & (col < width)
@@ -206,7 +215,7 @@ def _backward(h, grad, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr)
 
 
 @triton.jit
-def _weighted(h, weight, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighted_swiglu(h, weight, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows) & (col < width)
@@ -217,7 +226,12 @@ def _weighted(h, weight, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexp
 
 
 @triton.jit
-def _weighted_backward(h, weight, grad, out, grad_weight, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
+    h, weight, grad, out, grad_weight, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """The gradients of `_weighted_swiglu`, for ROWS rows a program: of `h` [rows, 2 width] into `out`, of `weight` [rows] into
+    `grad_weight`, from `grad` [rows, width].
+    """
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = line[:, None]
     w = tl.load(weight + row, mask=row < rows, other=0.0).to(tl.float32)
@@ -261,7 +275,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         out = h_RF.new_empty((rows, width))
         if rows:
             grid, cols = _grid(rows, width)
-            _weighted[grid](h_RF, weight_R, out, rows, width, ROWS=ROWS, COLS=cols)
+            _weighted_swiglu[grid](h_RF, weight_R, out, rows, width, ROWS=ROWS, COLS=cols)
         return out
 
     @staticmethod
@@ -271,7 +285,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         out, grad_weight = torch.empty_like(h_RF), torch.empty_like(weight_R, dtype=torch.float32)
         if rows:
             (lines, _), cols = _grid(rows, width)
-            _weighted_backward[(lines,)](h_RF, weight_R, grads[0].contiguous(), out, grad_weight, rows, width, ROWS=ROWS, COLS=cols)
+            _weighted_swiglu_backward[(lines,)](h_RF, weight_R, grads[0].contiguous(), out, grad_weight, rows, width, ROWS=ROWS, COLS=cols)
         return out, grad_weight.to(weight_R.dtype)
 
 
@@ -284,7 +298,7 @@ class _Swiglu(torch.autograd.Function):
         out = h_RF.new_empty((rows, width))
         if rows:
             grid, cols = _grid(rows, width)
-            _forward[grid](h_RF, out, rows, width, ROWS=ROWS, COLS=cols)
+            _swiglu[grid](h_RF, out, rows, width, ROWS=ROWS, COLS=cols)
         return out
 
     @staticmethod
@@ -294,7 +308,7 @@ class _Swiglu(torch.autograd.Function):
         out = torch.empty_like(h_RF)
         if rows:
             grid, cols = _grid(rows, width)
-            _backward[grid](h_RF, grads[0].contiguous(), out, rows, width, ROWS=ROWS, COLS=cols)
+            _swiglu_backward[grid](h_RF, grads[0].contiguous(), out, rows, width, ROWS=ROWS, COLS=cols)
         return out
 
 
@@ -303,52 +317,55 @@ BLOCK = 4096
 
 
 @triton.jit
-def _stats(logits, target, top, total, aimed, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stats(logits, target, row_max, exp_sum, target_logit, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each row of logits [rows, width], one program a row: its maximum, the sum of exp(logit - maximum), and the logit at `target`, 0
+    where that is not among this rank's columns.
+    """
     row = tl.program_id(0).to(tl.int64)
-    here = logits + row * width
-    best = -float("inf")
-    mass = 0.0
+    row_ptr = logits + row * width
+    running_max = -float("inf")
+    running_sum = 0.0
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(here + at, mask=at < width, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(best, tl.max(x, 0))
+        x = tl.load(row_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(running_max, tl.max(x, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)  # a row may begin with words that are ruled out
-        mass = mass * tl.exp(best - base) + tl.sum(tl.exp(x - base), 0)
-        best = higher
+        running_sum = running_sum * tl.exp(running_max - base) + tl.sum(tl.exp(x - base), 0)
+        running_max = higher
     place = tl.load(target + row)
     inside = (place >= 0) & (place < width)
-    tl.store(top + row, best)
-    tl.store(total + row, mass)
-    tl.store(aimed + row, tl.load(here + place, mask=inside, other=0.0).to(tl.float32))
+    tl.store(row_max + row, running_max)
+    tl.store(exp_sum + row, running_sum)
+    tl.store(target_logit + row, tl.load(row_ptr + place, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def _gradient(logits, target, lse, valid, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    here = logits + row * width
+    row_ptr = logits + row * width
     place = tl.load(target + row)
     keep = tl.load(valid + row).to(tl.float32)
     base = tl.load(lse + row)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(here + at, mask=at < width, other=-float("inf")).to(tl.float32)
+        x = tl.load(row_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
         p = tl.exp(x - base) - tl.where(at == place, 1.0, 0.0)
-        tl.store(here + at, (p * keep).to(logits.dtype.element_ty), mask=at < width)
+        tl.store(row_ptr + at, (p * keep).to(logits.dtype.element_ty), mask=at < width)
 
 
 def fused_rows(logits: Tensor, target: Tensor, valid: Tensor, tp: Axis, need: bool) -> tuple[Tensor, Tensor]:
     """As `parallel.tensor.plain_rows`; the logits are overwritten by their gradient."""
     rows, width = logits.shape
-    top, total, aimed = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(3))
-    _stats[(rows,)](logits, target, top, total, aimed, width, BLOCK=BLOCK, num_warps=16)
+    row_max, exp_sum, target_logit = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(3))
+    _stats[(rows,)](logits, target, row_max, exp_sum, target_logit, width, BLOCK=BLOCK, num_warps=16)
     if tp.size > 1:
-        highest = top.clone()
+        highest = row_max.clone()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tp.group)
-        sums = torch.stack([total * (top - highest).exp(), aimed])
+        sums = torch.stack([exp_sum * (row_max - highest).exp(), target_logit])
         dist.all_reduce(sums, group=tp.group)
-        top, (total, aimed) = highest, sums
-    lse = top + total.log()
-    loss = torch.where(valid, lse - aimed, 0.0).sum()
+        row_max, (exp_sum, target_logit) = highest, sums
+    lse = row_max + exp_sum.log()
+    loss = torch.where(valid, lse - target_logit, 0.0).sum()
     if need:
         _gradient[(rows,)](logits, target, lse, valid, width, BLOCK=BLOCK, num_warps=16)
     return loss, logits

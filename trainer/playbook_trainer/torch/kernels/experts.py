@@ -4,11 +4,11 @@ Suffixes: N tokens, E experts, K experts per token, D hidden size, R = N K rows 
 
 Choice: softmax, choice of the best and division by their sum in one pass over the router's scores, and the scores' gradient in another.
 Source of the gradients: with weight w over all experts and the gradients g of the chosen probabilities (0 elsewhere), a softmax gives
-w (g - sum(w g)). Probabilities divided by the sum of the chosen are the softmax over the chosen alone, so there w is 0 elsewhere, and no score
-need be kept.
+w (g - sum(w g)). Probabilities divided by the sum of the chosen are the softmax over the chosen alone, so there w is 0 elsewhere, and no
+score need be kept.
 
-Order: one program per token, the fused counterpart of the gathers and sums in `parallel.dispatch`. `place` [R] holds, for choice k of token n,
-the row at which it stands (the inverse of the sort).
+Order: one program per token, the fused counterpart of the gathers and sums in `parallel.dispatch`. `place` [R] holds, for choice k of token
+n, the row at which it stands (the inverse of the sort).
 """
 
 from __future__ import annotations
@@ -25,30 +25,35 @@ _TILE = 2048
 
 
 @triton.jit
-def _choose(scores, expert, prob, tokens, experts, K: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _choose(  # type: ignore[no-untyped-def]
+    scores, expert, prob, tokens, experts, K: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """The K best of each token's scores [tokens, experts], ROWS tokens a program:
+    numbers and probabilities, best first, each [tokens, K].
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, COLS)[None, :]
-    known = (row < tokens) & (col < experts)
-    x = tl.load(scores + row * experts + col, mask=known, other=-float("inf"))
-    # Integers in the order of the scores: both zeros alike, NaN above all, and a value below minus infinity for what is taken. Columns beyond the
-    # last expert are minus infinity, and come after every expert that is.
+    mask = (row < tokens) & (col < experts)
+    x = tl.load(scores + row * experts + col, mask=mask, other=-float("inf"))
+    # Integers in the order of the scores: both zeros alike, NaN above all, and a value below minus infinity for what is taken. Columns
+    # beyond the last expert are minus infinity, and come after every expert that is.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(x != x, 0x7FFFFFFF, key)
     rank = tl.full((ROWS, COLS), K, dtype=tl.int32)
     for k in tl.static_range(K):
         best = tl.max(key, 1)[:, None]
-        here = col == tl.min(tl.where(key == best, col, COLS), 1)[:, None]
-        key = tl.where(here, -0x80000000, key)
-        rank = tl.where(here, k, rank)
+        is_best = col == tl.min(tl.where(key == best, col, COLS), 1)[:, None]
+        key = tl.where(is_best, -0x80000000, key)
+        rank = tl.where(is_best, k, rank)
     chosen = rank < K
     mass = tl.exp(x - tl.max(x, 1)[:, None])
     if NORMALIZE:
         mass = tl.where(chosen, mass, 0.0)
     p = mass / tl.sum(mass, 1)[:, None]
     place = row * K + rank
-    tl.store(prob + place, p, mask=known & chosen)
-    tl.store(expert + place, col.to(tl.int64), mask=known & chosen)
+    tl.store(prob + place, p, mask=mask & chosen)
+    tl.store(expert + place, col.to(tl.int64), mask=mask & chosen)
 
 
 @triton.jit
@@ -56,27 +61,28 @@ def _choose_backward(  # type: ignore[no-untyped-def]
     scores, expert, prob, grad, out, tokens, experts,
     K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """The scores' gradient [tokens, experts] into `out`, from that of the probabilities [tokens, K]; CHOICES is K, up to a power of two."""
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row, there = line[:, None], line < tokens
+    row, row_mask = line[:, None], line < tokens
     col = tl.arange(0, COLS)[None, :]
-    known = (row < tokens) & (col < experts)
+    mask = (row < tokens) & (col < experts)
     choice = tl.arange(0, CHOICES)[None, :]
-    given = (row < tokens) & (choice < K)
-    p = tl.load(prob + row * K + choice, mask=given, other=0.0)
-    g = tl.load(grad + row * K + choice, mask=given, other=0.0)
+    choice_mask = (row < tokens) & (choice < K)
+    p = tl.load(prob + row * K + choice, mask=choice_mask, other=0.0)
+    g = tl.load(grad + row * K + choice, mask=choice_mask, other=0.0)
     shared = tl.sum(p * g, 1)[:, None]
     weight = tl.zeros((ROWS, COLS), dtype=tl.float32)
     pull = tl.zeros((ROWS, COLS), dtype=tl.float32)
     if not NORMALIZE:
-        x = tl.load(scores + row * experts + col, mask=known, other=-float("inf"))
+        x = tl.load(scores + row * experts + col, mask=mask, other=-float("inf"))
         mass = tl.exp(x - tl.max(x, 1)[:, None])
         weight = mass / tl.sum(mass, 1)[:, None]
     for k in tl.static_range(K):
-        here = col == tl.load(expert + line * K + k, mask=there, other=COLS).to(tl.int32)[:, None]
-        pull = tl.where(here, tl.load(grad + line * K + k, mask=there, other=0.0)[:, None], pull)
+        is_chosen = col == tl.load(expert + line * K + k, mask=row_mask, other=COLS).to(tl.int32)[:, None]
+        pull = tl.where(is_chosen, tl.load(grad + line * K + k, mask=row_mask, other=0.0)[:, None], pull)
         if NORMALIZE:
-            weight = tl.where(here, tl.load(prob + line * K + k, mask=there, other=0.0)[:, None], weight)
-    tl.store(out + row * experts + col, weight * (pull - shared), mask=known)
+            weight = tl.where(is_chosen, tl.load(prob + line * K + k, mask=row_mask, other=0.0)[:, None], weight)
+    tl.store(out + row * experts + col, weight * (pull - shared), mask=mask)
 
 
 def _tile(tokens: int, experts: int) -> tuple[tuple[int], int, int]:
@@ -149,21 +155,26 @@ def _collect(rows, place, weight, out, width, K: tl.constexpr, WEIGHED: tl.const
 
 
 @triton.jit
-def _unweigh(rows, place, grad, weight, out, grad_weight, width, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unweigh(  # type: ignore[no-untyped-def]
+    rows, place, grad, weight, out, grad_weight, width, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The gradients of a token's weighted sum [width], one program a token: of its K rows into `out` [R, width], of their weights into
+    `grad_weight` [N, K].
+    """
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, CHOICES)
-    known = choice < K
-    row = tl.load(place + token * K + choice, mask=known, other=0).to(tl.int64)[:, None]
-    scale = tl.load(weight + token * K + choice, mask=known, other=0.0).to(tl.float32)[:, None]
+    choice_mask = choice < K
+    row = tl.load(place + token * K + choice, mask=choice_mask, other=0).to(tl.int64)[:, None]
+    scale = tl.load(weight + token * K + choice, mask=choice_mask, other=0.0).to(tl.float32)[:, None]
     total = tl.zeros((CHOICES,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
         at = (start + tl.arange(0, BLOCK))[None, :]
-        mask = known[:, None] & (at < width)
+        mask = choice_mask[:, None] & (at < width)
         value = tl.load(rows + row * width + at, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(grad + token * width + at, mask=at < width, other=0.0).to(tl.float32)
         total += tl.sum(value * g, 1)
         tl.store(out + row * width + at, (g * scale).to(out.dtype.element_ty), mask=mask)
-    tl.store(grad_weight + token * K + choice, total, mask=known)
+    tl.store(grad_weight + token * K + choice, total, mask=choice_mask)
 
 
 def _block(width: int) -> int:

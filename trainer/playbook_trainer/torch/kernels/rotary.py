@@ -1,4 +1,5 @@
-"""The vision tower's rotary embedding: queries, keys and values out of one projection, two of them rotated, each as wide as attention wants it.
+"""The vision tower's rotary embedding: queries, keys and values out of one projection, two of them rotated,
+each as wide as attention wants it.
 
 Suffixes: P patches, H heads, d head size, r = d / 2 rotary pairs, W width of a head in the result (d, or more, filled with zeros).
 """
@@ -18,24 +19,27 @@ def _turn(  # type: ignore[no-untyped-def]
     x, out, cos, sin, x_patch, x_head, out_patch, out_head, heads, half, fill, sign,
     TURNS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
+    """Copy a patch's heads [heads, 2 half], one program a patch, turned by its angles (`cos`, `sin` [P, half]; `sign` -1 turns back) with
+    TURNS, and followed by `fill` zeros.
+    """
     patch = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
     mask = (head < heads) & (dim < half)
-    here = x + patch * x_patch + head * x_head + dim
-    a = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(here + half, mask=mask, other=0.0).to(tl.float32)
+    x_ptr = x + patch * x_patch + head * x_head + dim
+    a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + half, mask=mask, other=0.0).to(tl.float32)
     if TURNS:
         c = tl.load(cos + patch * half + dim, mask=dim < half, other=0.0)
         s = tl.load(sin + patch * half + dim, mask=dim < half, other=0.0) * sign
         a, b = a * c - b * s, b * c + a * s
-    there = out + patch * out_patch + head * out_head
-    tl.store(there + dim, a.to(out.dtype.element_ty), mask=mask)
-    tl.store(there + half + dim, b.to(out.dtype.element_ty), mask=mask)
+    out_ptr = out + patch * out_patch + head * out_head
+    tl.store(out_ptr + dim, a.to(out.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + half + dim, b.to(out.dtype.element_ty), mask=mask)
     if FILL:
-        rest = tl.arange(0, FILL)[None, :]
+        padding = tl.arange(0, FILL)[None, :]
         zero = tl.zeros((HEADS, FILL), dtype=tl.float32)
-        tl.store(there + 2 * half + rest, zero.to(out.dtype.element_ty), mask=(head < heads) & (rest < fill))
+        tl.store(out_ptr + 2 * half + padding, zero.to(out.dtype.element_ty), mask=(head < heads) & (padding < fill))
 
 
 def _launch(x: Tensor, out: Tensor, cos_Pr: Tensor, sin_Pr: Tensor, sign: float, *, turns: bool) -> None:
@@ -46,7 +50,8 @@ def _launch(x: Tensor, out: Tensor, cos_Pr: Tensor, sin_Pr: Tensor, sign: float,
     fill = width - 2 * half
     _turn[(patches,)](
         x, out, cos_Pr, sin_Pr, x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads, half, fill, sign,
-        TURNS=turns, HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(half), FILL=triton.next_power_of_2(fill) if fill else 0,
+        TURNS=turns, HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(half),
+        FILL=triton.next_power_of_2(fill) if fill else 0,
     )  # fmt: skip
 
 

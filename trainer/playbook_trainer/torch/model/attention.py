@@ -16,7 +16,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 _CUDNN_WIDTHS = (64, 128)
 """Head sizes that cuDNN gets. At 72, the size of Qwen3-VL-30B-A3B's tower, packed documents got wrong gradients of the queries (75 % from
-flash's, output and other gradients agreeing), and its general backward kernel took six times as long as flash: H200, cuDNN 9.19, Transformer Engine 2.16."""
+flash's, output and other gradients agreeing), and its general backward kernel took six times as long as flash:
+H200, cuDNN 9.19, Transformer Engine 2.16."""
 
 
 def attend(
@@ -40,7 +41,7 @@ def attend(
 
     Shapes: q (N, H, d), k and v (M, G, d) with H a multiple of G; cu_q, cu_k int32 (segments + 1); returns (N, H, d).
     """
-    chosen = choose(backend, q_NHd, cu_q, max_q, same=cu_q is cu_k)
+    chosen = choose(backend, q_NHd, cu_q, max_q, same_documents=cu_q is cu_k)
     size, width = q_NHd.shape[2], cudnn_width(q_NHd.shape[2])
     if chosen.startswith("cudnn") and width > size:
         q, k, v = (pad(x, (0, width - size)) for x in (q_NHd, k_MGd, v_MGd))
@@ -55,20 +56,20 @@ def attend(
     return _plain(q_NHd, k_MGd, v_MGd, cu_q, cu_k, causal, scale)
 
 
-def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same: bool) -> str:
+def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same_documents: bool) -> str:
     """Which implementation runs: plain, flash, cudnn (documents of one length) or cudnn_packed.
 
-    auto takes cuDNN on a Hopper or later where queries and keys are the same documents and all have one length: forward and backward together
-    reached 534 TFLOP/s there, flash 287 (H200, S=8192, 32 query and 4 key-value heads of 128).
+    auto takes cuDNN on a Hopper or later where queries and keys are the same documents and all have one length: forward and backward
+    together reached 534 TFLOP/s there, flash 287 (H200, S=8192, 32 query and 4 key-value heads of 128).
     PyTorch's own cuDNN call for packed documents is not used: up to 2.12 its backward pass writes out of bounds (pytorch/pytorch pull
     request 186142). Packed documents go to Transformer Engine's, where cudnn is asked for.
     """
     if backend == "plain" or not (q_NHd.is_cuda and q_NHd.dtype in (torch.bfloat16, torch.float16)):
         return "plain"
-    one_length = same and (cu_q.numel() - 1) * max_q == q_NHd.shape[0]
+    one_length = same_documents and (cu_q.numel() - 1) * max_q == q_NHd.shape[0]
     if backend == "cudnn":
         # Masks aligned to the ends of unequal segments (context parallelism) are flash's.
-        return "cudnn" if one_length else "cudnn_packed" if same else "flash"
+        return "cudnn" if one_length else "cudnn_packed" if same_documents else "flash"
     return "cudnn" if backend == "auto" and one_length and _is_hopper(q_NHd.device) else "flash"
 
 
@@ -124,6 +125,9 @@ def _transformer_engine(heads: int, kv_heads: int, head_dim: int, causal: bool, 
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Document by document through torch's own attention, with key-value heads repeated: q (N, H, d), k and v (M, G, d), returns (N, H,
+    d).
+    """
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)

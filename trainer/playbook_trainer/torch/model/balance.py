@@ -1,4 +1,5 @@
-"""How evenly a router spreads tokens over the experts: counts of a step, a loss that evens them out, and a bias that does so without a gradient.
+"""How evenly a router spreads tokens over the experts: counts of a step, a loss that evens them out,
+and a bias that does so without a gradient.
 
 Suffixes: N tokens of this rank, E experts, K experts per token, L decoder layers.
 """
@@ -21,7 +22,8 @@ from playbook_trainer.observe.ranges import tally
 def balancing_loss(scores_NE: Tensor, load_E: Tensor, tokens: int | Tensor, top_k: int, real_N: Tensor | None = None) -> Tensor:
     """E times the sum over experts of their share of all choices times their mean probability: 1 where all are alike, E / K at the worst.
 
-    `load_E` counts the choices of all `tokens` tokens of the micro-batch, of which `scores_NE` are this rank's; the ranks' losses add up to the whole.
+    `load_E` counts the choices of all `tokens` tokens of the micro-batch, of which `scores_NE` are this rank's;
+    the ranks' losses add up to the whole.
     Where `real_N` is given, only such tokens are among them.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2; megatron-core, `moe_utils.py`, switch_load_balancing_loss_func.
@@ -46,10 +48,10 @@ def attach(model: Any, config: TrainerConfig, axes: Axes, device: torch.device) 
         return {}
     # Gradients of micro-batches are added up over the step, and this is the mean over micro-batches.
     weight = moe.aux_loss_coeff * train.micro_batch_size / train.global_batch_size
-    made = {int(n): Balance(config.model.num_experts, axes, weight, moe.bias_update_rate > 0, device) for n in model.layers}
-    for number, balance in made.items():
+    balances = {int(n): Balance(config.model.num_experts, axes, weight, moe.bias_update_rate > 0, device) for n in model.layers}
+    for number, balance in balances.items():
         model.layers[str(number)].moe.router.balance = balance
-    return made
+    return balances
 
 
 class Balance:
@@ -64,7 +66,8 @@ class Balance:
     def route(
         self, scores_NE: Tensor, chosen: tuple[Tensor, Tensor], normalize: bool, real_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The experts (N, K) and probabilities (N, K) to use: those `chosen` by score alone, or with the bias; the gradient of the loss hangs on the latter.
+        """The experts (N, K) and probabilities (N, K) to use: those `chosen` by score alone, or with the bias;
+        the gradient of the loss hangs on the latter.
 
         The bias chooses, and does not weigh. Where some tokens are padding, `real_N` tells the others, which alone count.
         """
@@ -113,11 +116,11 @@ class _WithLoss(torch.autograd.Function):
 
 def load(layers: Mapping[int, Balance], num_layers: int, axes: Axes) -> Tensor:
     """This rank's share of the choices [L, E] of the whole model; the sum over all ranks counts each token once."""
-    found = torch.zeros(num_layers, len(next(iter(layers.values())).load_E), device=next(iter(layers.values())).load_E.device)
+    choices = torch.zeros(num_layers, len(next(iter(layers.values())).load_E), device=next(iter(layers.values())).load_E.device)
     if axes.tp.rank == 0 or axes.expert_tokens_cut:  # other tensor-parallel ranks route the same tokens
         for number, balance in layers.items():
-            found[number] = balance.load_E
-    return found
+            choices[number] = balance.load_E
+    return choices
 
 
 def reset(layers: Iterable[Balance]) -> None:

@@ -1,7 +1,8 @@
 """The Qwen3 decoder, dense or MoE, text or vision-language, as one pipeline stage of any layout.
 
 Suffixes: N tokens of this rank (rows end to end), D hidden size, H query heads, G key/value heads, d head size, E experts,
-F expert width, K experts per token, R rows routed to this rank's experts, V visual tokens. Heads, widths and vocabulary rows are this rank's share.
+F expert width, K experts per token, R rows routed to this rank's experts, V visual tokens.
+Heads, widths and vocabulary rows are this rank's share.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Options:
     loss_rows: tensor.LossRows = tensor.plain_rows
     ops: Ops = field(default_factory=Ops)
     vision_always: bool = False
-    """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times, and
-    in every layout the tower's gradient is then zero, not absent, so that the optimizer treats it alike."""
+    """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times,
+    and in every layout the tower's gradient is then zero, not absent, so that the optimizer treats it alike."""
     chunks: tuple[range, ...] | None = None
     """The layers of this pipeline stage, one stretch for each of its model chunks; None means all layers in one."""
 
@@ -227,15 +228,17 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        held = config.num_experts // options.axes.ep.size
+        local_experts = config.num_experts // options.axes.ep.size
         width = config.expert_ffn_size // options.axes.etp.size
-        self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
-        self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
+        self.w13 = nn.Parameter(torch.empty(local_experts, 2 * width, config.hidden_size))
+        self.w2 = nn.Parameter(torch.empty(local_experts, config.hidden_size, width))
         self.product = options.expert_product or (grouped_product if options.grouped else None)
         self.ops, self.again = options.ops, "moe_act" in options.recompute
 
     def forward(self, rows_RD: Tensor, counts: Tensor, prob_R: Tensor | None = None) -> Tensor:
-        """Each expert's SwiGLU on its own rows, times the rows' probabilities where they are given; `counts` gives the rows per expert, in order."""
+        """Each expert's SwiGLU on its own rows, times the rows' probabilities where they are given;
+        `counts` gives the rows per expert, in order.
+        """
         with range_("experts") as r:
             rows_RD = r.enter(rows_RD)
             if self.product is None:
@@ -339,6 +342,7 @@ class Decoder(nn.Module):
     """One pipeline stage: embedding (first), its layers, norm and head (last)."""
 
     def __init__(self, config: ModelConfig, options: Options | None = None) -> None:
+        """Build the layers of this rank's chunks; the embedding and the vision tower on the first stage, norm and head on the last."""
         super().__init__()
         self.config, self.options = config, options or Options()
         self.activation_dtype = torch.float32

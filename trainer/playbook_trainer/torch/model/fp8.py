@@ -1,8 +1,8 @@
 """Matrix products on 8-bit floating-point operands, for linear layers and for experts.
 
 Forward and input gradient multiply e4m3 operands that are scaled as they come; the weight gradient, whose sum runs over tokens, is computed
-from the unrounded operands in their own precision. Gradients are e4m3 too: with a scale of their own for every row, the larger range of e5m2
-is not needed, and a bit of precision is worth more.
+from the unrounded operands in their own precision. Gradients are e4m3 too: with a scale of their own for every row, the larger range of
+e5m2 is not needed, and a bit of precision is worth more.
 
     rowwise     one scale per row of both operands (a token, an output feature)
     blockwise   one scale per 128 values of a row, and per 128 x 128 values of a weight
@@ -10,7 +10,8 @@ is not needed, and a bit of precision is worth more.
 Off the GPU the operands are rounded to the same values and multiplied in float32: that path defines the numerics.
 
 Suffixes: M rows, K contracted, N output features, E experts, b blocks of 128.
-Source: recipe rowwise_with_gw_hp of torchao (torchao/float8/README.md); 1 x 128 tiles and 128 x 128 blocks: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
+Source: recipe rowwise_with_gw_hp of torchao (torchao/float8/README.md); 1 x 128 tiles and 128 x 128 blocks:
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
 """
 
 from __future__ import annotations

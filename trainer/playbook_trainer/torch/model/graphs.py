@@ -1,11 +1,11 @@
 """CUDA graphs for the parts of a decoder layer whose shapes never change: one launch for a part instead of one for each of its kernels.
 
-A part is a function of tensors alone. Weights are among them, since FSDP gathers them to another address each time: a replay copies what it is
-given into the memory of its graph, then runs. Graphs hold inputs and outputs of every layer for ever, so what they cost is memory.
+A part is a function of tensors alone. Weights are among them, since FSDP gathers them to another address each time: a replay copies what it
+is given into the memory of its graph, then runs. Graphs hold inputs and outputs of every layer for ever, so what they cost is memory.
 
 Suffixes: N tokens, D hidden size, d head size.
-Source: torch.cuda.make_graphed_callables; scopes `attn`, `moe_router` and `moe_preprocess` are megatron-core's names, here without attention itself, whose
-documents have other borders in every batch.
+Source: torch.cuda.make_graphed_callables; scopes `attn`, `moe_router` and `moe_preprocess` are megatron-core's names, here without
+attention itself, whose documents have other borders in every batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Part:
 
 
 def capture(layers: Iterable[Any], config: ModelConfig, dtype: torch.dtype, tokens: int, device: torch.device) -> int:
-    """Capture every `Part` of these decoder layers, in the order in which they run, for micro-batches of `tokens` tokens; returns the number of parts."""
+    """Capture every `Part` of these decoder layers, in the order in which they run, for micro-batches of `tokens` tokens;
+    returns the number of parts.
+    """
     parts: list[Part] = []
     samples: list[tuple[Tensor, ...]] = []
 

@@ -5,9 +5,10 @@
     x = trip.through(last, x, seq, stays=True)     # the last layer is differentiated at once, so what it saves stays
     trip.end(x)
 
-Whole storages travel, each once however many views of it are saved, on a stream of their own. The tensors of at most two layers are on their
-way out at a time; in the backward pass, those of one layer are on their way back while the layer behind it is differentiated. Parameters stay,
-and so do tensors that are kept anyway. A tensor must not be written to after it has been saved; nothing in a layer does that.
+Whole storages travel, each once however many views of it are saved, on a stream of their own. The tensors of at most two layers are on
+their way out at a time; in the backward pass, those of one layer are on their way back while the layer behind it is differentiated.
+Parameters stay, and so do tensors that are kept anyway. A tensor must not be written to after it has been saved;
+nothing in a layer does that.
 
 The mechanism is that of `torch.autograd.graph.save_on_cpu`, which copies on the stream that computes, and every view by itself.
 """
@@ -67,6 +68,7 @@ class Trip:
 
     @contextmanager
     def _sending(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Send what the block saves for the backward pass to the host, except what belongs to `modules`."""
         load = _Load(self.side)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -78,10 +80,10 @@ class Trip:
             # An output that its own node saves would keep that node alive, were there no backward pass.
             return t if t.grad_fn is None else t.detach()
 
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, _Ticket):
-                return kept.redeem()
-            return kept if outer is None else outer[1](kept)
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, _Ticket):
+                return saved.redeem()
+            return saved if outer is None else outer[1](saved)
 
         # Only the innermost pair of hooks is called, so what stays is handed to the pair outside.
         with range_("offload"), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -99,8 +101,8 @@ class Trip:
         if storage.nbytes() < self.smallest or storage.data_ptr() in self.kept:
             return False
         # FSDP swaps gathered parameters in and out, so their set is of this moment.
-        held = (p for m in modules for p in m._parameters.values() if p is not None and not isinstance(p, DTensor))
-        return all(p.untyped_storage().data_ptr() != storage.data_ptr() for p in held)
+        parameters = (p for m in modules for p in m._parameters.values() if p is not None and not isinstance(p, DTensor))
+        return all(p.untyped_storage().data_ptr() != storage.data_ptr() for p in parameters)
 
 
 @cache

@@ -86,4 +86,4 @@ class Ops:
 
 def compiled(compile_: Callable[..., Callable[..., object]]) -> Ops:
     """Every function, each compiled by itself."""
-    return Ops(compile_(norm), compile_(norm_rotate), compile_(swiglu), compile_(weighted_swiglu), compile_(route))  # type: ignore[arg-type]
+    return Ops(*map(compile_, (norm, norm_rotate, swiglu, weighted_swiglu, route)))  # type: ignore[arg-type]

@@ -29,20 +29,20 @@ def recomputed(on: bool, f: Callable[..., Tensor], *inputs: Tensor) -> Iterator[
     if not (on and torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         yield f(*inputs)
         return
-    again = _Again(f)
-    out = _Run.apply(again, *inputs)
+    rerun = _Again(f)
+    out = _Run.apply(rerun, *inputs)
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     key = out.untyped_storage().data_ptr()
 
     def pack(t: Tensor) -> Any:
         if t.untyped_storage().data_ptr() == key and t.dtype == out.dtype:
-            return again.promise(t)
+            return rerun.promise(t)
         return t if outer is None else outer[0](t)
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, _Promise):
-            return kept.redeem()
-        return kept if outer is None else outer[1](kept)
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _Promise):
+            return saved.redeem()
+        return saved if outer is None else outer[1](saved)
 
     # Only the innermost pair of hooks is called, so what is not ours is handed to the pair outside.
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -75,8 +75,8 @@ class _Promise:
 
     __slots__ = ("again", "offset", "size", "stride")
 
-    def __init__(self, again: _Again, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self.again, self.size, self.stride, self.offset = again, size, stride, offset
+    def __init__(self, rerun: _Again, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+        self.again, self.size, self.stride, self.offset = rerun, size, stride, offset
 
     def redeem(self) -> Tensor:
         return self.again.run().detach().as_strided(self.size, self.stride, self.offset)
@@ -84,18 +84,18 @@ class _Promise:
 
 class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: _Again, *inputs: Tensor) -> Tensor:
-        ctx.again, again.ctx = again, ctx
+    def forward(ctx: Any, rerun: _Again, *inputs: Tensor) -> Tensor:
+        ctx.again, rerun.ctx = rerun, ctx
         ctx.save_for_backward(*inputs)
-        return again.f(*inputs)
+        return rerun.f(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        again = ctx.again
-        out = again.run()
-        wanted = [t for t in again.inputs if t.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, grads[0], allow_unused=True))
-        result = (None, *(next(found) if t.requires_grad else None for t in again.inputs))
+        rerun = ctx.again
+        out = rerun.run()
+        inputs = [t for t in rerun.inputs if t.requires_grad]
+        grads_of_inputs = iter(torch.autograd.grad(out, inputs, grads[0], allow_unused=True))
+        result = (None, *(next(grads_of_inputs) if t.requires_grad else None for t in rerun.inputs))
         # The context and this object know each other; the collector is off during training, so the knot is untied by hand.
-        again.ctx, again.out, again.inputs, ctx.again = None, None, [], None
+        rerun.ctx, rerun.out, rerun.inputs, ctx.again = None, None, [], None
         return result

@@ -34,6 +34,7 @@ class VisionTower(nn.Module):
     def __init__(
         self, config: VisionConfig, out_size: int, *, recompute: bool = False, attention: str = "auto", fused: bool = False
     ) -> None:
+        """Build the tower; `out_size` is the decoder's hidden size."""
         super().__init__()
         _check(config)
         self.recompute = recompute
@@ -65,7 +66,8 @@ class VisionTower(nn.Module):
                 x_PD = checkpoint(block, *inputs, use_reentrant=False) if self.recompute else block(*inputs)
                 if number in self.taps:
                     tapped.append(x_PD)
-                    # What follows adds up its gradients before the merger's joins them. FSDP has that order by itself; of three, another rounds otherwise.
+                    # What follows adds up its gradients before the merger's joins them. FSDP has that order by itself;
+                    # of three, another rounds otherwise.
                     x_PD = x_PD.view_as(x_PD)
             x_PD = span.exit(x_PD)
         with range_("projector") as span:
@@ -87,8 +89,8 @@ class Positions(nn.Embedding):
 class VisionBlock(nn.Module):
     """Pre-norm attention inside each image, then an MLP.
 
-    `before`, `projected` and `after` are plain tensor code without data-dependent control flow, for torch.compile. With `fused`, one Triton kernel
-    takes the place of what `before` does after the projection.
+    `before`, `projected` and `after` are plain tensor code without data-dependent control flow, for torch.compile. With `fused`, one Triton
+    kernel takes the place of what `before` does after the projection.
     """
 
     def __init__(self, config: VisionConfig, attention: str = "auto", *, fused: bool = False) -> None:

@@ -135,8 +135,8 @@ def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:
     for step in range(1, cp):
         block = _rectangle(cu_seqlens, size, cp, axis.rank, (axis.rank - step) % cp)
         receive.append(None if block is None else _block(*block))
-        given = _rectangle(cu_seqlens, size, cp, (axis.rank + step) % cp, axis.rank)
-        send.append(None if given is None else given[2:])
+        outgoing = _rectangle(cu_seqlens, size, cp, (axis.rank + step) % cp, axis.rank)
+        send.append(None if outgoing is None else outgoing[2:])
     return Ring(torch.tensor(cu, dtype=torch.int32), int(np.diff(cu).max()), receive, send)
 
 
@@ -176,6 +176,7 @@ def _attend_ring(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ring: Ring, axis: 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ring: Ring, axis: Axis) -> Tensor:
+        """Attend to this rank's own keys, then to each block that arrives, merging the outputs by their log-sum-exp."""
         kv = torch.stack([k_NGd, v_NGd], dim=1)
         coming = _send_keys(kv, ring, axis, 1)
         part, lse_HN = forward(q_NHd, kv[:, 0], kv[:, 1], _own(ring))
@@ -194,6 +195,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Send the keys around once more; the gradients of a block's keys go back to the rank that owns them."""
         q_NHd, kv, out_NHd, lse_HN = ctx.saved_tensors
         ring, axis, grad_NHd = ctx.ring, ctx.axis, grads[0].contiguous()
         coming = _send_keys(kv, ring, axis, 1)

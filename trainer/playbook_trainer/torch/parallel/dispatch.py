@@ -5,10 +5,10 @@
 
 Suffixes: N tokens of this rank, K experts per token, D hidden size, R rows that this rank's experts compute, E experts.
 
-`Dedup` sends each token once to every rank that holds one of its experts, and gets one row back from each. A token and a rank that it goes to
-are a pair. The pair's row carries the token's probabilities for the rank's experts; the rank gives each of these experts a copy, weighs and
-adds up their outputs, and sends home one sum, so that both ways carry one row per pair. With top-8 over 4 ranks a token has 6 experts on
-other ranks, but goes to 2.7 of them on average (3 x (1 - (3/4)^8)). Suffixes there: P ranks, S pairs sent, T pairs received.
+`Dedup` sends each token once to every rank that holds one of its experts, and gets one row back from each. A token and a rank that it goes
+to are a pair. The pair's row carries the token's probabilities for the rank's experts; the rank gives each of these experts a copy, weighs
+and adds up their outputs, and sends home one sum, so that both ways carry one row per pair. With top-8 over 4 ranks a token has 6 experts
+on other ranks, but goes to 2.7 of them on average (3 x (1 - (3/4)^8)). Suffixes there: P ranks, S pairs sent, T pairs received.
 
 Rows are never dropped. Adding a dispatcher: one class with `dispatch` and `combine`, and a line in `DISPATCHERS`.
 """
@@ -48,15 +48,15 @@ _Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 def make(
     name: str, num_experts: int, ep: Axis, *, fused: bool = False, early: bool = False, wrap_sort: Callable[[_Sort], _Sort] | None = None
 ) -> Dispatcher:
-    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with `early`
-    experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
+    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with
+    `early` experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
     """
     dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
     dispatcher.fused, dispatcher.early = fused, early
     if wrap_sort is not None:
         dispatcher.sort = wrap_sort(dispatcher.sort)
-    made: Dispatcher = dispatcher
-    return made
+    built: Dispatcher = dispatcher
+    return built
 
 
 @dataclass
@@ -152,11 +152,11 @@ class AllGather:
         x_all = all_gather(x_ND, self.ep)
         prob_all = all_gather(prob_NK, self.ep)
         expert_all = gather_plain(expert_NK, self.ep)
-        held = self.num_experts // self.ep.size
-        local = expert_all.flatten() - self.ep.rank * held
-        local = torch.where((local >= 0) & (local < held), local, held)
+        local_experts = self.num_experts // self.ep.size
+        local = expert_all.flatten() - self.ep.rank * local_experts
+        local = torch.where((local >= 0) & (local < local_experts), local, local_experts)
         order = torch.argsort(local, stable=True)
-        counts = count_sorted(local[order], held)
+        counts = count_sorted(local[order], local_experts)
         pick = order[: int(counts.sum())]
         token_R = pick // expert_NK.shape[1]
         rows = x_all.index_select(0, token_R)
@@ -176,8 +176,8 @@ def sort_rows(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return order, _invert(order), count_sorted(flat[order], num_experts)
 
 
-def _route(x_ND: Tensor, prob_NK: Tensor, found: tuple[Tensor, Tensor, Tensor], fused: bool) -> tuple[Route, Tensor]:
-    order, inverse, counts = found
+def _route(x_ND: Tensor, prob_NK: Tensor, sort: tuple[Tensor, Tensor, Tensor], fused: bool) -> tuple[Route, Tensor]:
+    order, inverse, counts = sort
     shape = (x_ND.shape[0], prob_NK.shape[1], x_ND.shape[1])
     return Route(shape, order, inverse, prob_NK, [], [], fused), counts
 
@@ -327,8 +327,8 @@ class Dedup:
         """The rows of this rank's experts by expert, the number of each expert's, and each row's place among all (pair, choice)."""
         num_pairs, top_k = expert_TK.shape
         local = expert_TK - self.ep.rank * self.held
-        here = (local >= 0) & (local < self.held)
-        key_Tk, slot_Tk = torch.sort(torch.where(here, local, self.held), dim=1, stable=True)
+        is_local = (local >= 0) & (local < self.held)
+        key_Tk, slot_Tk = torch.sort(torch.where(is_local, local, self.held), dim=1, stable=True)
         key, num_rows = key_Tk[:, :top].flatten(), sum(away)
         order = torch.argsort(key, stable=True)
         place = torch.empty_like(order)
@@ -337,7 +337,7 @@ class Dedup:
         owner_R = order_R // top
         slot_R = owner_R * top_k + slot_Tk[:, :top].flatten()[order_R]
         counts = count_sorted(key[order], self.held)
-        return _fan(owner_R, place.view(num_pairs, top), here.sum(1), away), counts, slot_R
+        return _fan(owner_R, place.view(num_pairs, top), is_local.sum(1), away), counts, slot_R
 
 
 def count_sorted(key: Tensor, num: int) -> Tensor:

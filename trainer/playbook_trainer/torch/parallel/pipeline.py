@@ -86,11 +86,11 @@ def _forward_backward_interleaved(model: Decoder, batches: list[Batch], labels: 
     """As `pipeline.forward_backward`, over all chunks of this rank."""
     total = torch.zeros((), device=labels.device)
     chunks = axes.pp.size * len(model.chunks)
-    held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+    pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
     def run(now: Pass, received: Tensor | None) -> Tensor | None:
         if not now.forward:
-            x, out = held.pop((now.chunk, now.microbatch))
+            x, out = pending.pop((now.chunk, now.microbatch))
             with range_("backward"):
                 torch.autograd.backward(out, received)
             return None if x is None else x.grad
@@ -100,7 +100,7 @@ def _forward_backward_interleaved(model: Decoder, batches: list[Batch], labels: 
         if now.chunk == chunks - 1:
             total.add_(out.detach())
             out = out / labels
-        held[now.chunk, now.microbatch] = (x, out)
+        pending[now.chunk, now.microbatch] = (x, out)
         return out.detach()
 
     _run(schedule(training_order, axes.pp.size, len(model.chunks), len(batches)), run, model, batches[0], axes)
@@ -109,16 +109,16 @@ def _forward_backward_interleaved(model: Decoder, batches: list[Batch], labels: 
 
 def losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
     """The summed loss of each batch, on the last stage; nothing on the others."""
-    found: list[Tensor] = []
+    losses_of_batches: list[Tensor] = []
 
     def run(now: Pass, received: Tensor | None) -> Tensor:
         out: Tensor = model(batches[now.microbatch], received, chunk=now.chunk // axes.pp.size)
         if now.chunk == axes.pp.size * len(model.chunks) - 1:
-            found.append(out)
+            losses_of_batches.append(out)
         return out
 
     _run(schedule(forward_order, axes.pp.size, len(model.chunks), len(batches)), run, model, batches[0], axes)
-    return found
+    return losses_of_batches
 
 
 def _run(
@@ -133,19 +133,19 @@ def _run(
     )
     inbox: dict[Pass, Tensor] = {}
     for tick in ticks:
-        own = tick[pp.rank]
-        out = None if own is None else run(own, inbox.pop(own, None))
+        own_pass = tick[pp.rank]
+        out = None if own_pass is None else run(own_pass, inbox.pop(own_pass, None))
         ops = []
-        for sender, made in enumerate(tick):
-            taker = None if made is None else made.then(chunks)
-            if taker is None:
+        for sender, stage_pass in enumerate(tick):
+            taking_pass = None if stage_pass is None else stage_pass.then(chunks)
+            if taking_pass is None:
                 continue
             if sender == pp.rank:
                 assert out is not None
-                ops.append(dist.P2POp(dist.isend, out.contiguous(), pp.ranks[taker.chunk % pp.size], pp.group))
-            elif taker.chunk % pp.size == pp.rank:
-                inbox[taker] = torch.empty(shape, dtype=dtype, device=device)
-                ops.append(dist.P2POp(dist.irecv, inbox[taker], pp.ranks[sender], pp.group))
+                ops.append(dist.P2POp(dist.isend, out.contiguous(), pp.ranks[taking_pass.chunk % pp.size], pp.group))
+            elif taking_pass.chunk % pp.size == pp.rank:
+                inbox[taking_pass] = torch.empty(shape, dtype=dtype, device=device)
+                ops.append(dist.P2POp(dist.irecv, inbox[taking_pass], pp.ranks[sender], pp.group))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
 
@@ -262,13 +262,13 @@ def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
     """The summed loss of each batch, on the last stage; nothing on the others."""
     if len(model.chunks) > 1:
         return losses(model, batches, axes)
-    link, found = _Link(axes, batches[0], model), []
+    link, losses_of_batches = _Link(axes, batches[0], model), []
     for batch in batches:
         out = model(batch, link.receive_activation())
         link.send_activation(out)
         if axes.is_last_stage:
-            found.append(out)
-    return found
+            losses_of_batches.append(out)
+    return losses_of_batches
 
 
 @torch.no_grad()
@@ -295,14 +295,14 @@ def sum_gradients(model: Decoder, axes: Axes) -> None:
     grad = model.embed.weight.grad
     if grad is None:  # frozen
         return
-    mine = grad.to_local() if isinstance(grad, DTensor) else grad
-    if not mine.numel():
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    if not local.numel():
         return
     other = axes.pp.ranks[-1 if axes.is_first_stage else 0]
-    theirs = torch.empty_like(mine)
+    received = torch.empty_like(local)
     work = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine.contiguous(), other, axes.pp.group), dist.P2POp(dist.irecv, theirs, other, axes.pp.group)]
+        [dist.P2POp(dist.isend, local.contiguous(), other, axes.pp.group), dist.P2POp(dist.irecv, received, other, axes.pp.group)]
     )
     for request in work:
         request.wait()
-    mine.add_(theirs)
+    local.add_(received)

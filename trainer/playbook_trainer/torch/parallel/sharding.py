@@ -30,7 +30,8 @@ Box = tuple[Interval, ...]
 
 
 Put = Callable[[str, Tensor, tuple[slice, ...], Tensor], None]
-"""Sets values of a parameter, given its name, this rank's part, a box of that (all of it, if empty), and the values in whatever precision."""
+"""Sets values of a parameter, given its name, this rank's part, a box of that (all of it, if empty),
+and the values in whatever precision."""
 
 
 @dataclass(frozen=True)
@@ -176,24 +177,28 @@ def fill(
     axes: Axes,
     value: Callable[[str, list[int], torch.device], Tensor],
     device: torch.device | None = None,
-    put: Put = set_values,
+    write: Put = set_values,
 ) -> None:
-    """Set each parameter to this rank's part of `value(name, full shape, device)`, drawn on `device` (by default where the parameter is)."""
+    """Set each parameter to this rank's part of `value(name, full shape, device)`,
+    drawn on `device` (by default where the parameter is).
+    """
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
-        mine = part(value(name, full_shape(param, name, axes), device or local.device), name, axes)
+        local_part = part(value(name, full_shape(param, name, axes), device or local.device), name, axes)
         if isinstance(param, DTensor):
             # src_data_rank=None: every rank has the same tensor at hand, nothing is sent.
-            mine = distribute_tensor(mine, param.device_mesh, param.placements, src_data_rank=None).to_local()
-        put(name, local, (), mine)
+            local_part = distribute_tensor(local_part, param.device_mesh, param.placements, src_data_rank=None).to_local()
+        write(name, local, (), local_part)
 
 
 def initial_value(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Callable[[str, list[int], torch.device], Tensor]:
     """Normal weights, ones for norms, zeros for biases, drawn on the device: float32 values that `dtype` holds exactly.
 
-    megatron-core makes its float32 weights of the 16-bit ones that it computes with. Weights that begin between two numbers of 16 bits follow an
-    update smaller than their distance at once, some of them; those that begin on one do so after several. So both backends begin on one.
-    Source: initializer_range of the published Qwen3 configurations (0.02); megatron-core, `distrib_optimizer.py` (main parameters are clones).
+    megatron-core makes its float32 weights of the 16-bit ones that it computes with. Weights that begin between two numbers of 16 bits
+    follow an update smaller than their distance at once, some of them; those that begin on one do so after several.
+    So both backends begin on one.
+    Source: initializer_range of the published Qwen3 configurations (0.02); megatron-core,
+    `distrib_optimizer.py` (main parameters are clones).
     """
 
     def value(name: str, shape: list[int], device: torch.device) -> Tensor:

@@ -53,8 +53,8 @@ def embed(tokens_N: Tensor, weight_WD: Tensor, axes: Axes) -> Tensor:
     if tp.size == 1:
         return embedding(tokens_N, weight_WD)
     local = tokens_N - tp.rank * weight_WD.shape[0]
-    mine = (local >= 0) & (local < weight_WD.shape[0])
-    x_ND = embedding(torch.where(mine, local, 0), weight_WD) * mine.unsqueeze(1)
+    is_local = (local >= 0) & (local < weight_WD.shape[0])
+    x_ND = embedding(torch.where(is_local, local, 0), weight_WD) * is_local.unsqueeze(1)
     return leave(x_ND, axes)
 
 
@@ -78,6 +78,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis, chunk: int, rows: LossRows) -> Tensor:
+        """The summed loss in nats; both gradients are made here, `chunk` tokens at a time, so that logits never exist at once."""
         loss = x_ND.new_zeros((), dtype=torch.float32)
         need = x_ND.requires_grad or weight_WD.requires_grad
         grad_x = torch.empty_like(x_ND) if need else None
