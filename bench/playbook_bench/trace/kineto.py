@@ -90,11 +90,9 @@ class _Recorded:
 
     def add(self, other: _Recorded) -> None:
         """Take over what is kept of another process of the same rank, which is empty then: memory holds it once."""
-        for mine, more in (
-            (self.operators, other.operators), (self.annotations, other.annotations), (self.marks, other.marks), (self.device, other.device),
-        ):  # fmt: skip
-            mine.extend(more)  # type: ignore[arg-type]
-            more.clear()
+        for kind in ("operators", "annotations", "marks", "device"):
+            getattr(self, kind).extend(getattr(other, kind))
+            getattr(other, kind).clear()
         self.calls |= {number: min(call, self.calls.get(number, call), key=lambda c: c[1]) for number, call in other.calls.items()}
         self.flows |= other.flows
         self.processes |= other.processes
@@ -175,7 +173,7 @@ class _Reader:
         return self.ranks.setdefault(key, _Recorded(self._names))
 
     def _keep(self, e: dict[str, Any]) -> None:
-        """Keep one event of the file with its rank: an end of a flow, or checked work of host and device."""
+        """Keep one event if it is an operator, an annotation, device work, the call that launched it, or an end of a flow."""
         kind, category = e.get("ph"), e.get("cat")
         if kind == "M" and e.get("name") == "process_name" and isinstance(e.get("args"), dict) and len(self.process_names) < _MOST_RANKS:
             self.process_names[str(e.get("pid"))[:40]] = str(e["args"].get("name"))[:40]
@@ -206,9 +204,9 @@ class _Reader:
         What one rank leaves otherwise, of its own process and of its GPU, belongs together.
         """
         full = {key: each for key, each in self.ranks.items() if each.size}
-        told = all(kind != "pid" for kind, _ in full)
+        stated = all(kind != "pid" for kind, _ in full)
         alone = all(each.device and each.calls for each in full.values())
-        if len(full) > 1 and (told or alone):
+        if len(full) > 1 and (stated or alone):
             return [(f"{kind} {value}", self._number(kind, value), each) for (kind, value), each in full.items()]
         whole, *others = sorted(self.ranks.values(), key=lambda each: -len(each.operators) - len(each.calls)) or [_Recorded(self._names)]
         for each in others:
@@ -262,14 +260,14 @@ def of_document(document: Document, stream: Unpacked) -> list[tuple[str, Timelin
     return [(name, _timeline(rank, stream.name, number if len(ranks) > 1 else stated, cut)) for name, number, rank in ranks]
 
 
-def _timeline(seen: _Recorded, name: str, number: int | None, cut: bool) -> Timeline:
+def _timeline(recorded: _Recorded, name: str, number: int | None, cut: bool) -> Timeline:
     """One rank's work, checked. `cut`: its file is cut off."""
-    spans = [span._replace(name=_range_name(span.name)) for span in seen.annotations if _is_range(span.name)]
-    _check_one_rank(seen, spans, name)
-    stacks, amount = Stacks(close_backward(spans)), _amount(seen)
-    timeline = _device_timeline(spans, stacks, seen) if seen.device else _host_timeline(spans, stacks, seen)
-    timeline.marks = [span for span in seen.annotations if not _is_range(span.name)]
-    timeline.device_marks, timeline.rank = seen.marks, number
+    spans = [span._replace(name=_range_name(span.name)) for span in recorded.annotations if _is_range(span.name)]
+    _check_one_rank(recorded, spans, name)
+    stacks, amount = Stacks(close_backward(spans)), _amount(recorded)
+    timeline = _device_timeline(spans, stacks, recorded) if recorded.device else _host_timeline(spans, stacks, recorded)
+    timeline.marks = [span for span in recorded.annotations if not _is_range(span.name)]
+    timeline.device_marks, timeline.rank = recorded.marks, number
     if cut:
         timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
     return timeline

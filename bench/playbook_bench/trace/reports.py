@@ -39,8 +39,8 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     ranks = list(islice(contents(path, ranges), 2))
     if len(ranks) > 1:
         raise PlaybookError(
-            f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them and names the "
-            "one that waits least"
+            f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them "
+            "and names the one that waits least"
         )
     for _, timeline in ranks:
         if isinstance(timeline, PlaybookError):
