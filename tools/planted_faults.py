@@ -295,7 +295,9 @@ FAULTS = (
         "two peaks of one chip stand side by side",
         ("lint",),
     ),
-    Fault("app/playbook_app/mcp/server.py", "if properties is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
+    Fault(
+        "app/playbook_app/mcp/server.py", "if properties is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)
+    ),
     # The trainer.
     Fault(
         TRAINER + "data/packing.py",
