@@ -336,7 +336,9 @@ def _tuning(out: MCPServer[Any]) -> None:
         knobs: tuning.Knobs,
         seen: tuning.Seen = [],  # noqa: B006
         seed: Annotated[int, _number("The same in every call.", 0)] = 0,
-        false_keep_percent: Annotated[float, Field(ge=0.1, le=50)] = 5.0,
+        false_keep_percent: Annotated[
+            float, Field(ge=0.1, le=50, description="Percent: the chance that what is kept holds a change that does not help.")
+        ] = 5.0,
     ) -> tuning.TuneAnswer:
         """The next launch of a tuning, or what is proven to make the run faster. Keep nothing that is not in `kept`."""
         with _as_tool_error():
