@@ -185,7 +185,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
-                    standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims},
+                    standing={i: _stands(library.cards[h.id], i, stock, run.hardware) for i in h.claims},
                 )
                 for h in result.hits
             ]
@@ -484,8 +484,8 @@ def bounded(answer: A, instead: str) -> A:
     return answer
 
 
-def _stands(card: Card, claim_id: str, stock: Stock) -> list[str]:
-    return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today)
+def _stands(card: Card, claim_id: str, stock: Stock, gpus: Sequence[str] = ()) -> list[str]:
+    return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today, gpus)
 
 
 def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:
