@@ -100,7 +100,9 @@ def test_terminal_site_and_plain_text_mark_the_same_rules(records):
 
 
 def test_verdicts_of_the_gpus_that_are_named_come_first(records) -> None:
-    twice = {r.claim for r in records if r.machine == "h100x1" and r.status in DECIDED} & {r.claim for r in records if r.machine == "h200x1"}
+    twice = {r.claim for r in records if r.machine == "h100x1" and r.status in DECIDED} & {
+        r.claim for r in records if r.machine == "h200x1"
+    }
     assert twice
     for claim_id in twice:
         claim = CLAIMS[claim_id][1]

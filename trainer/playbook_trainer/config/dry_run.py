@@ -241,7 +241,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         **state_bytes_on_gpu,
         gathered=transient.gathered,
         activations=live_activations.on_gpu,
-        vision=vision(config, plan) if stage == 0 else 0.0,
+        vision=live_activations.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
         loss=transient.loss,
         workspace=memory.PLAIN_BYTES,
         grown=state_bytes_on_gpu["gradients"] if gradients_replace_activations else 0.0,
