@@ -104,7 +104,7 @@ def test_a_drift_and_a_carry_over_of_any_size_move_no_difference(pairs):
         y = rng.normal(size=2 * pairs)
         disturbed = y + np.array([50.0 * launch.at + 20.0 * launch.before for launch in launches])
         plain, found = (design.fit(launches, 2).contrast(values, (-1.0, 1.0)) for values in (y, disturbed))
-        for name in ("mean", "error", "freedom"):
+        for name in ("value", "standard_error", "degrees_of_freedom"):
             assert getattr(found, name) == pytest.approx(getattr(plain, name)), name
 
 
