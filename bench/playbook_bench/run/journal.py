@@ -43,6 +43,8 @@ class SealedLines:
         self.path = path
         self.unreadable_midway = False
         """Whether the file was read up to a line that nobody would leave who was stopped while writing one."""
+        self._lines_follow = False
+        """Whether lines stand behind the one up to which the file was read."""
         self._last_seal = ""
 
     def read(self) -> list[dict[str, Any]]:
@@ -53,7 +55,7 @@ class SealedLines:
             StoreError: the file is there and cannot be read, or a line is not the one that was written there.
         """
         out: list[dict[str, Any]] = []
-        self._last_seal, self.unreadable_midway = "", False
+        self._last_seal, self.unreadable_midway, self._lines_follow = "", False, False
         try:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -74,6 +76,7 @@ class SealedLines:
                 raise StoreError(f"line {number} of {self.path} was altered, or the one before it; remove the folder to start over")
             self._last_seal = seal
             out.append(row)
+        self._lines_follow = len(lines) > len(out) + 1
         return out
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -92,9 +95,9 @@ class SealedLines:
         """Replace the file atomically: neither a full disk nor a crash may lose the lines that it held.
 
         Raises:
-            StoreError: it cannot be written, or it was read up to an unreadable line, and what follows that line would be lost.
+            StoreError: it cannot be written, or it was read up to an unreadable line, and the lines behind that one would be lost.
         """
-        if self.unreadable_midway:
+        if self._lines_follow:
             raise StoreError(f"a line in the middle of {self.path} cannot be read; mend the line, or remove the file to start over")
         self._last_seal = ""
         store.replace(self.path, "".join(map(self._sealed, rows)))
