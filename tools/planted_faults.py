@@ -93,8 +93,8 @@ FAULTS = (
     ),
     Fault(
         JUDGE + "design.py",
-        "each = squares / freedom",
-        "each = squares * 0 + (squares / freedom).min(axis=-1, keepdims=True)",
+        "variant_variance = residual_sums_of_squares / variant_dof",
+        "variant_variance = 0 * residual_sums_of_squares + (residual_sums_of_squares / variant_dof).min(axis=-1, keepdims=True)",
         "a noisier candidate is held to the noise of the baseline",
         STATISTICS,
     ),

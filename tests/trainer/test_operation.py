@@ -17,7 +17,7 @@ from forking import Forks
 from ranks import SUPPORT, free_port, run, steps, summary
 
 from playbook_bench.launch.local import LocalLauncher, Spec
-from playbook_bench.statements.training import offline_run
+from playbook_bench.statements.training import read_wandb_offline_run
 from playbook_trainer.config.tree import load
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -427,7 +427,7 @@ def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> 
     assert [e.step for e in events.Scalars("eval_loss")] == [3, 6]
     assert events.Scalars("summary/skipped_steps")[0].value == 0
 
-    config, history = offline_run(tmp_path / "wandb")
+    config, history = read_wandb_offline_run(tmp_path / "wandb")
     assert config == resolved
     assert [(row["_step"], row["loss"]) for row in history] == [(r["step"], r["loss"]) for r in rows]
 

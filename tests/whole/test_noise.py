@@ -86,7 +86,7 @@ def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise
     odd = aa.run(case(), options(tmp_path, profile="cpu"))
     assert [r.pair for r in odd.baseline.runs] == [0, 0, None, None, 2, 2, 3, 3, 4, 4], "what was set aside stays on record"
     assert odd.path is not None
-    assert odd.deviation < 2 * quiet.deviation
+    assert odd.rms_difference < 2 * quiet.rms_difference
     out = io.StringIO()
     report.print_noise(odd, report.console(out))
     assert "4 pairs" in out.getvalue()
@@ -99,7 +99,7 @@ def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tm
     plant(baseline={"slower": 0.1, "launches": [4, 9]})
     found = aa.run(case(), options(tmp_path, profile="cpu"))
     assert [r.pair for r in found.baseline.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert found.deviation > 0.04
+    assert found.rms_difference > 0.04
 
 
 def test_a_stopped_noise_goes_on_from_the_launches_that_had_ended(case, tmp_path, plant):

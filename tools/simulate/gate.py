@@ -96,10 +96,10 @@ def promised(seed: int, count: int, baseline: Draw, candidate: Draw) -> tuple[in
         for look in LOOKS:
             estimate = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
             reach = [
-                student.isf(slowdown._rate(error, LOOKS, look), estimate.freedom) * estimate.error
+                student.isf(slowdown._rate(error, LOOKS, look), estimate.degrees_of_freedom) * estimate.standard_error
                 for error in (slowdown._REGRESSION_ERROR, slowdown._PASS_ERROR)
             ]
-            fails, passes = open_ & (estimate.mean - reach[0] > limit), open_ & (estimate.mean + reach[1] < limit)
+            fails, passes = open_ & (estimate.value - reach[0] > limit), open_ & (estimate.value + reach[1] < limit)
             passed, failed, open_ = passed + int(passes.sum()), failed + int(fails.sum()), open_ & ~passes & ~fails
     return passed, failed, each * ORDERS
 

@@ -98,8 +98,8 @@ def after(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, floa
         decided, pairs_used = np.zeros(each, dtype=int), np.full(each, LOOKS[-1])
         for look in LOOKS:
             estimate = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
-            beyond = student.ppf(1 - rules.level(LOOKS, ALPHA, look) / 2, estimate.freedom) * estimate.error
-            now = np.where(decided == 0, np.sign(estimate.mean) * (np.abs(estimate.mean) > beyond), 0).astype(int)
+            beyond = student.ppf(1 - rules.level(LOOKS, ALPHA, look) / 2, estimate.degrees_of_freedom) * estimate.standard_error
+            now = np.where(decided == 0, np.sign(estimate.value) * (np.abs(estimate.value) > beyond), 0).astype(int)
             pairs_used[now != 0] = look
             decided += now
         gains, losses, spent = gains + int((decided > 0).sum()), losses + int((decided < 0).sum()), spent + int(pairs_used.sum())

@@ -58,49 +58,51 @@ class Launch:
 class Estimate:
     """A difference between variants. Shapes: those of the values it was made from, without the last."""
 
-    mean: np.ndarray
-    error: np.ndarray
-    """Standard error."""
-    freedom: np.ndarray
-    """Degrees of freedom."""
+    value: np.ndarray
+    standard_error: np.ndarray
+    degrees_of_freedom: np.ndarray
 
 
 @dataclass(frozen=True)
 class Fit:
     """Least squares of one order of launches: what each launch counts in each variant's level."""
 
-    of: np.ndarray
+    variant_of: np.ndarray
     """Index of each launch's variant. Shape [launches]."""
-    levels: np.ndarray
+    level_weights: np.ndarray
     """Weights of each variant's level. Shape [variants, launches]."""
     carry: np.ndarray | None
-    """Weights of what a launch of each variant leaves behind, against the mean of all; None where it is not fitted. Shape as `levels`."""
-    residual: np.ndarray
+    """Weights of what a launch of each variant leaves behind, against the mean of all; None where it is not fitted. Shape as `level_weights`."""
+    residual_projection: np.ndarray
     """Projects values on what the model leaves over. Shape [launches, launches]."""
 
-    def estimate(self, values: Any, weights: np.ndarray) -> Estimate:
-        """The sum of values that `weights` of launches give. Shapes: values [..., launches], weights [launches]."""
+    def estimate_weighted_sum(self, launch_values: Any, weights: np.ndarray) -> Estimate:
+        """The sum of `launch_values` weighted by `weights`, with its standard error, each variant's noise estimated apart, and Satterthwaite's
+        degrees of freedom (all of them where the variance is 0). Shapes: [..., launches], [launches].
+        """
         import numpy as np  # start-up time: commands that judge nothing import this module too
 
-        y = np.asarray(values, dtype=float)
-        membership = np.eye(len(self.levels))[self.of]
-        freedom = np.diag(self.residual) @ membership
-        squares = (y @ self.residual) ** 2 @ membership
-        if len(self.levels) == 2:
-            each = squares / freedom
+        y = np.asarray(launch_values, dtype=float)
+        membership = np.eye(len(self.level_weights))[self.variant_of]
+        variant_dof = np.diag(self.residual_projection) @ membership
+        residual_sums_of_squares = (y @ self.residual_projection) ** 2 @ membership
+        if len(self.level_weights) == 2:
+            variant_variance = residual_sums_of_squares / variant_dof
         else:
             # In blocks, what is left over of a launch is noise of the other variants too: MINQUE, C. R. Rao, JMVA 1 (1971).
-            each = np.maximum(squares @ np.linalg.inv(membership.T @ self.residual**2 @ membership), 0.0)
-        parts = each * (weights**2 @ membership)
-        variance, spread = parts.sum(axis=-1), (parts**2 / freedom).sum(axis=-1)
-        whole = np.full(y.shape[:-1], float(freedom.sum()))
-        return Estimate(y @ weights, np.sqrt(variance), np.divide(variance**2, spread, out=whole, where=spread > 0))
+            mixing = membership.T @ self.residual_projection**2 @ membership
+            variant_variance = np.maximum(residual_sums_of_squares @ np.linalg.inv(mixing), 0.0)
+        variance_terms = variant_variance * (weights**2 @ membership)
+        variance, satterthwaite_denominator = variance_terms.sum(axis=-1), (variance_terms**2 / variant_dof).sum(axis=-1)
+        total_dof = np.full(y.shape[:-1], float(variant_dof.sum()))
+        freedom = np.divide(variance**2, satterthwaite_denominator, out=total_dof, where=satterthwaite_denominator > 0)
+        return Estimate(value=y @ weights, standard_error=np.sqrt(variance), degrees_of_freedom=freedom)
 
     def contrast(self, values: Any, weights: Sequence[float]) -> Estimate:
         """The contrast `weights` of the variants' levels."""
         import numpy as np
 
-        return self.estimate(values, np.asarray(weights, dtype=float) @ self.levels)
+        return self.estimate_weighted_sum(values, np.asarray(weights, dtype=float) @ self.level_weights)
 
 
 def fit(launches: Sequence[Launch], variants: int, nuisance: bool = True) -> Fit:
@@ -155,7 +157,7 @@ def carry_over(rows: Sequence[Sequence[float]], launches: Sequence[Launch], one:
     launches to tell.
     """
     model = fit(launches, len(rows[0]))
-    return None if model.carry is None else model.estimate(_values(rows, launches), model.carry[other] - model.carry[one])
+    return None if model.carry is None else model.estimate_weighted_sum(_values(rows, launches), model.carry[other] - model.carry[one])
 
 
 def _values(rows: Sequence[Sequence[float]], launches: Sequence[Launch]) -> list[float]:
@@ -225,7 +227,7 @@ def quality(drawn: Sequence[int], variants: int) -> tuple[float, float]:
     turns = np.exp(-1j * np.outer(np.linspace(math.tau / 30, math.pi, _PERIODS), np.arange(n)))
     efficiency, alias = math.inf, 0.0
     for a, b in itertools.combinations(range(variants), 2):
-        w = model.levels[b] - model.levels[a]
+        w = model.level_weights[b] - model.level_weights[a]
         power = float(w @ w)
         efficiency = min(efficiency, 2 * variants / n / power)
         alias = max(alias, float((np.abs(turns @ w) ** 2).max()) / power)

@@ -335,9 +335,9 @@ def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[Block], mar
     estimates = [(estimate, a, b) for estimate, a, b in candidates if estimate is not None]
     if not estimates:
         return None, ""
-    estimate, before, after = max(estimates, key=lambda row: abs(float(row[0].mean)))
-    mean = float(estimate.mean)
-    half = statistics.t_quantile(_CARRY_ALPHA / len(estimates), float(estimate.freedom)) * float(estimate.error)
+    estimate, before, after = max(estimates, key=lambda row: abs(float(row[0].value)))
+    mean = float(estimate.value)
+    half = statistics.t_quantile(_CARRY_ALPHA / len(estimates), float(estimate.degrees_of_freedom)) * float(estimate.standard_error)
     ratio = metric.scale == "log_ratio"
     low, middle, high = (100 * math.expm1(x) if ratio else x for x in (mean - half, mean, mean + half))
     text = f"a launch after {after} is better by {middle:+.1f}{' %' if ratio else ''} [{low:.1f}, {high:.1f}] than one after {before}"

@@ -66,7 +66,7 @@ def judge_slowdown(worse: design.Estimate, pairs: int, limit: float, looks: Sequ
     Raises:
         ValueError: fewer than two pairs, or a value that is not finite.
     """
-    mean, error, freedom = float(worse.mean), float(worse.error), float(worse.freedom)
+    mean, error, freedom = float(worse.value), float(worse.standard_error), float(worse.degrees_of_freedom)
     if pairs < 2:
         raise ValueError(f"a slowdown needs at least 2 pairs of commits, found {pairs}")
     if not (math.isfinite(mean) and math.isfinite(error)):
@@ -96,9 +96,9 @@ def _pairs_needed(mean: float, worse: design.Estimate, measured: int, limit: flo
     likely = plain.NormalDist().inv_cdf(statistics.POWER)
     for pairs in range(looks[0], MOST_PAIRS + 1, step):
         # Two launches of each variant, or one where only one of them is noisy, pay for the terms of the model.
-        freedom = float(worse.freedom) * max(1, pairs - 2) / max(1, measured - 2)
+        freedom = float(worse.degrees_of_freedom) * max(1, pairs - 2) / max(1, measured - 2)
         reach = statistics.t_quantile(2 * _rate(error, looks, pairs), freedom) + likely
-        if reach * float(worse.error) * math.sqrt(measured / pairs) <= abs(limit - mean):
+        if reach * float(worse.standard_error) * math.sqrt(measured / pairs) <= abs(limit - mean):
             return pairs
     return None
 

@@ -63,9 +63,9 @@ class Rules:
         out, n = [], len(rows)
         for weight in weights:
             estimate = design.contrast(rows, launches, weight)
-            mean, error = float(estimate.mean), float(estimate.error)
+            mean, error = float(estimate.value), float(estimate.standard_error)
             common = len(launches) - len(weight)
-            half = statistics.t_quantile(alpha, float(estimate.freedom)) * error
+            half = statistics.t_quantile(alpha, float(estimate.degrees_of_freedom)) * error
             used = half * math.sqrt(n) / statistics.t_quantile(alpha, common)
             deviation = error * math.sqrt(n)
             out.append(Interval(mean, mean - half, mean + half, deviation, used, deviation, common))

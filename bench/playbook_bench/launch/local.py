@@ -149,8 +149,8 @@ class LocalLauncher:
             watched = Watch(spec, on_step)
             hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
-            with deferred_signals() as signals:
-                end(ranks, self.grace_s, signals)
+            with deferred_signals() as arrived_signals:
+                terminate_ranks(ranks, self.grace_s, arrived_signals)
                 kill_orphans()
         wall = time.monotonic() - clock
         if hung:
@@ -295,20 +295,20 @@ def deferred_signals() -> Iterator[list[int]]:
 
     Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
     """
-    signals: list[int] = []
+    arrived_signals: list[int] = []
     before = (
         {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if threading.current_thread() is threading.main_thread() else {}
     )
     before = {s: handler for s, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     for s in before:
-        signal.signal(s, lambda signum, frame: signals.append(signum))
+        signal.signal(s, lambda signum, frame: arrived_signals.append(signum))
     try:
-        yield signals
+        yield arrived_signals
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-        if signals:
-            signal.raise_signal(signals[0])
+        if arrived_signals:
+            signal.raise_signal(arrived_signals[0])
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -364,41 +364,43 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
     """Until all ranks have ended, one has failed, or the run hangs; returns why it hangs."""
     finished: float | None = None
     while True:
-        alive = [r for r in ranks if r.process.poll() is None]
-        failed = [r.process.returncode for r in ranks if r not in alive and r.process.returncode not in _IN_ORDER]
+        still_running = [r for r in ranks if r.process.poll() is None]
+        failed = [r.process.returncode for r in ranks if r not in still_running and r.process.returncode not in _IN_ORDER]
         # What one rank refuses all refuse, and rank 0 alone says why: it gets a moment to.
         if failed and set(failed) == {exit_codes.REFUSED}:
             deadline = time.monotonic() + _REFUSAL_S
-            while time.monotonic() < deadline and any(r.process.poll() is None for r in alive):
+            while time.monotonic() < deadline and any(r.process.poll() is None for r in still_running):
                 time.sleep(_POLL_S / 5)
-        if failed or not alive:
+        if failed or not still_running:
             watch.look(began)
             return ""
-        if len(alive) < len(ranks):
+        if len(still_running) < len(ranks):
             finished = finished or time.monotonic()
             if time.monotonic() - finished > drain_s:
-                return f"rank {alive[0].index} did not end within {drain_s:g} s of the others"
+                return f"rank {still_running[0].index} did not end within {drain_s:g} s of the others"
         hung = watch.look(began)
         if hung:
             return hung
-        handles = [r.pidfd for r in alive if r.pidfd is not None]
-        if len(handles) == len(alive):
+        handles = [r.pidfd for r in still_running if r.pidfd is not None]
+        if len(handles) == len(still_running):
             select.select(handles, [], [], _POLL_S)
         else:
             time.sleep(_POLL_S / 5)
 
 
-def end(ranks: Sequence[Rank], grace_s: float, signals: Sequence[int]) -> None:
+def terminate_ranks(ranks: Sequence[Rank], grace_s: float, arrived_signals: list[int]) -> None:
     """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts
     short.
+
+    `exit_code` is set for ranks that had ended before; the others keep None. Closes each pidfd. `arrived_signals` fills while this runs.
     """
     for rank in ranks:
         rank.exit_code = rank.process.poll()
-    alive = [r for r in ranks if r.exit_code is None]
-    for rank in alive:
+    still_running = [r for r in ranks if r.exit_code is None]
+    for rank in still_running:
         _signal_group(rank.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(r.process.poll() is None for r in alive) and not signals and time.monotonic() < deadline:
+    while any(r.process.poll() is None for r in still_running) and not arrived_signals and time.monotonic() < deadline:
         time.sleep(0.02)
     for rank in ranks:
         _signal_group(rank.process.pid, signal.SIGKILL)

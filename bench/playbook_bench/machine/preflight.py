@@ -27,8 +27,8 @@ _TAKEN_BYTES = 1e9
 class Limit:
     """The least share of what is expected of the kind of GPU, and of the median of all of them."""
 
-    expected: float
-    peers: float
+    least_share_of_expected: float
+    least_share_of_median: float
     unit: str
     scale: float
     label: str
@@ -42,7 +42,7 @@ LIMITS = {
     "device_to_host_bytes_per_s": Limit(0.60, 0.75, "GB/s", 1e9, "GPU to host"),
     "link_bytes_per_s": Limit(0.70, 0.80, "GB/s", 1e9, "link"),
 }
-_CPU_PEERS = 0.35
+_CPU_LEAST_SHARE_OF_MEDIAN = 0.35
 """The same for processes that share a CPU with whatever else runs there."""
 
 
@@ -76,39 +76,48 @@ def expected(cluster: Cluster) -> dict[str, float]:
     return rates
 
 
-def faults(readings: Sequence[Reading], healthy: Mapping[str, float], *, cpu: bool = False) -> list[str]:
-    """A sentence for each GPU or link that is slow, throttled or taken, the worst share first.
+def faults(readings: Sequence[Reading], expected_by_metric: Mapping[str, float], *, cpu: bool = False) -> list[str]:
+    """First slow GPUs and links, the smallest share of their reference first; then throttled GPUs and those whose memory another process
+    holds.
 
     Args:
         readings: of all GPUs of the job.
-        healthy: what one of this kind reaches, by metric; where a metric is missing, GPUs are compared with one another alone.
-        cpu: processes of a CPU stand for GPUs.
+        expected_by_metric: rates in the unit that the metric's name ends with; not used for links between hosts, which are compared with
+            their median.
+        cpu: the readings are of CPU processes, not GPUs: a looser limit against the median.
     """
     slow: list[tuple[float, str]] = []
     for metric, limit in LIMITS.items():
-        for across in (False, True):
-            comparable = [r for r in readings if r.metric == metric and _across(r) == across and not _repeats(r)]
-            slow += _slow(comparable, limit, None if across else healthy.get(metric), _CPU_PEERS if cpu else limit.peers)
+        for between_hosts in (False, True):
+            comparable = [r for r in readings if r.metric == metric and _between_hosts(r) == between_hosts and not _is_second_end(r)]
+            slow += _slow(
+                comparable,
+                limit,
+                None if between_hosts else expected_by_metric.get(metric),
+                _CPU_LEAST_SHARE_OF_MEDIAN if cpu else limit.least_share_of_median,
+            )
     return [text for _, text in sorted(slow)] + list(_conditions(readings))
 
 
-def _across(reading: Reading) -> bool:
+def _between_hosts(reading: Reading) -> bool:
     """Whether it is of a link between two machines."""
     return reading.other is not None and reading.other[0] != reading.host
 
 
-def _repeats(reading: Reading) -> bool:
+def _is_second_end(reading: Reading) -> bool:
     """A link is read at both of its ends; one of them counts."""
     return reading.other is not None and (reading.host, reading.gpu) > reading.other
 
 
-def _slow(readings: Sequence[Reading], limit: Limit, healthy: float | None, peers: float) -> Iterator[tuple[float, str]]:
+def _slow(
+    readings: Sequence[Reading], limit: Limit, expected_rate: float | None, least_share_of_median: float
+) -> Iterator[tuple[float, str]]:
     """Readings of one metric that are below what the kind reaches, or else below the others, with their share of it."""
     middle = statistics.median(r.value for r in readings) if readings else 0.0
     for reading in readings:
-        if healthy is not None and reading.value < limit.expected * healthy:
-            reference, of = healthy, "what this kind of GPU reaches"
-        elif reading.value < peers * middle:
+        if expected_rate is not None and reading.value < limit.least_share_of_expected * expected_rate:
+            reference, of = expected_rate, "what this kind of GPU reaches"
+        elif reading.value < least_share_of_median * middle:
             reference, of = middle, f"the median of {len(readings)}"
         else:
             continue
@@ -140,7 +149,7 @@ def table(readings: Sequence[Reading]) -> list[dict[str, str]]:
     """A row for each GPU: its figures, and its slowest links."""
     rows: dict[tuple[str, int], dict[tuple[str, bool], float]] = {}
     for reading in readings:
-        row, key = rows.setdefault((reading.host, reading.gpu), {}), (reading.metric, _across(reading))
+        row, key = rows.setdefault((reading.host, reading.gpu), {}), (reading.metric, _between_hosts(reading))
         row[key] = min(reading.value, row.get(key, reading.value))
     return [
         {"host": host, "GPU": str(gpu)} | {_column(*key): _cell(key[0], value) for key, value in row.items() if key[0] in _SHOWN}
@@ -162,8 +171,8 @@ _SHOWN = {
 """Columns of the table, and what their unit is of the metric's."""
 
 
-def _column(metric: str, across: bool) -> str:
-    return f"{'network' if across else 'least'} {_SHOWN[metric][0]}" if metric == "link_bytes_per_s" else _SHOWN[metric][0]
+def _column(metric: str, between_hosts: bool) -> str:
+    return f"{'network' if between_hosts else 'least'} {_SHOWN[metric][0]}" if metric == "link_bytes_per_s" else _SHOWN[metric][0]
 
 
 def _cell(metric: str, value: float) -> str:

@@ -31,9 +31,10 @@ class Noise:
     path: Path | None
     """Where it is stored; None for one that was disturbed, which would blunt every later verdict on this machine."""
     metric: str
-    deviation: float
-    """Standard deviation of the paired differences around zero; for ratios of their logarithms, so about a share."""
-    mean: float
+    rms_difference: float
+    """Root mean square of the paired differences; for ratios of their logarithms, so about a share."""
+    mean_difference: float
+    """Of differences whose sign alternates from pair to pair, on the metric's scale."""
     contaminated: bool
 
 

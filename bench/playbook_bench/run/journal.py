@@ -41,18 +41,21 @@ class SealedLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.foreign = False
+        self.unreadable_midway = False
         """Whether the file was read up to a line that nobody would leave who was stopped while writing one."""
-        self._last = ""
+        self._lines_follow = False
+        """Whether lines stand behind the one up to which the file was read."""
+        self._last_seal = ""
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects, up to the first line that is none: a job that was killed may leave half a line, a machine that lost power anything.
+        """The objects up to the first line that is not valid. Sets `unreadable_midway` unless that line is a torn last one. A missing file has
+        no rows.
 
         Raises:
             StoreError: the file is there and cannot be read, or a line is not the one that was written there.
         """
         out: list[dict[str, Any]] = []
-        self._last = ""
+        self._last_seal, self.unreadable_midway, self._lines_follow = "", False, False
         try:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -63,16 +66,17 @@ class SealedLines:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                self.foreign = number < len(lines) or not line.startswith(b"{")
+                self.unreadable_midway = number < len(lines) or not line.startswith(b"{")
                 break
             if not isinstance(row, dict) or _SEAL not in row:
-                self.foreign = True
+                self.unreadable_midway = True
                 break
             seal = row.pop(_SEAL)
-            if seal != digest([self._last, row]):
+            if seal != digest([self._last_seal, row]):
                 raise StoreError(f"line {number} of {self.path} was altered, or the one before it; remove the folder to start over")
-            self._last = seal
+            self._last_seal = seal
             out.append(row)
+        self._lines_follow = len(lines) > len(out) + 1
         return out
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -91,14 +95,16 @@ class SealedLines:
         """Replace the file atomically: neither a full disk nor a crash may lose the lines that it held.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: it cannot be written, or it was read up to an unreadable line, and the lines behind that one would be lost.
         """
-        self._last = ""
+        if self._lines_follow:
+            raise StoreError(f"a line in the middle of {self.path} cannot be read; mend the line, or remove the file to start over")
+        self._last_seal = ""
         store.replace(self.path, "".join(map(self._sealed, rows)))
 
     def _sealed(self, row: Mapping[str, Any]) -> str:
-        self._last = digest([self._last, row])
-        return json.dumps({**row, _SEAL: self._last}) + "\n"
+        self._last_seal = digest([self._last_seal, row])
+        return json.dumps({**row, _SEAL: self._last_seal}) + "\n"
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class Journal:
                 raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder")
             self._settled = SealedLines(folder / _SETTLED)
             rows = self._settled.read()
-            if self._settled.foreign:
+            if self._settled.unreadable_midway:
                 raise ValueError(f"line {len(rows) + 1} of {_SETTLED} is not a journal's")
             self.settled = {key: Path(os.path.normpath(folder.absolute() / path)) for row in rows for key, path in row.items()}
             if rows:

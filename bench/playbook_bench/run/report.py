@@ -51,7 +51,7 @@ _BAR = 15
 _PLOT = 24
 _PARTS, _LEAST_PART = 8, 0.02
 """Parts of a waterfall that are printed at most, and the share of the largest from which one is."""
-_BETWEEN = " between looks"
+_NOT_AT_A_LOOK = " between looks"
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -100,7 +100,7 @@ class TerminalProgress:
         self.out.print(Text(_INDENT + text))
 
     def finished(self, outcome: Outcome) -> None:
-        """End the line and print the claim's three."""
+        """End the line and print the verdict."""
         self.close()
         if not (self._counts and outcome.status == "not_applicable"):
             print_outcome(outcome, self.out)
@@ -141,11 +141,15 @@ class LaunchLines(TerminalProgress):
         self.close()
 
 
-def print_outcome(outcome: Outcome, out: Console, status_word: str = "") -> None:
-    """A claim in one line where nothing was timed, else in three or four. `status_word` stands for the status of what no claim asked."""
+def print_outcome(outcome: Outcome, out: Console, displayed_status: str = "") -> None:
+    """A verdict: one line where nothing was timed; a line for each point of a curve; else the comparison, its effect, a line for each remark,
+    and the verdict.
+
+    `displayed_status` replaces the status's word; the colour stays the status's.
+    """
     evidence, status = outcome.evidence, outcome.status
     sentence = _sentence(outcome)
-    word = Text(status_word or WORDS.get(status, status), style=_COLOURS[status])
+    word = Text(displayed_status or WORDS.get(status, status), style=_COLOURS[status])
     comparison, curve = evidence.derived.comparison, evidence.derived.curve
     if curve is not None and evidence.measured.case is not None:
         _print_curve(outcome, curve, evidence.measured.case.content, out)
@@ -159,10 +163,10 @@ def print_outcome(outcome: Outcome, out: Console, status_word: str = "") -> None
         )
         out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
         return
-    out.print(
-        Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {comparison.pairs} pairs{_aa(comparison)}, {_clock(evidence.seconds.total)}")
-    )
-    shown = effects.show_effect(comparison, between=True) + (_BETWEEN if comparison.look is None and comparison.low is not None else "")
+    pairs = f"{comparison.pairs} pairs{_aa_suffix(comparison)}"
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {_changed_setting(evidence)}  {pairs}, {_clock(evidence.seconds.total)}"))
+    stopped = _NOT_AT_A_LOOK if comparison.look is None and comparison.low is not None else ""
+    shown = effects.show_effect(comparison, between=True) + stopped
     out.print(
         Text(f"{_INDENT}{comparison.metric}  {_value(comparison.baseline)} -> {_value(comparison.candidate)} {comparison.unit}  {shown}")
     )
@@ -170,21 +174,21 @@ def print_outcome(outcome: Outcome, out: Console, status_word: str = "") -> None
         out.print(Text(f"{_INDENT}{clause}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
-    if shares := _computing(evidence):
+    if shares := _gpu_compute_shares(evidence):
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
     for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
         out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
     if limit := host_limit(comparison.model_dump()):
         out.print(Text(f"{_INDENT}{limit}"))
-    if shares := _on_data(evidence):
+    if shares := _data_wait_shares(evidence):
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
-    if shares := _stolen(evidence):
+    if shares := _steal_shares(evidence):
         out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
     _print_failed(evidence, out)
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
-def _aa(figures: Comparison | Curve) -> str:
+def _aa_suffix(figures: Comparison | Curve) -> str:
     """What a record of rules before version 3 has besides its pairs."""
     return "" if figures.floor is None else " + A/A"
 
@@ -209,7 +213,7 @@ def print_waterfall(trace: TraceResult, out: Console) -> None:
 def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> None:
     """One line per value with a bar: its length is the metric's mean, over the largest."""
     evidence = outcome.evidence
-    spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks{_aa(curve)}, {_clock(evidence.seconds.total)}"
+    spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks{_aa_suffix(curve)}, {_clock(evidence.seconds.total)}"
     subject = case.knob or " x ".join(f.name for f in case.factors) or "what was predicted"
     out.print(Text(f"{outcome.name:<{_NAME - 1}} {curve.metric} over {subject}  {spent}"))
     most = max((p.value for p in curve.points if p.value is not None), default=0.0)
@@ -222,7 +226,7 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
     if curve.look is None and any(c.low is not None for c in curve.contrasts):
-        out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_BETWEEN}"))
+        out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_NOT_AT_A_LOOK}"))
     if limit := host_limit(curve.model_dump()):
         out.print(Text(f"{_INDENT}{limit}"))
     checks = evidence.derived.receipts
@@ -279,13 +283,15 @@ def _lack(measured: Measured) -> str:
 
 def print_noise(noise: Noise, out: Console) -> None:
     """An A/A in one line, and what became of it."""
-    aside = sum(r.pair is None for r in noise.baseline.runs) // 2
-    pairs = len(noise.baseline.runs) // 2 - aside
-    text = (
-        f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, "
-        f"deviation {100 * noise.deviation:.2f} %"
-    )
-    text += "; one pair was set aside, since a launch of it stood out" if aside else ""
+    pairs_excluded = sum(r.pair is None for r in noise.baseline.runs) // 2
+    pairs = len(noise.baseline.runs) // 2 - pairs_excluded
+    metric = metrics.get(noise.metric)
+    if metric.scale == "log_ratio":
+        mean, deviation = f"{100 * noise.mean_difference:+.2f} %", f"{100 * noise.rms_difference:.2f} %"
+    else:
+        mean, deviation = f"{noise.mean_difference:+.4g} {metric.unit}", f"{noise.rms_difference:.4g} {metric.unit}"
+    text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {mean}, deviation {deviation}"
+    text += "; one pair was set aside, since a launch of it stood out" if pairs_excluded else ""
     out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
     out.print(
         Text(f"stored {noise.path}" if noise.path else "not stored: it would blunt every later verdict; run it again on a quiet machine")
@@ -426,7 +432,7 @@ def _sentence(outcome: Outcome) -> str:
     return plain(outcome.evidence.derived.verdict.sentence.removeprefix("not applicable: "))
 
 
-def _what(evidence: Evidence) -> str:
+def _changed_setting(evidence: Evidence) -> str:
     case = evidence.measured.case
     if case is None:
         return ""
@@ -441,19 +447,19 @@ def _words(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _computing(evidence: Evidence) -> str:
+def _gpu_compute_shares(evidence: Evidence) -> str:
     """How much of a step each variant's GPU computes, where that is known."""
     shares = {v: receipt.computing(evidence.measured.runs, v) for v in ("baseline", "candidate")}
     return ", ".join(f"{share:.0f} % of the step in {variant}" for variant, share in shares.items() if share is not None)
 
 
-def _on_data(evidence: Evidence) -> str:
+def _data_wait_shares(evidence: Evidence) -> str:
     """Share of the step spent fetching data, for variants where it is large enough to matter."""
     shares = _medians(evidence, metrics.get("data_time_share").value)
     return ", ".join(f"{100 * share:.0f} % of the step in {variant}" for variant, share in shares.items() if share >= NOTABLE_DATA)
 
 
-def _stolen(evidence: Evidence) -> str:
+def _steal_shares(evidence: Evidence) -> str:
     """Share of processor time that other virtual machines on the host took, for variants where it is large enough to matter."""
     shares = _medians(evidence, lambda run: run.telemetry.get("stolen_percent"))
     return ", ".join(f"{share:.0f} % from {variant}" for variant, share in shares.items() if share >= NOTABLE_STOLEN)

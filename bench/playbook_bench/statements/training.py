@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -43,15 +43,25 @@ def train(config: str, out: Path, *words: str) -> str:
     return "" if done.returncode == 0 else f"the trainer ended with code {done.returncode}: {(done.stderr or done.stdout)[-400:].strip()}"
 
 
-def offline_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The configuration and the history of the one offline run below a folder.
+class OfflineRun(NamedTuple):
+    """What W&B kept of a run."""
+
+    configuration: dict[str, Any]
+    history: list[dict[str, Any]]
+
+
+def read_wandb_offline_run(wandb_dir: Path) -> OfflineRun:
+    """Configuration and history of the only W&B offline run in `wandb_dir` (`offline-run-*/*.wandb`).
+
+    Keys of W&B itself (leading `_`) are left out of the configuration, not of the history, which has a dict for each logged row. Nested
+    keys are joined by `/`.
 
     Raises:
         ValueError: there is none, or more than one.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = folder.glob("offline-run-*/*.wandb")
+    (path,) = wandb_dir.glob("offline-run-*/*.wandb")
     config: dict[str, Any] = {}
     history = []
     for data in _records(path.read_bytes()):
@@ -61,7 +71,7 @@ def offline_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             config[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
         if record.history.item:
             history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-    return {key: value for key, value in config.items() if not key.startswith("_")}, history
+    return OfflineRun({key: value for key, value in config.items() if not key.startswith("_")}, history)
 
 
 def _records(data: bytes) -> Iterator[bytes]:
@@ -184,7 +194,7 @@ def offline_run_gets_configuration() -> Statement:
         if problem:
             return False, problem, {}
         written = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
-        sent = offline_run(out / "wandb")[0]
+        sent = read_wandb_offline_run(out / "wandb").configuration
     missing = [key for key, value in written.items() if sent.get(key) != value]
     holds = not missing and written["optimizer"]["lr"] == 0.000123
     return holds, f"sections of the resolved configuration missing from the run: {', '.join(missing) or 'none'}", {"missing": missing}

@@ -19,7 +19,7 @@ from playbook.errors import PlaybookError
 from playbook.kernels import communicates, union
 from playbook_bench.trace.chrome import Document
 from playbook_bench.trace.containers import Unpacked, one
-from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread
+from playbook_bench.trace.table import CONTAINERS, Kind, Op, RangePath, Span, Stacks, Timeline, close_backward, main_thread
 
 _MAX_EVENTS = 4_000_000
 """Events that are kept: those of the host and the device, without flows and Python functions."""
@@ -306,7 +306,7 @@ def _range_name(name: str) -> str:
     return "fsdp" if name.startswith(_FSDP) else _DETAIL.sub("", name)
 
 
-def _works(name: str) -> bool:
+def _is_host_work(name: str) -> bool:
     """Whether an operator is work of the host: the nodes of autograd, and Python functions in it, only contain others and wait."""
     return "::" in name and "autograd::" not in name
 
@@ -328,7 +328,7 @@ def _int(value: Any) -> int | None:
 
 
 def _device_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
-    climb = _Climb(recorded.operators, stacks, recorded.flows) if spans else None
+    backward_to_forward = _BackwardToForward(recorded.operators, stacks, recorded.flows) if spans else None
     ops: list[Op] = []
     unlaunched: list[Op] = []
     recorded.device.reverse()
@@ -336,9 +336,20 @@ def _device_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> 
         e = recorded.device.pop()
         call = None if e.correlation is None else recorded.calls.get(e.correlation)
         if call is None:
-            unlaunched.append(Op(0, e.start, e.start, e.end, e.kind, e.name, (), e.group))
+            unlaunched.append(Op(thread=0, launch_ns=e.start, start=e.start, end=e.end, kind=e.kind, name=e.name, group=e.group))
         else:
-            ops.append(Op(call[0], call[1], e.start, e.end, e.kind, e.name, climb.hint(*call) if climb else (), e.group))
+            ops.append(
+                Op(
+                    thread=call[0],
+                    launch_ns=call[1],
+                    start=e.start,
+                    end=e.end,
+                    kind=e.kind,
+                    name=e.name,
+                    forward_path=backward_to_forward.forward_path(*call) if backward_to_forward else (),
+                    group=e.group,
+                )
+            )
     notes = [f"{len(unlaunched)} operations have no recorded launching call and are left out"] if unlaunched else []
     return Timeline("kineto", "gpu", spans, ops, unlaunched, notes=notes)
 
@@ -348,24 +359,30 @@ def _kind(name: str) -> Kind:
 
 
 def _host_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
-    """Operator time on the host's threads, in pieces during which the open ranges do not change."""
-    climb = _Climb(recorded.operators, stacks, recorded.flows)
+    """The timeline of a trace without a device.
+
+    Busy time of each thread's operators, cut wherever a range or an outermost operator begins or ends; there an op's launch is its start.
+    Gloo's spans count on the main thread. Times in ns.
+    """
+    backward_to_forward = _BackwardToForward(recorded.operators, stacks, recorded.flows)
     main = main_thread(spans)
     by_thread: defaultdict[int, list[Event]] = defaultdict(list)
     for e in recorded.operators:
-        if _works(e.name):
+        if _is_host_work(e.name):
             by_thread[e.thread].append(e)
     ops: list[Op] = []
     for thread, members in by_thread.items():
         outer = _outermost(members)
         for start, end in union((e.start, e.end) for e in members):
-            for piece in _cut(outer, stacks, thread, (start, end)):
-                name = outer[max(0, bisect_right(outer, piece[0], key=lambda e: e.start) - 1)].name
-                ops.append(Op(thread, piece[0], *piece, _kind(name), name, climb.hint(thread, piece[0])))
+            for first, last in _cut(outer, stacks, thread, (start, end)):
+                name = outer[max(0, bisect_right(outer, first, key=lambda e: e.start) - 1)].name
+                path = backward_to_forward.forward_path(thread, first)
+                ops.append(Op(thread=thread, launch_ns=first, start=first, end=last, kind=_kind(name), name=name, forward_path=path))
     for span in recorded.annotations:
         # Gloo works on threads of its own while the main thread waits: its time belongs where the main thread is.
         if span.name.startswith("gloo:"):
-            ops.append(Op(span.thread if main is None else main, span.start, span.start, span.end, "communication", span.name))
+            thread = span.thread if main is None else main
+            ops.append(Op(thread=thread, launch_ns=span.start, start=span.start, end=span.end, kind="communication", name=span.name))
     notes = ["no GPU in this trace: busy is host time, the union of operator time on the rank's threads"]
     return Timeline("kineto", "host", spans, ops, notes=notes)
 
@@ -387,7 +404,7 @@ def _cut(outer: list[Event], stacks: Stacks, thread: int, interval: tuple[int, i
     return [piece for a, b in itertools.pairwise(edges) for piece in stacks.cut(thread, (a, b)) if piece[1] > piece[0]]
 
 
-class _Climb:
+class _BackwardToForward:
     """From backward work to the forward operator of the same sequence number.
 
     Autograd gives every differentiable operator a number, and the wrapper that evaluates its backward carries that number and the
@@ -432,7 +449,7 @@ class _Climb:
                 return wrappers[k]
         return None
 
-    def hint(self, thread: int, moment: int) -> Path_:
+    def forward_path(self, thread: int, moment: int) -> RangePath:
         """The forward parts whose backward runs on `thread` at `moment`; empty where that cannot be told."""
         wrapper = self._wrapper(thread, moment)
         if wrapper is None:

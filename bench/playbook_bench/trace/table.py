@@ -32,7 +32,7 @@ NS_PER_MS = 1_000_000
 _WORST_LISTED = 8
 
 Kind = Literal["compute", "communication", "copy"]
-Path_ = tuple[str, ...]
+RangePath = tuple[str, ...]
 _PRIORITY: dict[str, int] = {"compute": 0, "communication": 1, "copy": 2}
 
 
@@ -49,12 +49,12 @@ class Op(NamedTuple):
     """One piece of device work (or of host work, where there is no device), with the call that launched it."""
 
     thread: int
-    launch: int
+    launch_ns: int
     start: int
     end: int
     kind: Kind
     name: str
-    hint: Path_ = ()
+    forward_path: RangePath = ()
     """The forward range that a collector found by other means, for backward work outside every `.bwd` range."""
     group: str = ""
     """Of a collective: its process group, where the trace names it."""
@@ -70,7 +70,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     unlaunched: list[Op] = field(default_factory=list)
-    """Device work whose launching call was not recorded: it belongs to no range, and its `launch` is its start."""
+    """Device work whose launching call was not recorded: it belongs to no range, and its `launch_ns` is its start."""
     marks: list[Span] = field(default_factory=list)
     """Ranges that libraries opened, of steps and of waits for data; they name no part of the step."""
     device_marks: list[Span] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     """Where a moment of the program belongs."""
 
     phase: Phase
-    path: Path_
+    path: RangePath
     """Names of the enclosing parts, outermost first; empty where no part encloses the moment."""
 
 
@@ -95,8 +95,8 @@ class Stacks:
         for span in spans:
             by_thread[span.thread].append(span)
         self._times: dict[int, list[int]] = {}
-        self._names: dict[int, list[Path_]] = {}
-        self.entered: list[tuple[Span, Path_]] = []
+        self._names: dict[int, list[RangePath]] = {}
+        self.entered: list[tuple[Span, RangePath]] = []
         """Each span with the names open when it began, itself the last."""
         for thread, members in by_thread.items():
             self._sweep(thread, members)
@@ -108,7 +108,7 @@ class Stacks:
         edges = sorted([(s.start, 1, i) for i, s in enumerate(spans)] + [(s.end, 0, i) for i, s in enumerate(spans)])
         open_: dict[int, str] = {}
         times: list[int] = []
-        names: list[Path_] = []
+        names: list[RangePath] = []
         for at, starts, i in edges:
             if starts:
                 open_[i] = spans[i].name
@@ -124,7 +124,7 @@ class Stacks:
                 names.append(stack)
         self._times[thread], self._names[thread] = times, names
 
-    def at(self, thread: int, moment: int) -> Path_:
+    def at(self, thread: int, moment: int) -> RangePath:
         """The names of the ranges open on `thread` at `moment`, outermost first."""
         times = self._times.get(thread)
         if not times:
@@ -166,13 +166,13 @@ def close_backward(spans: Sequence[Span]) -> list[Span]:
     return out
 
 
-def _parts(open_ranges: Path_) -> Path_:
+def _parts(open_ranges: RangePath) -> RangePath:
     """The parts among open ranges; a part inside itself counts once."""
     names = [n.removesuffix(BACKWARD) for n in open_ranges if n not in CONTAINERS]
     return tuple(n for i, n in enumerate(names) if i == 0 or n != names[i - 1])
 
 
-def place(open_ranges: Path_, main: Path_, hint: Path_) -> Place:
+def place(open_ranges: RangePath, main: RangePath, forward_path: RangePath) -> Place:
     """Phase and path of a moment, from the ranges open on its own thread and on the main thread."""
     parts = _parts(open_ranges)
     in_backward = "backward" in open_ranges or "backward" in main or any(n.endswith(BACKWARD) for n in open_ranges)
@@ -184,7 +184,7 @@ def place(open_ranges: Path_, main: Path_, hint: Path_) -> Place:
             inside = _parts(open_ranges[last + 1 :])
             tower = tuple(n for n in parts[:1] if n in _TOWERS and n not in inside)
             return Place("recompute", tower + inside)
-        return Place("backward", parts or hint)
+        return Place("backward", parts or forward_path)
     if "forward" in open_ranges or "forward" in main or any(n in MODEL_RANGES for n in open_ranges):
         return Place("forward", parts)
     return Place("other", parts)
@@ -222,7 +222,7 @@ def _window(spans: Sequence[Span], ops: Sequence[Op], main: int, notes: list[str
         everything: list[Span | Op] = [*spans, *ops]
         return (min(e.start for e in everything), max(e.end for e in everything)), 1
     first, last = min(s.start for s in steps), max(s.end for s in steps)
-    return (first, max([last, *(o.end for o in ops if first <= o.launch < last)])), len(steps)
+    return (first, max([last, *(o.end for o in ops if first <= o.launch_ns < last)])), len(steps)
 
 
 def _placed(ops: Sequence[Op], stacks: Stacks, main: int, window: Interval) -> tuple[list[Op], list[Place]]:
@@ -234,8 +234,8 @@ def _placed(ops: Sequence[Op], stacks: Stacks, main: int, window: Interval) -> t
         if end <= start:
             continue
         inside.append(op._replace(start=start, end=end))
-        above = stacks.at(main, op.launch) if op.thread != main else ()
-        places.append(place(stacks.at(op.thread, op.launch), above, op.hint))
+        above = stacks.at(main, op.launch_ns) if op.thread != main else ()
+        places.append(place(stacks.at(op.thread, op.launch_ns), above, op.forward_path))
     return inside, places
 
 

@@ -124,7 +124,7 @@ def stretch(trace: Timeline, tail: Tail | None = None) -> Stretch:
     Raises:
         PlaybookError: nothing ran in it.
     """
-    ops = [*trace.ops, *(op._replace(launch=_UNKNOWN) for op in trace.unlaunched)]
+    ops = [*trace.ops, *(op._replace(launch_ns=_UNKNOWN) for op in trace.unlaunched)]
     notes = [note for note in trace.notes if "left out" not in note]
     if not any(op.end > op.start for op in ops):
         raise PlaybookError(
@@ -207,7 +207,7 @@ def _clipped(op: Op, window: Interval) -> Op:
 
 
 def _begin(op: Op) -> tuple[int, int]:
-    return op.start, op.launch
+    return op.start, op.launch_ns
 
 
 def _steps(trace: Timeline) -> list[Span]:
@@ -231,7 +231,7 @@ def _window(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span], tail: Tai
         return (begins[0], begins[-1]), len(begins) - 1
     if steps:
         first, last = min(s.start for s in steps), max(s.end for s in steps)
-        return (first, max([last, *(op.end for op in ops if first <= op.launch < last)])), len(steps)
+        return (first, max([last, *(op.end for op in ops if first <= op.launch_ns < last)])), len(steps)
     first, last = min(op.start for op in ops), max(op.end for op in ops)
     if tail is None and len(ends := _updates(ops)) > _FEWEST_UPDATES:
         notes.append("no range marks a step: a step lasts from the end of one optimizer update to the end of the next")
@@ -251,8 +251,8 @@ def _begins(trace: Timeline, ops: Sequence[Op], steps: Sequence[Span]) -> list[i
     starts = [s for s, _ in hosts]
     first: dict[int, int] = {}
     for op in ops:
-        i = bisect_right(starts, op.launch) - 1
-        if op.kind == "compute" and i >= 0 and op.launch < hosts[i][1]:
+        i = bisect_right(starts, op.launch_ns) - 1
+        if op.kind == "compute" and i >= 0 and op.launch_ns < hosts[i][1]:
             first[i] = min(op.start, first.get(i, op.start))
     if len(first) == len(hosts):
         return sorted(first.values())
@@ -300,7 +300,7 @@ def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
     is the host's too.
     """
     i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
-    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > min(gap[0], gap[1] - _LAUNCH_NS)
+    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch_ns > min(gap[0], gap[1] - _LAUNCH_NS)
 
 
 def _exposed(named: Iterable[tuple[str, Op]], compute: list[Interval], span: int) -> dict[str, float]:

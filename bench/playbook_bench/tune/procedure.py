@@ -381,7 +381,7 @@ class Tuning:
                 if knob not in decided:
                     looks[knob].append(_look(values[0], mine))
                     if (clear := proof.proven(looks[knob], bound)) is not None:
-                        decided[knob] = clear, proof.effect(looks[knob], bound.first)
+                        decided[knob] = clear, proof.estimate_speedup(looks[knob], bound.first)
             if len(decided) == len(without) or not all(clear for clear, _ in decided.values()):
                 break  # where one has to leave, a second look at the others would be of a set that is no more
         return decided

@@ -78,11 +78,11 @@ def drawn(seed: int, sets: int, launches: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Look:
-    """The launches of one look: values as logarithms of a cost, and which of them had the change."""
+    """The launches of one look: the logarithm of each one's cost, and which of them had the change."""
 
-    values: Sequence[float]
+    log_costs: Sequence[float]
     changed: Sequence[bool]
-    at: Sequence[float]
+    position: Sequence[float]
     """Places in the order of all launches."""
 
     @property
@@ -90,12 +90,12 @@ class Look:
         """The share of all orders of the labels in which the change looks at least as good as in the one that was drawn."""
         import numpy as np  # start-up time: commands that judge nothing import this module too
 
-        n, k = len(self.values), sum(self.changed)
-        drift = np.column_stack([np.ones(n), np.asarray(self.at, dtype=float)])
+        n, k = len(self.log_costs), sum(self.changed)
+        drift = np.column_stack([np.ones(n), np.asarray(self.position, dtype=float)])
         free = np.eye(n) - drift @ np.linalg.pinv(drift)
         labels = np.vstack([np.asarray(self.changed, dtype=float), _labels(n, k)])
         lengths = np.sqrt(np.maximum(np.einsum("ij,jk,ik->i", labels, free, labels), 1e-12))
-        gains = -(labels @ (free @ np.asarray(self.values, dtype=float))) / lengths
+        gains = -(labels @ (free @ np.asarray(self.log_costs, dtype=float))) / lengths
         return float(np.mean(gains[1:] >= gains[0] - _ROUNDING))
 
 
@@ -119,18 +119,22 @@ class Effect:
     high: float
 
 
-def effect(looks: Sequence[Look], level: float) -> Effect:
-    """The effect of a change over its looks; it lies above the interval, and below it, with a chance of `level` each."""
+def estimate_speedup(looks: Sequence[Look], tail_probability: float) -> Effect:
+    """Speed-up of the change over all its looks, cost without / cost with - 1, and its confidence interval.
+
+    The true speed-up lies above the interval with probability `tail_probability`, and below it with the same.
+    """
     launches: list[design.Launch] = []
     for look in looks:
-        for changed, at in zip(look.changed, look.at, strict=True):
-            variant, last = int(changed), launches[-1] if launches else None
-            before = last.variant if last and last.at == at - 1 else None
-            launches.append(design.Launch(variant, sum(x.variant == variant for x in launches), before, at))
-    estimate = design.fit(launches, 2).contrast([v for look in looks for v in look.values], (1.0, -1.0))
-    half = t_quantile(2 * level, float(estimate.freedom)) * float(estimate.error)
-    mean = float(estimate.mean)
-    return Effect(*(math.expm1(x) for x in (mean, mean - half, mean + half)))
+        for changed, position in zip(look.changed, look.position, strict=True):
+            variant, last = int(changed), launches[-1] if launches else None  # variant 0 is without the change
+            previous_variant = last.variant if last and last.at == position - 1 else None
+            block = sum(x.variant == variant for x in launches)
+            launches.append(design.Launch(variant=variant, block=block, before=previous_variant, at=position))
+    estimate = design.fit(launches, 2).contrast([v for look in looks for v in look.log_costs], (1.0, -1.0))
+    half_width = t_quantile(2 * tail_probability, float(estimate.degrees_of_freedom)) * float(estimate.standard_error)
+    log_speedup = float(estimate.value)
+    return Effect(*(math.expm1(x) for x in (log_speedup, log_speedup - half_width, log_speedup + half_width)))
 
 
 def proven(looks: Sequence[Look], bound: Levels) -> bool | None:
@@ -144,6 +148,6 @@ def proven(looks: Sequence[Look], bound: Levels) -> bool | None:
         return None
     else:
         clear = first * looks[1].p <= bound.product
-    if clear and effect(looks, bound.first).low > 0:
+    if clear and estimate_speedup(looks, bound.first).low > 0:
         return True
     return None if len(looks) == 1 else False

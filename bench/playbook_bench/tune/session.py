@@ -88,7 +88,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
     folder = options.results / "tune" / plan.key
     machine = detect.detect()
     header = {"schema": SCHEMA, "key": plan.key, "place": detect.place(), "exported": detect.exported(), "seed": plan.setup.seed}
-    lines, session = _opened(folder, header, plan, resume)
+    journal, session = _open_journal(folder, header, plan, resume=resume)
     request = Request(
         CASE_ID,
         plan.subject.case,
@@ -106,7 +106,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
             if warning := detect.claim(requirements.restrict(machine, plan.subject.profile)):
                 progress.note(warning)
             with Series.open(request) as running:
-                _launched(session, running, lines, options.deadline, leaves_out=not resume)
+                _launched(session, running, journal, options.deadline, leaves_out=not resume)
         if session.tuning.problem:
             session.ended = "failed"
         elif session.tuning.due is None:
@@ -118,28 +118,34 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
     return session
 
 
-def _opened(folder: Path, header: Mapping[str, Any], plan: Plan, resume: bool) -> tuple[SealedLines, Session]:
-    """The journal, with a session that has taken its events; a new one unless it is to go on."""
+def _open_journal(folder: Path, header: Mapping[str, Any], plan: Plan, *, resume: bool) -> tuple[SealedLines, Session]:
+    """The tuning's journal and a session in which its events were replayed.
+
+    Without `resume` the folder is deleted first. A journal whose tuning ended in a problem starts anew.
+
+    Raises:
+        StoreError: the journal belongs to another tuning, a line in its middle cannot be read, or an event is not the one that was due.
+    """
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
-    lines = SealedLines(folder / _JOURNAL)
-    rows = lines.read() if resume else []
+    journal = SealedLines(folder / _JOURNAL)
+    rows = journal.read() if resume else []
     session = Session(plan, folder, Tuning(plan.setup))
     if not rows:
-        lines.replace([dict(header)])
-        return lines, session
+        journal.replace([dict(header)])
+        return journal, session
     if differ := [k for k in header if rows[0].get(k) != header[k]]:
         raise StoreError(f"the tuning in {folder} was begun with another {', '.join(differ)}; leave out --resume to begin again")
-    lines.replace(rows)
+    journal.replace(rows)
     for row in rows[1:]:
-        _take(session, row)
+        _replay_event(session, row)
     if session.tuning.problem:  # its cause may be mended by now
-        lines.replace([dict(header)])
-        return lines, Session(plan, folder, Tuning(plan.setup))
-    return lines, session
+        journal.replace([dict(header)])
+        return journal, Session(plan, folder, Tuning(plan.setup))
+    return journal, session
 
 
-def _take(session: Session, row: Mapping[str, Any]) -> None:
+def _replay_event(session: Session, row: Mapping[str, Any]) -> None:
     """Add an event of a journal or a record.
 
     Raises:
@@ -161,7 +167,7 @@ def _take(session: Session, row: Mapping[str, Any]) -> None:
     session.events.append(dict(row))
 
 
-def _launched(session: Session, running: Series, lines: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
+def _launched(session: Session, running: Series, journal: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
     """Launch what is due until nothing is, or the time is up."""
     tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric)
     if start := next((Run.model_validate(row["run"]) for row in session.events if row.get("run")), None):
@@ -180,19 +186,19 @@ def _launched(session: Session, running: Series, lines: SealedLines, deadline: f
             and due.why == "candidate"
             and left < usual * (1 + tuning.to_prove + _FINAL_LAUNCHES)
         ):
-            _note(session, lines, due, Hurry(), None)
+            _note(session, journal, due, Hurry(), None)
             continue
         observation, run = launcher.launch(due)
-        _note(session, lines, due, observation, run)
+        _note(session, journal, due, observation, run)
 
 
-def _note(session: Session, lines: SealedLines, due: Launch, event: Event, run: Run | None) -> None:
+def _note(session: Session, journal: SealedLines, due: Launch, event: Event, run: Run | None) -> None:
     row: dict[str, Any] = {"launch": plain(due), "observation": "hurry" if isinstance(event, Hurry) else plain(event)}
     if run is not None:
         row["seconds"] = run.wall_s
         if due.why == "warm_up" and run.outcome == "ok":
             row["run"] = run.model_dump(mode="json")
-    lines.add(row)
+    journal.add(row)
     session.events.append(row)
     session.seconds += float(row.get("seconds") or 0.0)
     session.tuning.add(event)

@@ -33,7 +33,7 @@ from playbook.errors import LaunchError, LogError, PlaybookError
 from playbook.processes import adopting
 from playbook.records.commands import Steps
 from playbook_bench import logs
-from playbook_bench.launch.local import GRACE_S, Rank, deferred_signals, end, started
+from playbook_bench.launch.local import GRACE_S, Rank, deferred_signals, started, terminate_ranks
 from playbook_bench.launch.outcome import Result, out_of_memory, tail
 from playbook_bench.logs import StepLog
 from playbook_bench.logs.checks import in_bursts
@@ -145,8 +145,8 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
         printed.start()
         stopped = _wait(process, printed, program.timeout_s, on_step)
     finally:
-        with deferred_signals() as signals:
-            end([process] if process else [], GRACE_S, signals)
+        with deferred_signals() as arrived_signals:
+            terminate_ranks([process] if process else [], GRACE_S, arrived_signals)
             kill_orphans()
         printed.finish()
     wall = time.monotonic() - clock

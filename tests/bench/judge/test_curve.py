@@ -141,7 +141,9 @@ def test_the_interval_follows_from_the_figures_of_the_record():
     assert (last.low, last.high) == pytest.approx((math.expm1(last.mean - half), math.expm1(last.mean + half)))
     rows = [[-math.log(r.samples[0].seconds) for r in sorted(measured.runs[i : i + 3], key=lambda r: int(r.variant))] for i in (0, 3, 6, 9)]
     same = design.contrast(rows, effects.launches(measured.runs, guards.blocks_of(measured.runs, ["1", "2", "4"])), [-1.0, 0.0, 1.0])
-    assert half == pytest.approx(statistics.t_quantile(curve.alpha_contrast, float(same.freedom)) * float(same.error), rel=1e-3)
+    assert half == pytest.approx(
+        statistics.t_quantile(curve.alpha_contrast, float(same.degrees_of_freedom)) * float(same.standard_error), rel=1e-3
+    )
     assert last.deviation > 0.02, "the last value is noisier than the others, and held to it"
 
 
@@ -281,8 +283,8 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
             model = design.fit(design.launched(order[: k * look], k), k)
             found = [model.contrast(y[:, : k * look], weight) for weight in weights]
             alpha = rules.level(LOOKS, 0.05, look) / len(contrasts)
-            half = [stats.t.ppf(1 - alpha / 2, each.freedom) * each.error for each in found]
-            bounds.append([(each.mean - h, each.mean + h) for each, h in zip(found, half, strict=True)])
+            half = [stats.t.ppf(1 - alpha / 2, each.degrees_of_freedom) * each.standard_error for each in found]
+            bounds.append([(each.value - h, each.value + h) for each, h in zip(found, half, strict=True)])
         for i in range(count):
             statuses = (effects.decide(q, [(low[i], high[i]) for low, high in at], interaction) for at in bounds)
             outcome.append(next((s for s in statuses if s is not None), None))
@@ -296,8 +298,8 @@ def test_the_simulation_has_the_intervals_of_the_rules():
     for weight in ([-1.0, 1.0, 0.0], [0.0, -1.0, 1.0]):
         (found,) = verdict.RULES[VERSION].intervals(rows.tolist(), launches, [weight], 0.01, [])
         same = design.fit(launches, 3).contrast(y, weight)
-        half = stats.t.ppf(1 - 0.01 / 2, same.freedom) * same.error
-        assert (found.low, found.high) == pytest.approx((same.mean - half, same.mean + half))
+        half = stats.t.ppf(1 - 0.01 / 2, same.degrees_of_freedom) * same.standard_error
+        assert (found.low, found.high) == pytest.approx((same.value - half, same.value + half))
 
 
 EDGE = math.log(1.05)

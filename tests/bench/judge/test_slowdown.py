@@ -116,8 +116,10 @@ def test_a_slowdown_as_large_as_the_limit_passes_in_one_of_a_thousand_whatever_t
             found = design.fit(launches[: 2 * look], 2).contrast(y[:, : 2 * look], (-1.0, 1.0))
             # The answer of one series at these degrees of freedom, for all of them at once.
             rate = slowdown._rate(slowdown._PASS_ERROR, looks, look)
-            high = found.mean + stats.t.isf(rate, found.freedom) * found.error
-            one = slowdown.judge_slowdown(design.Estimate(found.mean[0], found.error[0], found.freedom[0]), look, LIMIT, looks)
+            high = found.value + stats.t.isf(rate, found.degrees_of_freedom) * found.standard_error
+            one = slowdown.judge_slowdown(
+                design.Estimate(found.value[0], found.standard_error[0], found.degrees_of_freedom[0]), look, LIMIT, looks
+            )
             assert one.high == pytest.approx(high[0])
             passed += int((open_ & (high < LIMIT)).sum())
             open_ &= high >= LIMIT

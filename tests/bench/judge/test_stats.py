@@ -48,8 +48,8 @@ def settle(rng, effect, margin, op, count, noisier=1.0, orders=20):
         status: list[str | None] = [None] * len(y)
         for n in LOOKS:
             found = design.fit(launches[: 2 * n], 2).contrast(y[:, : 2 * n], (-1.0, 1.0))
-            half = student.ppf(1 - RULES.level(LOOKS, ALPHA, n) / 2, found.freedom) * found.error
-            ends = zip(found.mean - half, found.mean + half, strict=True)
+            half = student.ppf(1 - RULES.level(LOOKS, ALPHA, n) / 2, found.degrees_of_freedom) * found.standard_error
+            ends = zip(found.value - half, found.value + half, strict=True)
             status = [before or decide(op, margin, low, high) for before, (low, high) in zip(status, ends, strict=True)]
         out += [each or "inconclusive" for each in status]
     return out
@@ -58,9 +58,9 @@ def settle(rng, effect, margin, op, count, noisier=1.0, orders=20):
 def test_the_simulation_has_the_intervals_of_the_rules():
     launches, rows = placed(8), [tuple(row) for row in np.random.default_rng(0).normal(size=(8, 2)).tolist()]
     same = design.fit(launches, 2).contrast([rows[p.block][p.variant] for p in launches], (-1.0, 1.0))
-    half = student.ppf(1 - 0.01 / 2, same.freedom) * same.error
+    half = student.ppf(1 - 0.01 / 2, same.degrees_of_freedom) * same.standard_error
     (found,) = RULES.intervals(rows, launches, [(-1.0, 1.0)], 0.01, [])
-    assert (found.low, found.mean, found.high) == pytest.approx((same.mean - half, same.mean, same.mean + half))
+    assert (found.low, found.mean, found.high) == pytest.approx((same.value - half, same.value, same.value + half))
 
 
 @pytest.mark.parametrize(("slower", "wanted"), [(0.0, "refuted"), (0.01, "refuted"), (0.05, "confirmed")])
@@ -104,7 +104,7 @@ def test_a_drift_and_a_carry_over_of_any_size_move_no_difference(pairs):
         y = rng.normal(size=2 * pairs)
         disturbed = y + np.array([50.0 * launch.at + 20.0 * launch.before for launch in launches])
         plain, found = (design.fit(launches, 2).contrast(values, (-1.0, 1.0)) for values in (y, disturbed))
-        for name in ("mean", "error", "freedom"):
+        for name in ("value", "standard_error", "degrees_of_freedom"):
             assert getattr(found, name) == pytest.approx(getattr(plain, name)), name
 
 
@@ -119,8 +119,8 @@ def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
         launches = placed(blocks, variants, seed)
         noise = rng.normal(0, 1, (series // 20, len(launches))) * np.array([5.0 if p.variant == variants - 1 else 1.0 for p in launches])
         found = design.fit(launches, variants).contrast(noise, weights)
-        beyond = [statistics.t_quantile(alpha, float(freedom)) for freedom in found.freedom]
-        missed += float(np.mean(np.abs(found.mean) > beyond * found.error)) / 20
+        beyond = [statistics.t_quantile(alpha, float(freedom)) for freedom in found.degrees_of_freedom]
+        missed += float(np.mean(np.abs(found.value) > beyond * found.standard_error)) / 20
     assert missed <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / series)
 
 

@@ -9,8 +9,8 @@ import pytest
 from stored import MACHINE, record
 
 from playbook.paths import data_root
-from playbook.records.evidence import Evidence, Missing
-from playbook_bench.run import gate, report
+from playbook.records.evidence import Baseline, Evidence, Missing
+from playbook_bench.run import aa, gate, report
 from playbook_bench.run.store import Outcome
 
 LACKS = ("scope", "scope", "package", "no_case", "profile", "kind")
@@ -39,6 +39,22 @@ def test_two_rules_on_one_count_are_said_once() -> None:
         shown.append(out.file.getvalue())
     assert "60 all_to_all" in shown[0]
     assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "figures"),
+    [
+        ("step_seconds", "mean +1.25 %, deviation 2.50 %"),
+        ("recompiles_per_step", "mean +0.0125 count, deviation 0.025 count"),
+        ("data_time_share", "mean +0.0125 share, deviation 0.025 share"),
+    ],
+)
+def test_the_noise_of_a_difference_is_in_the_metrics_unit(metric: str, figures: str) -> None:
+    """Only of a ratio is it a percentage."""
+    stored = Baseline(created="", machine="m", case="c", profile="cpu", noise_key="", surroundings={}, config={}, place="", runs=[])
+    out = report.console(io.StringIO())
+    report.print_noise(aa.Noise(stored, Path("p"), metric, rms_difference=0.025, mean_difference=0.0125, contaminated=False), out)
+    assert figures in out.file.getvalue()
 
 
 def printed(told: list[Outcome], counts: bool) -> list[str]:

@@ -81,7 +81,7 @@ def test_the_call_that_began_first_is_the_launch(tmp_path: Path) -> None:
     operator = event("cpu_op", "aten::mm", 1, 3, GRAD, correlation=1)
     for calls in ([runtime, driver, operator], [operator, driver, runtime]):
         (found,) = read(tmp_path, *ranges(), *calls, kernel).ops
-        assert (found.thread, found.launch) == (MAIN, 2 * MS)
+        assert (found.thread, found.launch_ns) == (MAIN, 2 * MS)
 
 
 def test_kernels_whose_launch_was_not_recorded_are_counted(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_operators_are_cut_at_ranges_and_named_by_the_outermost(tmp_path: Path) 
 def hinted(tmp_path: Path, launch: float, *events: dict[str, Any]) -> tuple[str, ...]:
     """Where the forward operator lies whose backward launched a kernel on autograd's thread at this moment."""
     (found,) = read(tmp_path, *ranges(), *events, *gpu("k", GRAD, launch, 15, 16, 1)).ops
-    return found.hint
+    return found.forward_path
 
 
 def forward(number: int, start: float, thread: int = MAIN) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_without_a_gpu_each_operator_is_traced_from_its_own_begin(tmp_path: Path
     known = [*flow(1, (MAIN, 2), (GRAD, 11)), forward(5, 2), forward(6, 6)]
     backward = [event("cpu_op", "aten::mm", start, start + 1, GRAD) for start in (11, 12)]
     found = read(tmp_path, *ranges(), *known, wrapper(5, 11, 12), wrapper(6, 12, 13), *backward)
-    assert [(o.launch / MS, o.hint) for o in found.ops if o.thread == GRAD] == [(11, ("attention",)), (12, ("dispatch",))]
+    assert [(o.launch_ns / MS, o.forward_path) for o in found.ops if o.thread == GRAD] == [(11, ("attention",)), (12, ("dispatch",))]
 
 
 def test_a_trace_of_many_wrappers_still_has_its_table(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_the_call_that_began_first_is_the_launch(tmp_path: Path, earlier: bool) 
     """Kernel 1 was launched at 6 ms by the main thread."""
     other = 5 * MS if earlier else 7 * MS
     (found,) = [o for o in read(tmp_path, (CALL, (other, other + 9, GRAD, 1))).ops if o.start == 6 * MS]
-    assert (found.thread, found.launch) == ((GRAD, 5 * MS) if earlier else (MAIN, 6 * MS))
+    assert (found.thread, found.launch_ns) == ((GRAD, 5 * MS) if earlier else (MAIN, 6 * MS))
 
 
 def test_every_operation_without_a_launch_is_counted(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_has_no_name_is_called_after_its_table(tmp_path: Path) -> None:
     found = read(
         tmp_path, (graphs, ()), ("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?,?,99,?)", (16 * MS, 17 * MS, PID))
     )  # fmt: skip
-    assert {(o.name, o.kind) for o in found.ops if o.launch == MS} == {("memcpy", "copy"), ("CUDA graph", "compute")}
+    assert {(o.name, o.kind) for o in found.ops if o.launch_ns == MS} == {("memcpy", "copy"), ("CUDA graph", "compute")}
 
 
 def test_so_many_rows_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

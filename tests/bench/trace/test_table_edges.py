@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from test_table import GRAD, MAIN, OPS, SPANS, op, row, span, step, table
 
 from playbook.kernels import subtract, union
-from playbook_bench.trace.table import UNATTRIBUTED, Op, Path_, Place, Span, close_backward, exclusive, main_thread, place
+from playbook_bench.trace.table import UNATTRIBUTED, Op, Place, RangePath, Span, close_backward, exclusive, main_thread, place
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_what_is_left_of_intervals_has_no_empty_pieces(a: list, b: list, left: l
     assert subtract(a, b) == left
 
 
-NONE: Path_ = ()
+NONE: RangePath = ()
 
 
 @pytest.mark.parametrize(
-    ("own", "main", "hint", "expected"),
+    ("own", "main", "forward_path", "expected"),
     [
         (("step", "forward", "decoder", "attention"), NONE, NONE, Place("forward", ("decoder", "attention"))),
         (("attention",), NONE, NONE, Place("forward", ("attention",))),
@@ -62,8 +62,8 @@ NONE: Path_ = ()
         (("attention.bwd", "vision.bwd", "dispatch"), NONE, NONE, Place("recompute", ("dispatch",))),
     ],
 )
-def test_a_moment_belongs_to_a_phase_and_a_part(own: Path_, main: Path_, hint: Path_, expected: Place) -> None:
-    assert place(own, main, hint) == expected
+def test_a_moment_belongs_to_a_phase_and_a_part(own: RangePath, main: RangePath, forward_path: RangePath, expected: Place) -> None:
+    assert place(own, main, forward_path) == expected
 
 
 def test_the_thread_of_the_steps_is_the_main_one_however_few_its_ranges() -> None:

@@ -159,6 +159,20 @@ def test_ctrl_c_leaves_a_valid_answer_and_resume_goes_on(tune, launches, at):
     assert len(launches.words) == answer(done)["launches"] + 10
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_damaged_line_of_the_journal_loses_no_launch(tune, launches, tmp_path, number):
+    launches.stop_at, launches.stop = 5, Interrupted(2)
+    tune("--resume")
+    (journal,) = tmp_path.rglob("events.jsonl")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[number] = lines[number][9:]
+    journal.write_bytes(b"".join(lines))
+    done = tune("--resume")
+    assert done.exit_code == 2, done.output
+    assert "cannot be read" in done.stderr
+    assert journal.read_bytes() == b"".join(lines)
+
+
 def test_a_budget_leaves_candidates_out_in_time_for_proof_and_comparison(tune, launches):
     """30 launches of 20 s: the start, what was adopted, its proof and the comparison."""
     first = KNOBS.replace("knobs:\n", "knobs:\n  first: {environment: WORKERS, values: [null, '8']}\n").rsplit("  workers", 1)[0]

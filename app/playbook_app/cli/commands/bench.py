@@ -158,7 +158,12 @@ def bench_aa(
         progress.close()
     report.print_noise(noise, out)
     if as_json:
-        figures = {"metric": noise.metric, "mean": noise.mean, "deviation": noise.deviation, "contaminated": noise.contaminated}
+        figures = {
+            "metric": noise.metric,
+            "mean": noise.mean_difference,
+            "deviation": noise.rms_difference,
+            "contaminated": noise.contaminated,
+        }
         print_json(
             {"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path) if noise.path else None}
         )
