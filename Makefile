@@ -74,6 +74,7 @@ check: $(VENV)/.dev
 	$(BIN)/playbook schemas export --check
 	$(BIN)/playbook cards check
 	$(BIN)/playbook skills check
+	$(BIN)/python tools/names.py
 	$(BIN)/python tools/planted_faults.py --check
 
 parity: $(VENV)/.dev

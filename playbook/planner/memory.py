@@ -83,6 +83,8 @@ class StageBytes:
     grown: float = 0.0
     """Of the gradients, what comes in the backward pass as activations go and is gone before the next step: the larger of the two counts at
     the peak."""
+    update: float = 0.0
+    """What the optimizer's update holds beside the states, when activations have gone."""
     host: float = 0.0
     """In host memory, with offload."""
 
@@ -100,7 +102,7 @@ class StageBytes:
     def peak(self) -> float:
         """The most that is allocated at once on the GPU."""
         passing = self.gathered + self.activations + self.vision + self.transient
-        return self.states - self.grown + max(self.grown, passing) + self.workspace
+        return self.states - self.grown + max(self.grown + self.update, passing) + self.workspace
 
     def row(self) -> dict[str, Any]:
         """All figures, by name."""
@@ -337,8 +339,20 @@ def _stage(plan: Plan, stage: int, stage_weights: Weights, chunks: list[list[tup
         replayed=live.again,
         workspace=PLAIN_BYTES if alone else WORKSPACE_BYTES,
         grown=grads - away.gradients if alone and plan.microbatches == 1 else 0.0,
+        update=_update(plan, optimizer) if not away.optimizer else 0.0,
         host=live.host + away.host,
     )
+
+
+def _update(plan: Plan, optimizer: float) -> float:
+    """Bytes of the update by DeepSpeed's ZeRO-1 and ZeRO-2: the rank's gradients once more, flattened in bf16 and cast to float32.
+
+    Source: DeepSpeed 0.19, `runtime/zero/stage_1_and_2.py` (`step`: `single_grad_partition`); measured on one H200,
+    docs/experiments/fine-tuning-on-one-gpu.md. ZeRO-3 updates a group of parameters at a time.
+    """
+    if plan.options.sharding not in DEEPSPEED - {"zero3"}:
+        return 0.0
+    return (PARAM_BYTES + FP32) * optimizer / (plan.master_bytes + 2 * plan.moment_bytes)
 
 
 class Offloaded(NamedTuple):

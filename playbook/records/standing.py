@@ -30,9 +30,12 @@ def in_words(record: Record, stale: Sequence[str] | str | None = None, *, places
     return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record, places)])
 
 
-def stands(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> list[str]:
-    """The verdict of each kind of machine with its backend, each once; empty where nobody has tested the claim."""
-    return list(dict.fromkeys(in_words(r, r.stale(today, claim)) for r in verdicts(records, claim.id)))
+def stands(records: Iterable[Record], claim: Claim | MechanismCheck, today: date, gpus: Sequence[str] = ()) -> list[str]:
+    """The verdict of each kind of machine with its backend, each once, those of the GPUs named first; empty where nobody has tested the
+    claim.
+    """
+    asked_first = sorted(verdicts(records, claim.id), key=lambda r: not r.machine.startswith(tuple(gpus)) if gpus else False)
+    return list(dict.fromkeys(in_words(r, r.stale(today, claim)) for r in asked_first))
 
 
 def standing(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> str:

@@ -7,12 +7,10 @@ from pathlib import Path
 import planned_clock
 import pytest
 
-from playbook import schemas
-from playbook.cards import load as card_files
-from playbook.cards.load import load_all, read_cards
+from playbook.cards.load import load_all
 from playbook.errors import ConfigError, FileError
 from playbook.paths import DEFAULT_RESULTS, data_root, default_results, folders
-from playbook.records.case import _shipped, list_cases, load_case
+from playbook.records.case import list_cases, load_case
 from playbook_app.cli.app import main
 from playbook_bench.run.options import Options
 
@@ -53,21 +51,6 @@ def test_one_in_a_folder_of_its_own_is_found_from_where_it_was_begun(run, tmp_pa
     assert "then playbook cards check perf/cards and playbook confirm our-loader" in told
     assert run("cards", "check", "perf/cards")[0] == 0
     assert "our-loader" in load_all()
-
-
-def test_ones_own_go_through_their_schemas_in_every_command_and_what_ships_in_the_check(run, monkeypatch):
-    """What ships is checked before it ships: to check it again takes a fifth of a second in each command."""
-    run("cards", "init", "our-loader")
-    monkeypatch.setattr(schemas, "check", lambda data, name: seen.append((name, data["id"])) or [])
-    seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(card_files, "load", card_files.load.__wrapped__)  # each anew: other tests have read them
-    _shipped.cache_clear()
-    load_all()
-    for case in ("our-loader", "moe-dispatch-bytes"):
-        load_case(case)
-    assert seen == [("card", "our-loader"), ("case", "our-loader")]
-    read_cards([data_root("cards")])
-    assert ("card", "recompute") in seen
 
 
 def test_a_second_card_takes_the_next_claim(run):

@@ -45,7 +45,7 @@ def test_blocks_of_keys_put_together_equal_one_call() -> None:
     ref = _plain(*exact, ends[0], ends[2], True, None)
     ref.backward(grad.double())
     q, k, v = (t.detach().bfloat16() for t in exact)
-    own, other = blocks.Borders(ends[0], ends[0], n, n, causal=True), blocks.Borders(ends[0], ends[1], n, before, causal=False)
+    own, other = blocks.SegmentBounds(ends[0], ends[0], n, n, causal=True), blocks.SegmentBounds(ends[0], ends[1], n, before, causal=False)
     out, lse = blocks.forward(q, k[before:], v[before:], own)
     assert lse.shape == (8, n)
     assert lse.dtype == torch.float32

@@ -13,6 +13,7 @@ from playbook.cards.load import load_all
 from playbook.diagnosis.actions import actions
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
+from playbook.paths import data_root
 from playbook.planner import flops, memory, traffic
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
@@ -294,3 +295,11 @@ def test_what_no_card_names_is_not_answered() -> None:
     found = search.search(search.index(load_all()), "nvshmem error DeepEP RoCE ibgda")
     assert found.hits == []
     assert found.none.startswith("no card covers 'nvshmem'")
+
+
+@pytest.mark.parametrize(("sharding", "gib"), [("zero1", 93.09), ("zero2", 93.09), ("zero3", 79.50)])
+def test_what_deepspeed_held_on_one_gpu_is_predicted_within_5_percent(sharding, gib):
+    """Sixteen layers of Llama-3.1-8B, full recompute, one row of 4,096 tokens: docs/parity/fine-tuning-one-gpu.jsonl."""
+    path = data_root("tables") / "predictions.csv"
+    run = next(r for r, _ in read_runs(path) if r.id == f"one-llama31-8b-16-layers-{sharding}")
+    assert predict(run).memory_bytes / memory.GIB == pytest.approx(gib, rel=0.05)

@@ -10,8 +10,8 @@ import pytest
 from playbook.cards.load import load_all
 from playbook.cards.model import Claim, Decision, by_claim
 from playbook.paths import data_root
-from playbook.records.read import read, verdicts
-from playbook.records.standing import bases, basis, in_words, standing
+from playbook.records.read import DECIDED, read, verdicts
+from playbook.records.standing import bases, basis, in_words, standing, stands
 from playbook_app.cli.commands.cards import card_lines
 from playbook_app.site.cards import Shelf, card_page
 from playbook_app.site.llms import plain_card
@@ -44,14 +44,14 @@ def example(records):
 
 
 def test_a_verdict_names_the_machine_and_the_backend_or_that_it_needed_none(records):
-    words = {True: "one H200", False: "H200s"}
-    for found in (r for i in CLAIMS for r in verdicts(records, i)):
-        said, logic = in_words(found), found.claim_ref.kind in ("arithmetic", "invariant")
-        assert said.startswith(found.status.replace("_", " ") + ", "), said
-        assert logic or all(b in said for b in found.backends), said
-        assert logic or (words[found.gpus == 1] if found.gpus else "CPU") in said, said
-        assert not logic or ("H200" not in said and "CPU" not in said), said
-        assert in_words(found, "it has expired") == said.replace(", ", ", stale, ", 1)
+    for record in (r for i in CLAIMS for r in verdicts(records, i)):
+        words, logic = in_words(record), record.claim_ref.kind in ("arithmetic", "invariant")
+        gpu = record.machine.partition("x")[0].upper()
+        assert words.startswith(record.status.replace("_", " ") + ", "), words
+        assert logic or all(b in words for b in record.backends), words
+        assert logic or ((f"one {gpu}" if record.gpus == 1 else f"{gpu}s") if record.gpus else "CPU") in words, words
+        assert not logic or ("H200" not in words and "CPU" not in words), words
+        assert in_words(record, "it has expired") == words.replace(", ", ", stale, ", 1)
 
 
 def test_ranks_that_shared_a_gpu_are_told_of(records, example):
@@ -97,3 +97,15 @@ def test_terminal_site_and_plain_text_mark_the_same_rules(records):
     status = {i: {"status": "untested", "verdicts": []} for i in CLAIMS}
     for text in ("\n".join(card_lines(card, status, found)), card_page(shelf, card), plain_card(shelf, card)):
         assert text.count("hypothesis") == found.count("hypothesis")
+
+
+def test_verdicts_of_the_gpus_that_are_named_come_first(records) -> None:
+    twice = {r.claim for r in records if r.machine == "h100x1" and r.status in DECIDED} & {
+        r.claim for r in records if r.machine == "h200x1"
+    }
+    assert twice
+    for claim_id in twice:
+        claim = CLAIMS[claim_id][1]
+        assert "H100" in stands(records, claim, DAY, ("h100",))[0]
+        assert "H200" in stands(records, claim, DAY, ("h200",))[0]
+        assert sorted(stands(records, claim, DAY, ("h200",))) == sorted(stands(records, claim, DAY))

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     rank = 0
     try:
-        rank, world = _place()
+        rank, world = _rank_and_world_size()
         if not words or words[0] in ("-h", "--help"):
             raise ConfigError(USAGE)
         return _run(words, rank, world)
@@ -49,7 +49,7 @@ def _code(e: PlaybookError) -> int:
     return ERROR if isinstance(e, RunError) else REFUSED
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     """This rank and the number of ranks, by the launcher's variables."""
     variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     words = [variables["RANK"] or ("0" if variables["WORLD_SIZE"] in (None, "1") else ""), variables["WORLD_SIZE"] or "1"]
@@ -64,7 +64,8 @@ def _place() -> tuple[int, int]:
         return rank, world
     stated = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in variables.items())
     raise ConfigError(
-        f"{stated} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank"
+        f"{stated} in the environment; expected both, RANK from 0 to WORLD_SIZE - 1, as torchrun sets them, "
+        "or neither for a run of one rank"
     )
 
 

@@ -270,10 +270,10 @@ def _elementwise() -> Iterator[dict[str, Any]]:
             yield _row("swiglu", both - forward, num_bytes=5 * moved, phase="backward", tokens=tokens, width=width)
             yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
             k = 8
-            place = torch.randperm(tokens * k, device="cuda")
+            permutation = torch.randperm(tokens * k, device="cuda")
             rows = _normal(tokens * k, width)
-            permute = seconds(lambda: experts.spread(x.detach(), place, k))  # noqa: B023
-            unpermute = seconds(lambda: experts.collect(rows, place, None, k))  # noqa: B023
+            permute = seconds(lambda: experts.spread(x.detach(), permutation, k))  # noqa: B023
+            unpermute = seconds(lambda: experts.collect(rows, permutation, None, k))  # noqa: B023
             yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
             yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
 
@@ -293,17 +293,19 @@ def loss() -> Iterator[dict[str, Any]]:
 
 
 def optimizer() -> Iterator[dict[str, Any]]:
-    """One AdamW update in one pass, with whole float32 weights and with weights split into a bfloat16 half and a rest."""
+    """One fused AdamW update of 2**28 bfloat16 weights with int16 remainders, bfloat16 gradients, and moments in float32,
+    then in bfloat16.
+    """
     from playbook_trainer.torch.kernels import adamw
 
     group = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
     count, scale = 1 << 28, adamw.no_scale(torch.device("cuda"))
-    for moments in (torch.float32, torch.bfloat16):
-        m, v, g = (torch.zeros(count, device="cuda", dtype=t) for t in (moments, moments, torch.bfloat16))
-        p, low = torch.zeros(count, device="cuda", dtype=torch.bfloat16), torch.zeros(count, device="cuda", dtype=torch.int16)
-        moved = count * (2 + 2 * (2 * m.element_size() + 4))
-        update = seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, low))  # noqa: B023
-        yield _row("optimizer", update, num_bytes=moved, values=count, moments=str(moments)[6:])
+    for moments_dtype in (torch.float32, torch.bfloat16):
+        m, v, g = (torch.zeros(count, device="cuda", dtype=t) for t in (moments_dtype, moments_dtype, torch.bfloat16))
+        p, remainder = torch.zeros(count, device="cuda", dtype=torch.bfloat16), torch.zeros(count, device="cuda", dtype=torch.int16)
+        num_bytes = count * (2 + 2 * (2 * m.element_size() + 4))
+        update_s = seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, remainder))  # noqa: B023
+        yield _row("optimizer", update_s, num_bytes=num_bytes, values=count, moments=str(moments_dtype).removeprefix("torch."))
 
 
 def host() -> Iterator[dict[str, Any]]:

@@ -185,7 +185,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
-                    standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims},
+                    standing={i: _stands(library.cards[h.id], i, stock, run.hardware) for i in h.claims},
                 )
                 for h in result.hits
             ]
@@ -336,7 +336,9 @@ def _tuning(out: MCPServer[Any]) -> None:
         knobs: tuning.Knobs,
         seen: tuning.Seen = [],  # noqa: B006
         seed: Annotated[int, _number("The same in every call.", 0)] = 0,
-        false_keep_percent: Annotated[float, Field(ge=0.1, le=50)] = 5.0,
+        false_keep_percent: Annotated[
+            float, Field(ge=0.1, le=50, description="Percent: the chance that what is kept holds a change that does not help.")
+        ] = 5.0,
     ) -> tuning.TuneAnswer:
         """The next launch of a tuning, or what is proven to make the run faster. Keep nothing that is not in `kept`."""
         with _as_tool_error():
@@ -482,8 +484,8 @@ def bounded(answer: A, instead: str) -> A:
     return answer
 
 
-def _stands(card: Card, claim_id: str, stock: Stock) -> list[str]:
-    return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today)
+def _stands(card: Card, claim_id: str, stock: Stock, gpus: Sequence[str] = ()) -> list[str]:
+    return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today, gpus)
 
 
 def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:

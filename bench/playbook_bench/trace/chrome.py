@@ -1,7 +1,7 @@
 """A Chrome trace as a stream of its events: one event is in memory at a time, whatever the file's size.
 
-The events are the list `traceEvents` of a document, or the whole document. Each is decoded by json's own scanner out of a piece of text that
-grows where an event goes on behind it.
+The events are the list `traceEvents` of a document, or the whole document. Each is decoded by json's own scanner out of a piece of text
+that grows where an event goes on behind it.
 """
 
 from __future__ import annotations

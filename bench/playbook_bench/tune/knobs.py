@@ -24,9 +24,7 @@ _TARGET = re.compile(r"-{1,2}[A-Za-z0-9][\w.-]*|\$[A-Za-z_]\w*|[A-Za-z_][\w.]*")
 
 
 class Knob(Strict):
-    """One setting: its values, today's first, and where they go: one of `argument`, `environment` and `key`, or `sets` for what only goes
-    together.
-    """
+    """A setting: its values, today's first, and where they go: `argument`, `environment`, `key`, or `sets` for what only goes together."""
 
     argument: str | None = Field(default=None, pattern=r"^-{1,2}[A-Za-z0-9][\w.-]*$", max_length=100)
     """An option of the command, such as `--fuse`. `true` is the option alone; `false` and `null` are none."""

@@ -365,3 +365,11 @@ def test_sliced_attention_runs_through_flash_and_that_of_shared_heads_through_cu
     )
     assert sliced.parts["attention"] > 1.5 * shared.parts["attention"]
     assert sliced.tokens_per_s_per_gpu.low <= 15_661 <= sliced.tokens_per_s_per_gpu.high
+
+
+def test_a_pipeline_keeps_the_vision_tower_of_each_micro_batch_in_flight() -> None:
+    """Each forward pass of the first stage keeps the tower's activations until its backward pass."""
+    tiny = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
+    alone, in_two = (dry_run(load(tiny, {"train.global_batch_size": 16, "parallel.pp": pp}), 4).stages[0] for pp in (1, 2))
+    assert in_two.in_flight[0] > 1
+    assert in_two.vision == in_two.in_flight[0] * alone.vision

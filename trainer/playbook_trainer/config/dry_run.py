@@ -88,11 +88,11 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
     plan = routing.on(plan) if routing else plan
     if config.train.dtype != "bf16":
         return None
-    mg, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    mg, moment_bytes = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     if config.backend == "megatron":
         aware = mg.precision_aware_optimizer
         plan = replace(
-            plan, grad_bytes={"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype], moment_bytes=moments if aware else 4,
+            plan, grad_bytes={"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype], moment_bytes=moment_bytes if aware else 4,
             master_bytes=2 if aware else 4,
             options=replace(plan.options, optimizer_offload=round(100 * mg.optimizer_offload_fraction)),
         )  # fmt: skip
@@ -109,7 +109,7 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
     if not shared:
         master = 2 if config.optimizer.master_weights == "remainder" else 4
         plan = replace(plan, grad_bytes=_gradient(config, plan), master_bytes=master)
-    return step_time(replace(plan, options=options, moment_bytes=moments), on)
+    return step_time(replace(plan, options=options, moment_bytes=moment_bytes), on)
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
@@ -160,37 +160,37 @@ def _gradient(config: TrainerConfig, plan: Plan) -> int:
     return 2 if config.optimizer.master_weights == "remainder" and reduces_once else 4
 
 
-class _Moment(NamedTuple):
-    """Bytes that exist for a moment: weights that FSDP has handed out, and what the loss holds."""
+class TransientBytes(NamedTuple):
+    """Bytes that come and go within a step: weights that FSDP has gathered, and what the loss holds."""
 
     gathered: float
     loss: float
 
 
-def _fullest_moment(
-    config: TrainerConfig, plan: Plan, weights: memory.Weights, shards: int, expert_shards: int, layers: int, last: bool
-) -> _Moment:
-    """The largest of the moments that passing bytes have: two layers gathered in a pass,
-    and on the last stage the loss's forward and backward pass.
+def _peak_transient(
+    config: TrainerConfig, plan: Plan, weights: memory.Weights, dense_shards: int, expert_shards: int, layers: int, last: bool
+) -> TransientBytes:
+    """The transient bytes when they are most: with two layers gathered in a pass,
+    or on the last stage in the loss's forward or backward pass.
 
     FSDP hands out weights in the precision of training. Layers come and go, two at a time; the output layer stays until its backward pass,
     which the last layer's weights are gathered beside. Where nothing is shared out, or `parallel.reshard_after_forward` is off,
     all of them stay.
     Source: `playbook_trainer.torch.build.shard`.
     """
-    width, forward, backward = WIDTH[config.train.dtype], *_loss(config, plan)
+    bytes_per_value, forward, backward = WIDTH[config.train.dtype], *_loss(config, plan)
     if not config.wants_fsdp(plan.dp * plan.cp, plan.edp):
-        return _Moment(0.0, max(forward, backward) if last else 0.0)
+        return TransientBytes(0.0, max(forward, backward) if last else 0.0)
     reshards = config.parallel.reshard_after_forward
-    dense_stay, experts_stay = shards == 1 or not reshards, expert_shards == 1 or not reshards
-    stay = width * (weights.dense * dense_stay + weights.experts * experts_stay)
+    dense_stay, experts_stay = dense_shards == 1 or not reshards, expert_shards == 1 or not reshards
+    stay = bytes_per_value * (weights.dense * dense_stay + weights.experts * experts_stay)
     experts = weights.experts / layers
-    layer = width * ((0.0 if dense_stay else weights.largest - experts) + (0.0 if experts_stay else experts))
-    head = 0.0 if dense_stay else width * parameters.embedding(plan.shape) / plan.tp
-    moments = [_Moment(stay + 2 * layer, 0.0)]
+    layer = bytes_per_value * ((0.0 if dense_stay else weights.largest - experts) + (0.0 if experts_stay else experts))
+    head = 0.0 if dense_stay else bytes_per_value * parameters.embedding(plan.shape) / plan.tp
+    candidates = [TransientBytes(stay + 2 * layer, 0.0)]
     if last:
-        moments += [_Moment(stay + head, forward), _Moment(stay + head + layer, backward)]
-    return max(moments, key=sum)
+        candidates += [TransientBytes(stay + head, forward), TransientBytes(stay + head + layer, backward)]
+    return max(candidates, key=sum)
 
 
 def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
@@ -200,53 +200,57 @@ def _loss(config: TrainerConfig, plan: Plan) -> tuple[float, float]:
     which the fused kernel overwrites by their gradient.
     The backward pass scales both, and rounds the first. Source: `playbook_trainer.torch.parallel.tensor` (`_LinearCrossEntropy`).
     """
-    width, tokens = WIDTH[config.train.dtype], activations.tokens(plan)
+    bytes_per_value, tokens = WIDTH[config.train.dtype], activations.tokens(plan)
     weight = parameters.embedding(plan.shape) / plan.tp
-    rows = width * tokens * plan.shape.hidden
-    logit = width if config.train.fused_loss is True else _LOGIT_BYTES[config.train.dtype]
+    rows = bytes_per_value * tokens * plan.shape.hidden
+    logit = bytes_per_value if config.train.fused_loss is True else _LOGIT_BYTES[config.train.dtype]
     chunk = logit * min(config.train.loss_chunk, tokens) * plan.shape.vocab / plan.tp
-    return _MASTER_BYTES * weight + rows + chunk, (2 * _MASTER_BYTES + width) * weight + 3 * rows
+    return _MASTER_BYTES * weight + rows + chunk, (2 * _MASTER_BYTES + bytes_per_value) * weight + 3 * rows
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    """Bytes that a rank of a pipeline stage of the torch backend holds; `chunks` has the indices of each chunk's layers."""
+    """Bytes per rank of one pipeline stage of the torch backend.
+
+    `chunks[c]` lists the layer indices of the stage's c-th virtual-pipeline chunk.
+    """
     weights = memory.weights(plan, stage, chunks, whole_tower=True)
-    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
-    copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
-    shards = plan.dp * plan.cp // copies
-    counts = weights.dense / shards + weights.experts * expert_copies / plan.edp
-    width = WIDTH[config.train.dtype]
+    moment_bytes = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    dense_replicas, expert_replicas = config.parallel.copies(plan.dp * plan.cp, plan.edp)
+    dense_shards = plan.dp * plan.cp // dense_replicas
+    params_per_rank = weights.dense / dense_shards + weights.experts * expert_replicas / plan.edp
+    bytes_per_value = WIDTH[config.train.dtype]
     offloaded = config.offload.activations
     saved_bytes = [
-        [activations.kept(plan, i) * width / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk] for chunk in chunks
+        [activations.kept(plan, i) * bytes_per_value / activations.BF16 + _gathered_keys(config, plan, i) for i in chunk]
+        for chunk in chunks
     ]
-    alive = memory.alive(
+    live_activations = memory.alive(
         plan, stage, [[Kept(0.0, size) if offloaded else Kept(size) for size in chunk] for chunk in saved_bytes], _RESIDENT_LAYERS
     )
-    states = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
-    on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
+    state_bytes_per_param = {"parameters": _MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moment_bytes}
+    state_bytes_on_gpu = {name: 0.0 if config.offload.optimizer else params_per_rank * size for name, size in state_bytes_per_param.items()}
     # The backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
-    grows = plan.microbatches == 1 and plan.pp == 1
+    gradients_replace_activations = plan.microbatches == 1 and plan.pp == 1
     layers = sum(map(len, chunks))
-    passing = _fullest_moment(config, plan, weights, shards, plan.edp // expert_copies, layers, stage == plan.pp - 1)
+    transient = _peak_transient(config, plan, weights, dense_shards, plan.edp // expert_replicas, layers, stage == plan.pp - 1)
     return StageBytes(
         stage=stage,
         layers=layers,
-        in_flight=alive.in_flight,
+        in_flight=live_activations.in_flight,
         held=weights.dense + weights.experts,
-        **on_gpu,
-        gathered=passing.gathered,
-        activations=alive.on_gpu,
-        vision=vision(config, plan) if stage == 0 else 0.0,
-        loss=passing.loss,
+        **state_bytes_on_gpu,
+        gathered=transient.gathered,
+        activations=live_activations.on_gpu,
+        vision=live_activations.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
+        loss=transient.loss,
         workspace=memory.PLAIN_BYTES,
-        grown=on_gpu["gradients"] if grows else 0.0,
-        host=counts * sum(states.values()) - sum(on_gpu.values()) + alive.host,
+        grown=state_bytes_on_gpu["gradients"] if gradients_replace_activations else 0.0,
+        host=params_per_rank * sum(state_bytes_per_param.values()) - sum(state_bytes_on_gpu.values()) + live_activations.host,
     )
 
 
 _MOMENT_BYTES = 8
-"""Per parameter in float32: the master weight, and both moments."""
+"""Per parameter: both moments of AdamW in float32."""
 
 _HOST_BYTES = 16
 """Per parameter of an optimizer on the host: float32 weight, gradient and both moments.
@@ -263,21 +267,31 @@ def _megatron_options(config: TrainerConfig) -> Options:
     return replace(options, sharding=shards[config.megatron.sharding_strategy])
 
 
-def _megatron_widths(config: TrainerConfig) -> tuple[float, float, float]:
-    """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
+class BytesPerParam(NamedTuple):
+    """Bytes per parameter of each state of training; that of the optimizer is the master weight and two moments."""
 
+    weight: float
+    gradient: float
+    optimizer: float
+
+
+def _megatron_bytes_per_param(config: TrainerConfig) -> BytesPerParam:
+    """Bytes per parameter of weights, gradients, and optimizer state (master weight and two moments).
+
+    In fp32 the weight is its own master, so the optimizer has two moments only. Weight is 0 with FP8 parameters: `memory.fp8_weights`
+    counts those.
     A precision-aware optimizer keeps moments in `moments_dtype`, and of a float32 master weight only what its bfloat16 weight lacks;
     Megatron-FSDP keeps it whole, and so do 8-bit weights.
     Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
     """
     mg = config.megatron
     if config.train.dtype == "fp32":
-        return 4, 4, 8
+        return BytesPerParam(weight=4, gradient=4, optimizer=8)
     gradient = {"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype]
-    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if mg.precision_aware_optimizer else 4
+    moment_bytes = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if mg.precision_aware_optimizer else 4
     weight = 0 if mg.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
     remainder = mg.precision_aware_optimizer and mg.data_parallel != "megatron_fsdp" and weight
-    return weight, gradient, (2 if remainder else 4) + 2 * moments
+    return BytesPerParam(weight, gradient, optimizer=(2 if remainder else 4) + 2 * moment_bytes)
 
 
 def _megatron_states(config: TrainerConfig, plan: Plan, weights: memory.Weights) -> dict[str, float]:
@@ -289,14 +303,14 @@ def _megatron_states(config: TrainerConfig, plan: Plan, weights: memory.Weights)
     if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
         gradient_values = optimizer_values
     fraction = megatron_checks.offloaded_fraction(config)
-    per_weight, per_gradient, per_state = _megatron_widths(config)
+    per_param = _megatron_bytes_per_param(config)
     if fraction and config.train.dtype == "bf16":
-        per_state = _MASTER_BYTES + _MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
+        per_param = per_param._replace(optimizer=_MASTER_BYTES + _MOMENT_BYTES)  # whole, whatever the optimizer on the GPU alone would keep
     stays = _MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
     return {
-        "parameters": per_weight * weight_values,
-        "gradients": per_gradient * gradient_values,
-        "optimizer": (per_state * (1 - fraction) + stays) * optimizer_values,
+        "parameters": per_param.weight * weight_values,
+        "gradients": per_param.gradient * gradient_values,
+        "optimizer": (per_param.optimizer * (1 - fraction) + stays) * optimizer_values,
         "fp8_weights": memory.fp8_weights(plan, weights),
         "host": _HOST_BYTES * optimizer_values * fraction,
     }
@@ -317,41 +331,46 @@ def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
 
 
 def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    """Bytes that a rank of a pipeline stage of the megatron backend holds; `chunks` has the indices of each chunk's layers."""
+    """Bytes per rank of one pipeline stage of the megatron backend.
+
+    `chunks[c]` lists the layer indices of the stage's c-th virtual-pipeline chunk.
+    """
     weights, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     placed = [list(enumerate(chunk)) for chunk in chunks]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
         placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
-    alive = memory.alive(plan, stage, [[_megatron_layer(config, plan, i, place, len(chunk)) for place, i in chunk] for chunk in placed])
+    live_activations = memory.alive(
+        plan, stage, [[_megatron_layer(config, plan, i, layer_in_chunk, len(chunk)) for layer_in_chunk, i in chunk] for chunk in placed]
+    )
     state = _megatron_states(config, plan, weights)
     host = state.pop("host")
     return StageBytes(
         stage=stage,
         layers=sum(map(len, chunks)),
-        in_flight=alive.in_flight,
+        in_flight=live_activations.in_flight,
         held=weights.dense + weights.experts,
         **state,
         gathered=memory.gathered(plan, weights, WIDTH[config.train.dtype]),
-        activations=width * alive.on_gpu,
-        vision=alive.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
+        activations=width * live_activations.on_gpu,
+        vision=live_activations.in_flight[0] * vision(config, plan) if stage == 0 else 0.0,
         loss=activations.loss(plan) if last else 0.0,
-        replayed=width * alive.again,
+        replayed=width * live_activations.again,
         workspace=memory.WORKSPACE_BYTES,
-        host=host + width * alive.host,
+        host=host + width * live_activations.host,
     )
 
 
-def _megatron_layer(config: TrainerConfig, plan: Plan, index: int, place: int, length: int) -> Kept:
-    """What a layer keeps; under full recompute that depends on its place in a chunk, and on the chunk's length."""
+def _megatron_layer(config: TrainerConfig, plan: Plan, index: int, layer_in_chunk: int, length: int) -> Kept:
+    """What a layer keeps; under full recompute that depends on its index in the chunk, and on the chunk's length."""
     if config.train.recompute != "full":
         return activations.layer(plan, index)
     saved = activations.saved(plan, index)
     span, whole, entry = recompute_layers(config), sum(saved.values()), saved["attention norm in"]
     if config.megatron.recompute_method == "block":
-        return Kept(entry, 0.0, whole - entry) if place < span else Kept(whole)
+        return Kept(entry, 0.0, whole - entry) if layer_in_chunk < span else Kept(whole)
     # A stretch ends with its chunk at the latest.
-    return Kept(entry if place % span == 0 else 0.0, 0.0, min(span, length) * whole - entry)
+    return Kept(entry if layer_in_chunk % span == 0 else 0.0, 0.0, min(span, length) * whole - entry)
 
 
 WIDTH = {"fp32": 4, "bf16": 2}

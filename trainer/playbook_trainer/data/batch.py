@@ -111,12 +111,12 @@ class Batch:
         return Batch(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})
 
 
-def share_of(vision: VisionBatch, place_N: Tensor) -> VisionBatch:
+def share_of(vision: VisionBatch, token_index_N: Tensor) -> VisionBatch:
     """The same images for a rank that holds a share of the tokens: all are encoded, the visual tokens of others are left out.
 
-    Shapes: place int64 [N], where each token is among the rank's, or -1.
+    Shapes: token_index int64 [N], where each token is among the rank's, or -1.
     """
-    index = place_N[vision.visual_index_V]
+    index = token_index_N[vision.visual_index_V]
     keep = (index >= 0).nonzero().squeeze(1)
     take = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
     return replace(vision, visual_index_V=index[keep], visual_take_V=take)

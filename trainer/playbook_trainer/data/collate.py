@@ -18,43 +18,48 @@ from playbook_trainer.data.images import ImageDecoder, ImageRef, patches_into
 
 
 def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataConfig, decoder: ImageDecoder | None = None) -> Batch:
-    """The micro-batch of `rows`; with `data.pad` each row is filled up to seq_len by a document of padding.
+    """Packs `rows` (documents per row) into one micro-batch.
+
+    Each row is filled with a padding document to seq_len (`data.pad`) or to a multiple of `data.pad_to_multiple`.
+    A document with an image that cannot be decoded gets no labels.
 
     Raises:
-        DataError: an image cannot be decoded, and `data.on_bad_image` is fail.
+        DataError: an image cannot be decoded, and `data.on_bad_image` is fail; or a document's image tokens do not match its images.
     """
     documents: list[Document] = []
-    real: list[bool] = []
-    useful = pairs = 0
+    is_real: list[bool] = []
+    num_useful = num_pairs = 0
     for row in rows:
         length = sum(len(d.tokens) for d in row)
         documents += row
-        real += [True] * len(row)
-        useful += length
-        pairs += sum(len(d.tokens) ** 2 for d in row)
-        if missing := _padded_length(length, data) - length:
-            padding = np.full(missing, model.pad_token_id, dtype=np.int64)
+        is_real += [True] * len(row)
+        num_useful += length
+        num_pairs += sum(len(d.tokens) ** 2 for d in row)
+        if num_padding := _padded_length(length, data) - length:
+            padding = np.full(num_padding, model.pad_token_id, dtype=np.int64)
             documents.append(Document(padding, loss_from=len(padding)))
-            real.append(False)
+            is_real.append(False)
     lengths = [len(d.tokens) for d in documents]
     images = [image for d in documents for image in d.images]
-    vision, sound = None, [True] * len(images)
+    vision, is_decoded = None, [True] * len(images)
     if images and model.vision:
-        vision, sound = _vision(images, np.flatnonzero(_visual(documents, model)), model.vision, decoder or ImageDecoder(data))
-    ends = np.cumsum([0, *(len(d.images) for d in documents)])
+        vision, is_decoded = _vision(images, np.flatnonzero(_visual(documents, model)), model.vision, decoder or ImageDecoder(data))
+    image_offsets = np.cumsum([0, *(len(d.images) for d in documents)])
     # A sample whose image is missing must not teach its answer.
-    labels = np.concatenate([_labels(d, all(sound[a:b])) for d, a, b in zip(documents, ends[:-1], ends[1:], strict=True)])
+    labels = np.concatenate(
+        [_labels(d, all(is_decoded[start:end])) for d, start, end in zip(documents, image_offsets[:-1], image_offsets[1:], strict=True)]
+    )
     return Batch(
         tokens_N=torch.from_numpy(np.concatenate([d.tokens for d in documents])),
         labels_N=torch.from_numpy(labels),
         positions=torch.from_numpy(np.concatenate([_positions(d, model) for d in documents], axis=-1)),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
         max_seqlen=max(lengths),
-        num_useful=useful,
+        num_useful=num_useful,
         num_loss=int((labels != IGNORE).sum()),
         num_images=len(images),
-        num_pairs=pairs,
-        real_N=torch.from_numpy(np.repeat(real, lengths)) if model.num_experts and not all(real) else None,
+        num_pairs=num_pairs,
+        real_N=torch.from_numpy(np.repeat(is_real, lengths)) if model.num_experts and not all(is_real) else None,
         vision=vision,
     )
 
@@ -67,14 +72,14 @@ def _padded_length(length: int, data: DataConfig) -> int:
     return -(-length // multiple) * multiple
 
 
-def _labels(document: Document, sound: bool) -> NDArray[np.int64]:
-    """Each place's next token, where that is a target of the loss; the last place has no next token."""
+def _labels(document: Document, is_decoded: bool) -> NDArray[np.int64]:
+    """For each token the next one, where that is a target of the loss; the last has none."""
     labels = np.full(len(document.tokens), IGNORE, dtype=np.int64)
     start = document.loss_from
-    if sound:
+    if is_decoded:
         labels[start - 1 : -1] = document.tokens[start:]
-        if document.taught is not None:
-            labels[:-1][~document.taught[1:]] = IGNORE
+        if document.is_target is not None:
+            labels[:-1][~document.is_target[1:]] = IGNORE
     return labels
 
 
@@ -96,17 +101,17 @@ def _visual(documents: Sequence[Document], model: ModelConfig) -> NDArray[np.boo
 def _vision(
     images: Sequence[ImageRef], visual_index: NDArray[np.int64], vision: VisionConfig, decoder: ImageDecoder
 ) -> tuple[VisionBatch, list[bool]]:
-    """The images of the micro-batch, and for each whether it is sound."""
+    """The images of the micro-batch, and for each whether it was decoded."""
     grids = [image.grid(vision.patch_size) for image in images]
     index = vision_index(grids, vision.spatial_merge_size, math.isqrt(vision.num_position_embeddings))
-    ends = index.cu_seqlens
+    patch_offsets = index.cu_seqlens
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    patches = np.empty((int(ends[-1]), values), dtype=np.float32)
-    sound = []
-    for image, start, end in zip(images, ends[:-1], ends[1:], strict=True):
-        pixels, is_sound = decoder.pixels(image)
+    patches = np.empty((int(patch_offsets[-1]), values), dtype=np.float32)
+    is_decoded = []
+    for image, start, end in zip(images, patch_offsets[:-1], patch_offsets[1:], strict=True):
+        pixels, succeeded = decoder.pixels(image)
         patches_into(patches[start:end], pixels, vision)
-        sound.append(is_sound)
+        is_decoded.append(succeeded)
     batch = VisionBatch(
         pixels_PC=torch.from_numpy(patches),
         cu_seqlens=torch.from_numpy(index.cu_seqlens),
@@ -116,7 +121,7 @@ def _vision(
         pos_weight_4P=torch.from_numpy(index.pos_weight),
         visual_index_V=torch.from_numpy(visual_index),
     )
-    return batch, sound
+    return batch, is_decoded
 
 
 # Where tokens and patches are: M-RoPE positions of a document, and the indices the vision tower reads. numpy only, for data workers.
@@ -224,8 +229,8 @@ def _bilinear(grid: Grid, coords: NDArray[np.int64], side: int) -> tuple[NDArray
     return index, weight
 
 
-def _stretch(place: NDArray[np.int64], size: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """The learned positions before and after each place on an axis of `size`, and how far along between them it lies."""
-    exact = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+def _stretch(coordinates: NDArray[np.int64], size: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """The learned positions before and after each coordinate on an axis of `size`, and how far along between them it lies."""
+    exact = coordinates.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     before = exact.astype(np.int64)
     return before, np.minimum(before + 1, side - 1), exact - before.astype(np.float32)

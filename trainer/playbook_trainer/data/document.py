@@ -20,7 +20,7 @@ class Document:
     images: list[ImageRef] = field(default_factory=list)
     shortened: bool = False
     """Images of the sample were scaled down or left out, or its answer was cut, to fit a row."""
-    taught: NDArray[np.bool_] | None = None
+    is_target: NDArray[np.bool_] | None = None
     """Which tokens are targets, where not all from loss_from on are."""
 
     def __len__(self) -> int:

@@ -109,25 +109,26 @@ def header_size(file: Path | ImageFile, max_pixels: int = _MAX_FILE_PIXELS) -> t
     return _opened(file, max_pixels, upright)
 
 
-def target_size(height: int, width: int, factor: int, max_pixels: int, min_pixels: int = 0) -> tuple[int, int]:
-    """Height and width as multiples of `factor` with at most `max_pixels` pixels; the aspect ratio is kept as far as that allows.
+def target_size(height: int, width: int, multiple: int, max_pixels: int, min_pixels: int = 0) -> tuple[int, int]:
+    """Target (height, width) in pixels, each a positive multiple of `multiple`, of at most `max_pixels` (one cell where even that is more).
 
+    All sizes are in pixels, areas in square pixels. A cell is `multiple` x `multiple`. The aspect ratio is kept as far as that allows.
     An image that would have less than `min_pixels` is scaled up to them, and by the rounding to a little more,
     which may be beyond `max_pixels`.
     The rounding is that of Hugging Face's Qwen2-VL processor (smart_resize).
     """
-    rows, cols = round(height / factor), round(width / factor)
-    if rows * cols * factor * factor < min_pixels:
-        stretch = math.sqrt(min_pixels / (height * width))
-        return math.ceil(height * stretch / factor) * factor, math.ceil(width * stretch / factor) * factor
+    rows, cols = round(height / multiple), round(width / multiple)
+    if rows * cols * multiple * multiple < min_pixels:
+        scale_up = math.sqrt(min_pixels / (height * width))
+        return math.ceil(height * scale_up / multiple) * multiple, math.ceil(width * scale_up / multiple) * multiple
     rows, cols = max(1, rows), max(1, cols)
-    most = max(1, max_pixels // (factor * factor))
-    if rows * cols > most:
-        shrink = math.sqrt(height * width / max_pixels) * factor
-        rows, cols = max(1, int(height / shrink)), max(1, int(width / shrink))
+    max_cells = max(1, max_pixels // (multiple * multiple))
+    if rows * cols > max_cells:
+        source_pixels_per_cell = math.sqrt(height * width / max_pixels) * multiple
+        rows, cols = max(1, int(height / source_pixels_per_cell)), max(1, int(width / source_pixels_per_cell))
         # A very long strip keeps one row (or column), which can still be too much.
-        rows, cols = (min(rows, most // cols), cols) if cols == 1 else (rows, min(cols, most // rows))
-    return rows * factor, cols * factor
+        rows, cols = (min(rows, max_cells // cols), cols) if cols == 1 else (rows, min(cols, max_cells // rows))
+    return rows * multiple, cols * multiple
 
 
 def decode(image: ImageRef, max_pixels: int = _MAX_FILE_PIXELS) -> NDArray[np.uint8]:

@@ -161,7 +161,7 @@ def data_sha(config: TrainerConfig, steps: int = 4) -> str:
         for document in rows.row(k):
             digest.update(f"document {len(document.tokens)} {document.loss_from} {len(document.images)}".encode())
             digest.update(document.tokens.astype("<i8").tobytes())
-            digest.update(b"" if document.taught is None else document.taught.tobytes())
+            digest.update(b"" if document.is_target is None else document.is_target.tobytes())
             for image in document.images:
                 digest.update(f"{image.height}x{image.width}".encode() + file_sha(image.file))
     return digest.hexdigest()[:16]

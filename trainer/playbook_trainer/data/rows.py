@@ -318,26 +318,38 @@ def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversat
     template, tokenizer = ChatTemplate(Path(data.tokenizer)), FileTokenizer(Path(data.tokenizer), model.vocab_size, prepared=True)
 
     def documents(conversation: Conversation) -> list[Document]:
-        """The conversation as a document, its targets the tokens of the answers, its image tokens repeated for each image's visual
-        tokens.
+        """One document; its loss targets are the tokens that begin inside the assistant's character spans,
+        and each image token is repeated once per visual token.
+
+        Raises:
+            DataError: image tokens and images differ in number.
+            TooLong: over data.seq_len, or over data.max_images_per_sample.
         """
-        place, files = conversation.place, conversation.images
-        text, spans = template.render(conversation.messages, place, conversation.tools)
-        encoded, starts = tokenizer.encode_with_places(text)
-        ids, at = np.asarray(encoded, dtype=np.int64), np.asarray(starts)
-        taught = np.any([(a <= at) & (at < b) for a, b in spans], axis=0)
-        marks = ids == model.image_token_id if model.image_token_id is not None else np.zeros(len(ids), dtype=bool)
-        if int(marks.sum()) != len(files) or (files and model.vision is None):
+        label, files = conversation.place, conversation.images
+        text, spans = template.render(conversation.messages, label, conversation.tools)
+        encoded, offsets = tokenizer.encode_with_offsets(text)
+        ids, char_starts = np.asarray(encoded, dtype=np.int64), np.asarray(offsets)
+        is_target = np.any([(start <= char_starts) & (char_starts < end) for start, end in spans], axis=0)
+        is_image_token = ids == model.image_token_id if model.image_token_id is not None else np.zeros(len(ids), dtype=bool)
+        if int(is_image_token.sum()) != len(files) or (files and model.vision is None):
             raise DataError(
-                f"{place}: {len(files)} images, and the chat template of data.tokenizer makes {int(marks.sum())} image tokens of them"
+                f"{label}: {len(files)} images, and the chat template of data.tokenizer makes {int(is_image_token.sum())} image tokens "
+                "of them"
             )
-        images, scaled = fit_images(place, files, len(ids) - len(files), model, data) if files else ([], False)
+        images, scaled = fit_images(label, files, len(ids) - len(files), model, data) if files else ([], False)
         if len(ids) > data.seq_len:
-            raise TooLong(f"{place}: {len(ids)} tokens, and data.seq_len is {data.seq_len}")
+            raise TooLong(f"{label}: {len(ids)} tokens, and data.seq_len is {data.seq_len}")
         repeats = np.ones(len(ids), dtype=np.int64)
         if images:
-            repeats[marks] = [image.height * image.width // merge_factor(model) ** 2 for image in images]
-        return [Document(np.repeat(ids, repeats), 1, images, scaled, taught=np.repeat(taught & ~marks, repeats))]
+            repeats[is_image_token] = [image.height * image.width // merge_factor(model) ** 2 for image in images]
+        return [
+            Document(
+                tokens=np.repeat(ids, repeats),
+                images=images,
+                shortened=scaled,
+                is_target=np.repeat(is_target & ~is_image_token, repeats),
+            )
+        ]
 
     return documents
 

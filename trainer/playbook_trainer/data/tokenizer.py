@@ -109,8 +109,8 @@ class FileTokenizer:
                 "say false in a copy"
             )
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids of `text`, and where in it each begins."""
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids of `text`, and the character offset at which each begins."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         return list(encoding.ids), [start for start, _ in encoding.offsets]
 
@@ -140,7 +140,7 @@ def load_tokenizer(name: str, model: ModelConfig, *, prepared: bool = False) -> 
         DataError: no such file, or it is not a tokenizer.
         ConfigError: its ids, or the model's special ids, do not fit the model's vocabulary.
     """
-    _check_special(model, least=_NUM_BYTES if name == "byte" else 0)
+    _check_special(model, first_free_id=_NUM_BYTES if name == "byte" else 0)
     if name == "byte":
         return ByteTokenizer()
     tokenizer = FileTokenizer(Path(name), model.vocab_size, prepared=prepared)
@@ -203,23 +203,23 @@ def _same(one: Path, other: Path) -> bool:
         return False
 
 
-def _check_special(model: ModelConfig, least: int) -> None:
-    """Refuse special tokens of the model beyond its vocabulary, below `least`, or equal to the image token."""
+def _check_special(model: ModelConfig, first_free_id: int) -> None:
+    """Refuse special tokens of the model beyond its vocabulary, below `first_free_id`, or equal to the image token."""
     # Padding bears no loss and is attended to by nothing but padding, so its id may be any; the others must be unlike text.
-    special = {"eos_token_id": (model.eos_token_id, least), "pad_token_id": (model.pad_token_id, 0)}
+    special = {"eos_token_id": (model.eos_token_id, first_free_id), "pad_token_id": (model.pad_token_id, 0)}
     special |= {
-        key: (value, least)
+        key: (token_id, first_free_id)
         for key in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
-        if (value := getattr(model, key)) is not None
+        if (token_id := getattr(model, key)) is not None
     }
-    texts = {key: value for key, (value, _) in special.items() if key not in ("image_token_id", "pad_token_id")}
-    if clashing := [key for key, value in texts.items() if value == model.image_token_id]:
+    text_ids = {key: token_id for key, (token_id, _) in special.items() if key not in ("image_token_id", "pad_token_id")}
+    if clashing := [key for key, token_id in text_ids.items() if token_id == model.image_token_id]:
         raise ConfigError(
             f"model.{clashing[0]} and model.image_token_id are both {model.image_token_id}, so one would pass for an image; change one"
         )
-    for key, (value, lowest) in special.items():
-        if not lowest <= value < model.vocab_size:
-            why = "; ids below 256 are bytes" if value < lowest else ""
+    for key, (token_id, lowest_id) in special.items():
+        if not lowest_id <= token_id < model.vocab_size:
+            why = f"; ids below {lowest_id} are bytes" if token_id < lowest_id else ""
             raise ConfigError(
-                f"model.{key} is {value}; expected {lowest} to {model.vocab_size - 1} (model.vocab_size is {model.vocab_size}){why}"
+                f"model.{key} is {token_id}; expected {lowest_id} to {model.vocab_size - 1} (model.vocab_size is {model.vocab_size}){why}"
             )

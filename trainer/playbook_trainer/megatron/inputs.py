@@ -128,10 +128,10 @@ def _own_images(batch: Batch, index_n: Tensor, axes: Axes) -> VisionBatch:
     if axes.sequence_parallel:
         size = index_n.numel() // axes.tp.size
         index_n = index_n[axes.tp.rank * size : (axes.tp.rank + 1) * size]
-    place_N = torch.full((batch.tokens_N.numel(),), -1)
+    token_index_N = torch.full((batch.tokens_N.numel(),), -1)
     real_n = index_n >= 0
-    place_N[index_n[real_n]] = real_n.nonzero().squeeze(1)
-    return share_of(batch.vision, place_N)
+    token_index_N[index_n[real_n]] = real_n.nonzero().squeeze(1)
+    return share_of(batch.vision, token_index_N)
 
 
 def _inputs(

@@ -49,7 +49,7 @@ def search(
     cards = load.load_all()
     only = None if status is None else _with_status(cards, status)
     answer = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
-    standing = _standing(answer.hits, cards)
+    standing = _standing(answer.hits, cards, run.hardware)
     if as_json:
         row = answer.as_row()
         print_json({**row, "hits": [{**hit, "standing": {i: standing[i] for i in hit["claims"]}} for hit in row["hits"]]})
@@ -77,11 +77,11 @@ def search(
         say(f"settings and all claims: playbook cards show {answer.hits[0].id}")
 
 
-def _standing(hits: Sequence[Hit], cards: Mapping[str, Card]) -> dict[str, list[str]]:
-    """Where each claim of what was found stands, in words; empty where nobody has tested it."""
+def _standing(hits: Sequence[Hit], cards: Mapping[str, Card], gpus: Sequence[str]) -> dict[str, list[str]]:
+    """Where each claim of what was found stands, in words, on the GPUs named first; empty where nobody has tested it."""
     claims, claim_ids = by_claim(cards), [i for hit in hits for i in hit.claims]
     records = records_here(cards, here()) if claim_ids else []
-    return {i: stands(records, claims[i][1], today()) for i in claim_ids}
+    return {i: stands(records, claims[i][1], today(), gpus) for i in claim_ids}
 
 
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:

@@ -12,7 +12,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from playbook_trainer.torch.parallel.comm import all_gather, all_to_all
 
 
 @dataclass(frozen=True)
-class Borders:
+class SegmentBounds:
     """Segments of queries and the segments of keys that they see; `causal` masks are aligned to the segments' ends."""
 
     cu_q: Tensor
@@ -42,29 +42,33 @@ class Borders:
     causal: bool
 
 
-def forward(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+def forward(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds) -> tuple[Tensor, Tensor]:
     """The block's attention (N, H, d) and its log-sum-exp (H, N, at least float32); every query must see a key."""
     if _has_flash(q_NHd):
-        b = borders
+        b = bounds
         result = torch.ops.aten._flash_attention_forward(
             q_NHd, k_MGd, v_MGd, b.cu_q, b.cu_k, b.max_q, b.max_k, 0.0, b.causal, return_debug_mask=False
         )
         return result[0], result[1]
     out_NHd = torch.empty_like(q_NHd)
     lse_HN = q_NHd.new_empty((q_NHd.shape[1], q_NHd.shape[0]), dtype=wide(q_NHd.dtype))
-    for at, scores, _, v in _segments(q_NHd, k_MGd, v_MGd, borders):
+    for rows, _, scores, _, v in _segments(q_NHd, k_MGd, v_MGd, bounds):
         lse = scores.logsumexp(-1)
-        lse_HN[:, at] = lse.flatten(0, 1)
-        out_NHd[at] = torch.einsum("grnm,mgd->ngrd", (scores - lse.unsqueeze(-1)).exp(), v).flatten(1, 2).to(q_NHd.dtype)
+        lse_HN[:, rows] = lse.flatten(0, 1)
+        out_NHd[rows] = torch.einsum("grnm,mgd->ngrd", (scores - lse.unsqueeze(-1)).exp(), v).flatten(1, 2).to(q_NHd.dtype)
     return out_NHd, lse_HN
 
 
 def backward(
-    grad_NHd: Tensor, q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, out_NHd: Tensor, lse_HN: Tensor, borders: Borders
+    grad_NHd: Tensor, q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, out_NHd: Tensor, lse_HN: Tensor, bounds: SegmentBounds
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's part of the gradients of q, k and v, from the output and log-sum-exp over all blocks."""
+    """This block's part of the gradients of q, k and v.
+
+    Returns dq (N, H, d), dk, dv (M, G, d) of this block in the inputs' dtype; the caller sums dq over blocks.
+    `out` and `lse` (H, N) are those merged over all blocks. `grad` is that of `out`.
+    """
     if _has_flash(q_NHd):
-        b, device = borders, q_NHd.device
+        b, device = bounds, q_NHd.device
         # Without dropout the random state is read by nobody.
         state, unused = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -72,17 +76,16 @@ def backward(
             *(b.cu_q, b.cu_k, b.max_q, b.max_k, 0.0, b.causal, state, unused),
         )
         return dq, dk, dv
-    dtype, (heads, groups) = wide(q_NHd.dtype), (q_NHd.shape[1], k_MGd.shape[1])
+    dtype, (heads, kv_heads) = wide(q_NHd.dtype), (q_NHd.shape[1], k_MGd.shape[1])
     dq_NHd, dk_MGd, dv_MGd = (torch.zeros_like(t) for t in (q_NHd, k_MGd, v_MGd))
     scale = q_NHd.shape[2] ** -0.5
-    for number, (at, scores, k, v) in enumerate(_segments(q_NHd, k_MGd, v_MGd, borders)):
-        keys = slice(int(borders.cu_k[number]), int(borders.cu_k[number + 1]))
-        q, grad, out = (t[at].to(dtype).unflatten(1, (groups, heads // groups)) for t in (q_NHd, grad_NHd, out_NHd))
-        p = (scores - lse_HN[:, at].unflatten(0, (groups, -1)).unsqueeze(-1)).exp()
-        ds = p * (torch.einsum("ngrd,mgd->grnm", grad, v) - torch.einsum("ngrd,ngrd->grn", grad, out).unsqueeze(-1)) * scale
-        dq_NHd[at] = torch.einsum("grnm,mgd->ngrd", ds, k).flatten(1, 2).to(dq_NHd.dtype)
-        dk_MGd[keys] = torch.einsum("grnm,ngrd->mgd", ds, q).to(dk_MGd.dtype)
-        dv_MGd[keys] = torch.einsum("grnm,ngrd->mgd", p, grad).to(dv_MGd.dtype)
+    for rows, keys, scores, k, v in _segments(q_NHd, k_MGd, v_MGd, bounds):
+        q, grad, out = (t[rows].to(dtype).unflatten(1, (kv_heads, heads // kv_heads)) for t in (q_NHd, grad_NHd, out_NHd))
+        probs = (scores - lse_HN[:, rows].unflatten(0, (kv_heads, -1)).unsqueeze(-1)).exp()
+        dscores = probs * (torch.einsum("ngrd,mgd->grnm", grad, v) - torch.einsum("ngrd,ngrd->grn", grad, out).unsqueeze(-1)) * scale
+        dq_NHd[rows] = torch.einsum("grnm,mgd->ngrd", dscores, k).flatten(1, 2).to(dq_NHd.dtype)
+        dk_MGd[keys] = torch.einsum("grnm,ngrd->mgd", dscores, q).to(dk_MGd.dtype)
+        dv_MGd[keys] = torch.einsum("grnm,ngrd->mgd", probs, grad).to(dv_MGd.dtype)
     return dq_NHd, dk_MGd, dv_MGd
 
 
@@ -102,18 +105,31 @@ def _has_flash(q_NHd: Tensor) -> bool:
     return q_NHd.is_cuda and q_NHd.dtype in (torch.bfloat16, torch.float16)
 
 
-def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, borders: Borders) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Query stretch, masked scores (G, H / G, n, m), keys and values of each segment."""
-    groups, dtype = k_MGd.shape[1], wide(q_NHd.dtype)
-    bq, bk = borders.cu_q.tolist(), borders.cu_k.tolist()
+class _Segment(NamedTuple):
+    """One segment's queries over the keys that they see."""
+
+    rows: slice
+    """Of N, its queries."""
+    keys: slice
+    """Of M, its keys."""
+    scores: Tensor
+    """(G, H / G, n, m), masked."""
+    k: Tensor
+    v: Tensor
+
+
+def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds) -> Iterator[_Segment]:
+    """The segments in order; scores, k and v in at least float32."""
+    kv_heads, dtype = k_MGd.shape[1], wide(q_NHd.dtype)
+    bq, bk = bounds.cu_q.tolist(), bounds.cu_k.tolist()
     for q0, q1, k0, k1 in zip(bq[:-1], bq[1:], bk[:-1], bk[1:], strict=True):
-        q = q_NHd[q0:q1].to(dtype).unflatten(1, (groups, -1))
+        q = q_NHd[q0:q1].to(dtype).unflatten(1, (kv_heads, -1))
         k, v = k_MGd[k0:k1].to(dtype), v_MGd[k0:k1].to(dtype)
         scores = torch.einsum("ngrd,mgd->grnm", q, k) * q_NHd.shape[2] ** -0.5
-        if borders.causal:
+        if bounds.causal:
             hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).triu(1 + k1 - k0 - (q1 - q0))
             scores = scores.masked_fill(hidden, -torch.inf)
-        yield slice(q0, q1), scores, k, v
+        yield _Segment(slice(q0, q1), slice(k0, k1), scores, k, v)
 
 
 # Ring attention: keys and values travel around the context-parallel ranks, block by block, while the block before is computed.
@@ -128,8 +144,8 @@ def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:
     """What this rank sends and computes in each step, from the documents' borders over the whole stream."""
     cp, size = axis.size, num_tokens // (2 * axis.size)
     first, second = axis.rank * size, (2 * cp - 1 - axis.rank) * size
-    places = np.concatenate([np.arange(first, first + size), np.arange(second, second + size)])
-    documents = np.searchsorted(cu_seqlens, places, side="right")
+    token_indices = np.concatenate([np.arange(first, first + size), np.arange(second, second + size)])
+    documents = np.searchsorted(cu_seqlens, token_indices, side="right")
     cu = np.concatenate([[0], np.flatnonzero(np.diff(documents)) + 1, [2 * size]])
     receive, send = [], []
     for step in range(1, cp):
@@ -159,8 +175,8 @@ def _rectangle(cu: list[int], size: int, cp: int, queries: int, keys: int) -> tu
     return size, size + min(size, end - head), back, 2 * size
 
 
-def _document(cu: list[int], place: int) -> tuple[int, int]:
-    i = bisect_right(cu, place)
+def _document(cu: list[int], token_index: int) -> tuple[int, int]:
+    i = bisect_right(cu, token_index)
     return cu[i - 1], cu[i]
 
 
@@ -219,12 +235,12 @@ class _RingAttention(torch.autograd.Function):
         return dq_NHd.to(q_NHd.dtype), dk_NGd, dv_NGd, None, None
 
 
-def _own(ring: Ring) -> Borders:
-    return Borders(ring.cu_seqlens, ring.cu_seqlens, ring.max_seqlen, ring.max_seqlen, causal=True)
+def _own(ring: Ring) -> SegmentBounds:
+    return SegmentBounds(ring.cu_seqlens, ring.cu_seqlens, ring.max_seqlen, ring.max_seqlen, causal=True)
 
 
-def _whole(block: Block) -> Borders:
-    return Borders(block.cu_q, block.cu_k, block.q1 - block.q0, block.k1 - block.k0, causal=False)
+def _whole(block: Block) -> SegmentBounds:
+    return SegmentBounds(block.cu_q, block.cu_k, block.q1 - block.q0, block.k1 - block.k0, causal=False)
 
 
 def _add(dkv: Tensor, step: int, exchange: _Exchange, ring: Ring) -> None:
@@ -326,9 +342,9 @@ def split(batch: Batch, axis: Axis, comm: str) -> Batch:
 def _own_visual_tokens(vision: VisionBatch, index: Tensor, num_tokens: int) -> VisionBatch:
     # All ranks of the group encode all images, so that their towers run in step. What a rank keeps reaches its own loss alone:
     # the gradients of the towers are parts, which the reduction over dp x cp adds up.
-    place_N = torch.full((num_tokens,), -1)
-    place_N[index] = torch.arange(index.numel())
-    return share_of(vision, place_N)
+    token_index_N = torch.full((num_tokens,), -1)
+    token_index_N[index] = torch.arange(index.numel())
+    return share_of(vision, token_index_N)
 
 
 def _filled(batch: Batch, multiple: int) -> Batch:

@@ -164,9 +164,9 @@ def cut(batch: Batch, axes: Axes) -> Batch:
     if batch.vision is None or not axes.sequence_parallel:
         return batch
     num = local_tokens(batch.tokens_N.numel(), axes)
-    place_N = torch.full((batch.tokens_N.numel(),), -1)
-    place_N[axes.tp.rank * num : (axes.tp.rank + 1) * num] = torch.arange(num)
-    return replace(batch, vision=share_of(batch.vision, place_N))
+    token_index_N = torch.full((batch.tokens_N.numel(),), -1)
+    token_index_N[axes.tp.rank * num : (axes.tp.rank + 1) * num] = torch.arange(num)
+    return replace(batch, vision=share_of(batch.vision, token_index_N))
 
 
 # From the attention grid to the expert grid and back, around the dispatcher.
