@@ -175,8 +175,8 @@ def revision_changes(measured: Measured, current_revisions: Mapping[str, int], t
             if revision != current_revisions.get(path, revision):
                 old_revisions.setdefault(path, set()).add(revision)
     return [
-        f"the trainer's path {path} is at performance revision {current_revisions[path]}, the runs at {', '.join(map(str, sorted(revisions)))}"
-        for path, revisions in sorted(old_revisions.items())
+        f"the trainer's path {path} is at performance revision {current_revisions[path]}, the runs at {', '.join(map(str, sorted(old)))}"
+        for path, old in sorted(old_revisions.items())
     ]
 
 

@@ -133,7 +133,7 @@ def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
 
 
 def tied_indices(question: Question, timed: Found) -> list[int]:
-    """Indices of plans whose lead over the best is within the error of their times, the best's included; for goal `memory` only the first."""
+    """Indices of plans whose lead over the best is within the error of their times, the best included; for goal `memory` only the first."""
     if question.goal == "memory" or not timed.choices:
         return [0] if timed.choices else []
     best = timed.choices[0]
