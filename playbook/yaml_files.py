@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,9 +20,20 @@ from playbook.files import read_bytes
 MAX_BYTES = 2_000_000
 MAX_DEPTH = 40
 
-Path_ = tuple[str | int, ...]
-Marks = dict[Path_, tuple[int, int]]
+KeyPath = tuple[str | int, ...]
+"""The way to a value: the keys of mappings and the indices of lists."""
 M = TypeVar("M", bound=BaseModel)
+
+
+class Position(NamedTuple):
+    """A place in a file, counted from 1."""
+
+    line: int
+    column: int
+
+
+Positions = dict[KeyPath, Position]
+"""The position of each value; that of an entry of a mapping is the position of its key."""
 
 
 class Strict(BaseModel):
@@ -56,11 +67,13 @@ def parse_scalar(text: str) -> Any:
     return _SPECIAL.get(text.lower(), text)
 
 
-def read(path: Path) -> tuple[Any, Marks]:
-    """The file's content and the place of each value.
+def read(path: Path) -> tuple[Any, Positions]:
+    """The file's content and the position of each value; for an entry of a mapping, that of its key.
+
+    Keys are text as written: `1: x` has the key "1".
 
     Raises:
-        FileError: unreadable, too large, not YAML, an anchor or a tag, a duplicate or non-string key.
+        FileError: unreadable, too large, not YAML, an alias or a tag, a duplicate key, or a key that is a list or a mapping.
     """
     name = str(path)
     try:
@@ -75,7 +88,7 @@ def read(path: Path) -> tuple[Any, Marks]:
     return parse(text, name)
 
 
-def parse(text: str, name: str) -> tuple[Any, Marks]:
+def parse(text: str, name: str) -> tuple[Any, Positions]:
     """As `read`, for text already in memory; `name` stands for the file in messages."""
     try:
         node = _compose(text)
@@ -87,24 +100,25 @@ def parse(text: str, name: str) -> tuple[Any, Marks]:
         raise FileError([Finding(name, 1, 1, f"invalid YAML: {e.reason}")]) from e
     except RecursionError as e:
         raise FileError([Finding(name, 1, 1, "is nested too deeply")]) from e
-    marks: Marks = {(): (1, 1)}
+    marks: Positions = {(): Position(1, 1)}
     findings: list[Finding] = []
-    data = None if node is None else _build(node, (), marks, findings, name, set())
+    data = None if node is None else _plain_value(node, (), marks, findings, name, set())
     if findings:
         raise FileError(findings)
     return data, marks
 
 
-def _fast_loader() -> Any:
-    """The loader of libyaml, which does not ask in Python what each scalar is: `parse_scalar` says so, by other rules.
-
-    None where it is not built in.
-    """
-    loader = getattr(yaml, "CSafeLoader", None)
-    return loader and type("_Loader", (loader,), {"resolve": lambda *_: "tag:yaml.org,2002:str"})
+_NO_TAG = ""
+"""The tag of each node whose tag is not written out; `parse_scalar` says what a plain scalar is, by other rules than PyYAML's."""
 
 
-_FAST = _fast_loader()
+def _loader(name: str) -> Any:
+    """A loader of PyYAML that does not ask what each scalar is; None where it is not built in."""
+    loader = getattr(yaml, name, None)
+    return loader and type("_Loader", (loader,), {"resolve": lambda *_: _NO_TAG})
+
+
+_FAST, _SAFE = _loader("CSafeLoader"), _loader("SafeLoader")
 
 
 def _compose(text: str) -> Any:
@@ -116,16 +130,18 @@ def _compose(text: str) -> Any:
             return yaml.compose(text, Loader=_FAST)
         except yaml.YAMLError:
             pass  # the other composer says it in the words that messages are made of
-    return yaml.compose(text, Loader=yaml.SafeLoader)
+    return yaml.compose(text, Loader=_SAFE)
 
 
-def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, node_ids: set[int]) -> Any:
-    """The plain value of a YAML node; places go into `marks`, faults into `findings`. `node_ids`: nodes that were read."""
-    line, column = node.start_mark.line + 1, node.start_mark.column + 1
-    marks.setdefault(path, (line, column))
+def _plain_value(node: Node, path: KeyPath, marks: Positions, findings: list[Finding], name: str, node_ids: set[int]) -> Any:
+    """The plain value of a YAML node; positions go into `marks` (for an entry of a mapping, that of its key), faults into `findings`.
+
+    `node_ids`: nodes that were read.
+    """
+    marks.setdefault(path, _position(node))
 
     def report(message: str, at: Node = node) -> None:
-        findings.append(Finding(name, at.start_mark.line + 1, at.start_mark.column + 1, message))
+        findings.append(Finding(name, *_position(at), message))
 
     if len(path) > MAX_DEPTH:
         report(f"is nested more than {MAX_DEPTH} levels deep")
@@ -134,30 +150,37 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
         report("uses a YAML alias (*name); write the value out, so that a reader sees it where it is used")
         return None
     node_ids.add(id(node))
-    if node.tag.startswith("!") or (node.tag.startswith("tag:yaml.org,2002:python")):
+    if node.tag != _NO_TAG:
         report(f"uses the YAML tag {node.tag}; only plain values are read")
         return None
     if isinstance(node, ScalarNode):
         return node.value if node.style else parse_scalar(node.value)  # no style: a plain scalar
     if isinstance(node, SequenceNode):
-        return [_build(child, (*path, i), marks, findings, name, node_ids) for i, child in enumerate(node.value)]
+        return [_plain_value(child, (*path, i), marks, findings, name, node_ids) for i, child in enumerate(node.value)]
     assert isinstance(node, MappingNode)
     out: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, ScalarNode):
             report("a key must be plain text", key_node)
             continue
+        if key_node.tag != _NO_TAG:
+            report(f"uses the YAML tag {key_node.tag}; only plain keys are read", key_node)
+            continue
         key = key_node.value
         if key in out:
             first = marks[(*path, key)]
-            report(f"duplicate key '{key}' (first at line {first[0]}); keep one", key_node)
+            report(f"duplicate key '{key}' (first at line {first.line}); keep one", key_node)
             continue
-        marks[(*path, key)] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
-        out[key] = _build(value_node, (*path, key), marks, findings, name, node_ids)
+        marks[(*path, key)] = _position(key_node)
+        out[key] = _plain_value(value_node, (*path, key), marks, findings, name, node_ids)
     return out
 
 
-def load(path: Path, model: type[M]) -> tuple[M, Marks]:
+def _position(node: Node) -> Position:
+    return Position(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def load(path: Path, model: type[M]) -> tuple[M, Positions]:
     """The file as a typed record.
 
     Raises:
@@ -167,7 +190,7 @@ def load(path: Path, model: type[M]) -> tuple[M, Marks]:
     return validate(data, marks, model, str(path)), marks
 
 
-def validate(data: Any, marks: Marks, model: type[M], name: str) -> M:
+def validate(data: Any, marks: Positions, model: type[M], name: str) -> M:
     """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`."""
     if not isinstance(data, Mapping):
         raise FileError([Finding(name, 1, 1, f"expected a mapping of keys to values, found {_kind(data)}")])
@@ -177,11 +200,11 @@ def validate(data: Any, marks: Marks, model: type[M], name: str) -> M:
         raise FileError([_finding(error, marks, model, name) for error in e.errors(include_url=False)]) from e
 
 
-def locate(marks: Marks, path: Path_) -> tuple[int, int]:
-    """The place of `path`, or of the nearest value around it."""
+def locate(marks: Positions, path: KeyPath) -> Position:
+    """The position of `path` (of its key, for an entry of a mapping), or of the nearest value around it."""
     while path not in marks and path:
         path = path[:-1]
-    return marks.get(path, (1, 1))
+    return marks.get(path, Position(1, 1))
 
 
 def did_you_mean(word: str, options: typing.Iterable[str]) -> str:
@@ -193,7 +216,7 @@ def did_you_mean(word: str, options: typing.Iterable[str]) -> str:
     return f"; expected one of: {', '.join(options)}" if options and len(options) <= 30 else ""
 
 
-def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Finding:
+def _finding(error: Any, marks: Positions, model: type[BaseModel], name: str) -> Finding:
     """A pydantic error as a finding at its place in the file, in the words of the file's author."""
     # A union's branch adds its own name to the location; only what exists in the file names a place.
     where = tuple(part for part in error["loc"])
@@ -223,7 +246,7 @@ def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Fin
     return Finding(name, line, column, message)
 
 
-def _fields_at(model: type[BaseModel], path: Path_) -> list[str]:
+def _fields_at(model: type[BaseModel], path: KeyPath) -> list[str]:
     models: list[type[BaseModel]] = [model]
     for part in path:
         following: list[type[BaseModel]] = []

@@ -17,7 +17,7 @@ from playbook.cards import scope
 from playbook.cards.model import OPS, Card, Claim, Expect, near_metric
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import OWN_FILE, folders, own_file
-from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
+from playbook.yaml_files import KeyPath, Positions, did_you_mean, load, locate
 
 LOGIC_KINDS = ("arithmetic", "invariant")
 
@@ -28,9 +28,9 @@ class LoadedCard:
 
     card: Card
     path: Path
-    marks: Marks
+    marks: Positions
 
-    def finding(self, where: Path_, message: str) -> Finding:
+    def finding(self, where: KeyPath, message: str) -> Finding:
         """A finding at `where` in the card's file."""
         line, column = locate(self.marks, where)
         return Finding(str(self.path), line, column, message)
@@ -191,7 +191,7 @@ def _disputes(entry: LoadedCard) -> Iterator[Finding]:
                 yield entry.finding(("disputes", d, "claims", i), message)
 
 
-def _claims_named(card: Card) -> Iterator[tuple[Path_, str, str | None]]:
+def _claims_named(card: Card) -> Iterator[tuple[KeyPath, str, str | None]]:
     """Every claim id that a card refers to: its place, the id, and the claim that refers to it."""
     for d, decision in enumerate(card.decide):
         for i, claim in enumerate(decision.because):
@@ -206,7 +206,7 @@ def _claims_named(card: Card) -> Iterator[tuple[Path_, str, str | None]]:
 
 
 def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | None, metrics: Collection[str] | None) -> Iterator[Finding]:
-    place: Path_ = ("claims", i)
+    place: KeyPath = ("claims", i)
     for key, message in scope.problems(claim.scope):
         yield entry.finding((*place, "scope", key), message)
     if claim.case is None:
@@ -223,7 +223,7 @@ def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | Non
 
 def _tested(
     entry: LoadedCard,
-    place: Path_,
+    place: KeyPath,
     kind: str,
     case: str | None,
     metric: str,

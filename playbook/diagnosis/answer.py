@@ -71,9 +71,9 @@ def diagnose(where: Setting, speed: Measured | None, knowledge: Knowledge, expor
     runs = published.nearest(where)
     walls = _walls(where, current, observed)
     time = current or (best.time if best else None)
-    parts = sight.composition(time.parts, where.seen) if time else {}
-    most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
-    listed = [_entry(a, _Light(where, knowledge, export, parts, most)) for a in actions(where, best)]
+    step_shares = sight.composition(time.parts, where.seen) if time else {}
+    headroom = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
+    listed = [_entry(a, _ActionContext(where, knowledge, export, step_shares, headroom)) for a in actions(where, best)]
     first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
@@ -205,16 +205,16 @@ def _how(where: Setting) -> str:
 
 
 @dataclass(frozen=True)
-class _Light:
-    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is
-    left to gain: to the fastest layout, or to a faster published run.
+class _ActionContext:
+    """What an action is judged by: the setting, what claims say, a trainer's words, the share of the predicted step by part, and the
+    headroom: the relative gain in tokens/s to the fastest layout, or to a faster published run.
     """
 
     where: Setting
     knowledge: Knowledge
     export: _Exporter
-    parts: Mapping[str, float]
-    most: float | None
+    step_shares: Mapping[str, float]
+    headroom: float | None
 
 
 def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, observed: Seen) -> list[dict[str, Any]]:
@@ -243,24 +243,24 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
     ]  # fmt: skip
 
 
-def _entry(action: Action, light: _Light) -> dict[str, Any]:
+def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     """One action as plain data."""
-    where = light.where
-    measures = light.knowledge.said(action.measures, where, action.on)
-    also = light.knowledge.said(action.also, where, action.on)
+    where = context.where
+    measures = context.knowledge.said(action.measures, where, action.on)
+    also = context.knowledge.said(action.also, where, action.on)
     shown = [*measures, *also]
     record = next((s for s in measures if s.comparable), None)
-    effect = Gain(*record.effect) if record and record.effect else None
-    changed = light.export(action, where.framework, where.question.cluster.name)
+    measured_gain = Gain(*record.effect) if record and record.effect else None
+    changed = context.export(action, where.framework, where.question.cluster.name)
     return {
         "id": action.id,
         "title": action.title,
         "walls": list(action.walls),
-        "expected": _expected(action, effect, light),
-        "at_most": _capped(action, light),
+        "expected": _expected_gain(action, measured_gain, context),
+        "at_most": _limited_by_headroom(action, context),
         "planner": action.gain and asdict(action.gain),
-        "record": {**asdict(effect), "claim": record.id, "machine": record.machine,
-        "evidence": record.evidence} if record and effect else None,
+        "record": {**asdict(measured_gain), "claim": record.id, "machine": record.machine,
+        "evidence": record.evidence} if record and measured_gain else None,
         "in_plan": action.done,
         "memory_gib": None if action.peak_bytes is None else action.peak_bytes / GIB,
         "claims": [_claim(s) for s in sorted(shown, key=lambda s: s.rank)[:_CLAIMS]],
@@ -271,25 +271,25 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _expected(action: Action, effect: Gain | None, light: _Light) -> float | None:
-    """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part
-    alone.
+def _expected_gain(action: Action, measured_gain: Gain | None, context: _ActionContext) -> float | None:
+    """Expected relative gain in tokens/s (0.1 = 10 % faster), None where nothing tells.
 
-    What the fastest layout has too gains no more than what lies between the run and that layout, or a published run that is faster still.
+    It is the smallest of the planner's gain, the measured gain (for an action with `part`, carried to the whole step by Amdahl's law) and,
+    where `_limited_by_headroom`, the headroom to the fastest layout or published run. A part that the step lacks gains 0.
     """
-    share = light.parts.get(action.part, 0.0) if action.part else 1.0
+    affected_share = context.step_shares.get(action.part, 0.0) if action.part else 1.0
     gains = [action.gain.value] if action.gain else []
-    gains += [1 / (1 - share * (1 - 1 / (1 + effect.value))) - 1] if effect and effect.value > -1 else []
-    if _capped(action, light):
-        gains.append(max(0.0, light.most or 0.0))
+    gains += [1 / (1 - affected_share * (1 - 1 / (1 + measured_gain.value))) - 1] if measured_gain and measured_gain.value > -1 else []
+    if _limited_by_headroom(action, context):
+        gains.append(max(0.0, context.headroom or 0.0))
     return min(gains) if gains else None
 
 
-def _capped(action: Action, light: _Light) -> bool:
+def _limited_by_headroom(action: Action, context: _ActionContext) -> bool:
     """Whether the fastest layout has the action too, and what is known to be faster lies nearer than its gain."""
     new_fp8 = action.on.options.fp8 and not action.off.options.fp8
     beyond = action.on.options.graphs or new_fp8 or action.on.global_batch != action.off.global_batch
-    return action.gain is not None and light.most is not None and not beyond and light.most < action.gain.value
+    return action.gain is not None and context.headroom is not None and not beyond and context.headroom < action.gain.value
 
 
 def _claim(claim: Said) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from playbook.planner.choice.space import Question
 from playbook.planner.models import named
 from playbook.planner.models import published as shape_of
 from playbook.planner.options import Options
-from playbook.planner.runs.anchor import newest
+from playbook.planner.runs.anchor import newest_release_ids
 from playbook.planner.runs.assumed import is_adapters, rank
 from playbook.planner.runs.predict import Prediction, predict
 from playbook.planner.runs.published import cells, link, others, table
@@ -176,7 +176,7 @@ def _rows() -> Sequence[Row]:
     configuration.
     """
     about = cells()
-    latest = newest(run for run, _ in table())
+    latest = newest_release_ids(run for run, _ in table())
     by_key: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
     for run, shown in table():
         task, name = run.word("task"), run.word("model")

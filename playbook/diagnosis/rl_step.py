@@ -17,8 +17,8 @@ from playbook.planner.shapes import Shape
 
 PHASES = ("rollout", "reward", "log-probabilities", "update", "weight transfer")
 BETWEEN = "between the phases"
-_TAIL = 0.5
-"""Share of a rollout from which on its long tail is named as the reason."""
+_NOTABLE_IDLE_SHARE = 0.5
+"""Idle share of a rollout's places from which on its long tail is named as the reason."""
 _CARD = "rl-step"
 _ACTIONS: Mapping[str, tuple[str, ...]] = {
     "rollout": (
@@ -70,40 +70,46 @@ def middle(steps: Sequence[Step]) -> Step:
 
 
 def diagnose(step: Step) -> dict[str, Any]:
-    """The wall of a step, its long tail, what is idle by placement, and what to try; shares are of the step. `wall` is None where the log
-    names no phase.
+    """The diagnosis of a step, `rl-step/1`, as plain data.
+
+    - `step_s`: seconds of the step, or of its phases where those are more; None where the log has neither.
+    - `phases`: each phase with its seconds and its share of the step, the longest first; what no phase covers is `BETWEEN`.
+    - `wall`: the longest phase, the bottleneck; None where the log names no phase.
+    - `long_tail`: mean and longest response, and the share of the rollout's places that are idle; None where the log lacks either length.
+    - `idle`: shares of the step in which GPUs wait, by placement; None without a rollout and another phase.
+    - `actions`: what to try, the first first; `card`: the card that says why.
     """
     named = sum(step.phases.values())
-    total = max(step.total or 0.0, named)
-    seconds = {n: step.phases[n] for n in PHASES if n in step.phases} | ({BETWEEN: total - named} if named and total > named else {})
-    wall = max(seconds, key=lambda n: seconds[n]) if seconds else None
-    tail = 1 - step.mean / step.longest if step.mean and step.longest and step.longest >= step.mean else None
-    long_tail = wall == "rollout" and tail is not None and tail >= _TAIL
+    step_s = max(step.total or 0.0, named)
+    seconds = {n: step.phases[n] for n in PHASES if n in step.phases} | ({BETWEEN: step_s - named} if named and step_s > named else {})
+    bottleneck = max(seconds, key=lambda n: seconds[n]) if seconds else None
+    idle_share = 1 - step.mean / step.longest if step.mean and step.longest and step.longest >= step.mean else None
+    long_tail = bottleneck == "rollout" and idle_share is not None and idle_share >= _NOTABLE_IDLE_SHARE
     return {
         "schema": "rl-step/1",
         "label": "arithmetic",
-        "step_s": total or None,
-        "phases": [{"phase": n, "seconds": s, "share": s / total} for n, s in sorted(seconds.items(), key=lambda item: -item[1])],
-        "wall": wall,
-        "long_tail": None if tail is None else {"mean": step.mean, "longest": step.longest, "idle_share_of_rollout": tail},
-        "idle": _idle(step.phases, total, tail) if "rollout" in step.phases and len(step.phases) > 1 else None,
-        "actions": list(_ACTIONS["long tail"] * long_tail + _ACTIONS[wall]) if wall else [],
+        "step_s": step_s or None,
+        "phases": [{"phase": n, "seconds": s, "share": s / step_s} for n, s in sorted(seconds.items(), key=lambda item: -item[1])],
+        "wall": bottleneck,
+        "long_tail": None if idle_share is None else {"mean": step.mean, "longest": step.longest, "idle_share_of_rollout": idle_share},
+        "idle": _idle(step.phases, step_s, idle_share) if "rollout" in step.phases and len(step.phases) > 1 else None,
+        "actions": [*(_ACTIONS["long tail"] if long_tail else ()), *_ACTIONS[bottleneck]] if bottleneck else [],
         "card": _CARD,
     }
 
 
-def _idle(phases: Mapping[str, float], total: float, tail: float | None) -> dict[str, float]:
+def _idle(phases: Mapping[str, float], step_s: float, idle_share: float | None) -> dict[str, float]:
     """Shares of the step in which GPUs wait: those that do both in turn, or trainers and engines each where they stand apart and take
     turns. `overlapped` is the
     most that a step apart can gain, as a ratio, where the rollout goes on beside all else at the same number of GPUs for each.
     """
     rollout, reward = phases["rollout"], phases.get("reward", 0.0)
-    busy = rollout * (1 - (tail or 0.0)) + sum(s for n, s in phases.items() if n not in ("rollout", "reward"))
+    busy = rollout * (1 - (idle_share or 0.0)) + sum(s for n, s in phases.items() if n not in ("rollout", "reward"))
     return {
-        "together": 1 - busy / total,
-        "trainers_apart": (rollout + reward) / total,
-        "engines_apart": 1 - rollout / total,
-        "overlapped": total / max(rollout, total - rollout),
+        "together": 1 - busy / step_s,
+        "trainers_apart": (rollout + reward) / step_s,
+        "engines_apart": 1 - rollout / step_s,
+        "overlapped": step_s / max(rollout, step_s - rollout),
     }
 
 

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Claim
 from playbook.cards.scope import COMPARE, RANGE
 from playbook.errors import Finding
-from playbook.yaml_files import Path_
+from playbook.yaml_files import KeyPath
 
 _GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
 
@@ -36,7 +36,7 @@ class LintInput:
 
 @dataclass(frozen=True)
 class LintRule:
-    """One lint rule; `check` yields (card, place in the card, message) for each finding."""
+    """One lint rule; `check` yields a Problem for each finding."""
 
     id: str
     title: str
@@ -45,12 +45,17 @@ class LintRule:
 
     def run(self, shelf: LintInput) -> Iterator[Finding]:
         """The rule's findings, at file:line:column."""
-        for entry, where, message in self.check(shelf):
-            at = entry.finding(where, message)
+        for card, key_path, message in self.check(shelf):
+            at = card.finding(key_path, message)
             yield Finding(at.file, at.line, at.column, at.message, self.id, self.warning)
 
 
-Problem = tuple[LoadedCard, Path_, str]
+class Problem(NamedTuple):
+    """What a rule found: the card, the place in it, and the message."""
+
+    card: LoadedCard
+    key_path: KeyPath
+    message: str
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Config:
     """One configuration of a card, as flat keys: a family, a decision, or a variant of a claim."""
 
     entry: LoadedCard
-    where: Path_
+    where: KeyPath
     name: str
     values: Mapping[str, Any]
     layout: Mapping[str, int]
@@ -90,7 +95,7 @@ def configs(entry: LoadedCard) -> Iterator[Config]:
         yield from _variants(entry, ("claims", i), claim)
 
 
-def _variants(entry: LoadedCard, place: Path_, claim: Claim) -> Iterator[Config]:
+def _variants(entry: LoadedCard, place: KeyPath, claim: Claim) -> Iterator[Config]:
     hardware = " ".join(map(str, _as_list(claim.scope.get("gpu", ""))))
     for variant in ("baseline", "candidate"):
         values = getattr(claim.comparison, variant)

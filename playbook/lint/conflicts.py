@@ -9,12 +9,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Claim, ConfigFamily, Decision, Expect, Figure
 from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, is_number, linked, overlap, place, show
-from playbook.yaml_files import Path_, did_you_mean
+from playbook.yaml_files import KeyPath, did_you_mean
 
 _SHARED_ALIASES = 0.6
 _KNOBS = {"parallel.fsdp": "full sharding", "megatron.data_parallel": "full sharding"}
@@ -40,7 +41,7 @@ def _opposed_claims(shelf: LintInput) -> Iterator[Problem]:
                         f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
                         " opposite expectations; narrow a scope, or link them by supersedes or contradicts"
                     )
-                    yield second, ("claims", i, "expect"), message
+                    yield Problem(second, ("claims", i, "expect"), message)
 
 
 def _opposed(a: Claim, b: Claim) -> bool:
@@ -92,7 +93,7 @@ def _opposed_decisions(shelf: LintInput) -> Iterator[Problem]:
                         f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep"
                         " one, or narrow `when`"
                     )
-                    yield second, ("decide", i, "set", key), message
+                    yield Problem(second, ("decide", i, "set", key), message)
 
 
 def _avoided_settings(shelf: LintInput) -> Iterator[Problem]:
@@ -122,7 +123,7 @@ def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decis
                 f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or"
                 " narrow `when`"
             )
-            yield sets, ("decide", i, "set", key), message
+            yield Problem(sets, ("decide", i, "set", key), message)
 
 
 def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
@@ -142,7 +143,7 @@ def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
                         f"sets what {place(owner, entry, claim.id)} says gains nothing in {claim.metric};"
                         " say by supersedes or contradicts which claim stands, or change the decision"
                     )
-                    yield entry, ("decide", i, "set"), message
+                    yield Problem(entry, ("decide", i, "set"), message)
 
 
 def _gains_nothing(claim: Claim) -> bool:
@@ -150,21 +151,37 @@ def _gains_nothing(claim: Claim) -> bool:
     return bounds is not None and bounds[0] == "log" and bounds[2] <= math.log(1.02)
 
 
-def _same_row(shelf: LintInput) -> Iterator[Problem]:
-    """Families that describe one configuration with different values, or fill in a value that the source does not give."""
-    index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
-    checked = {id(e) for e in shelf.checked}
-    for entry in shelf.every:
+def _sets_unspecified(lint_input: LintInput) -> Iterator[Problem]:
+    """Families that set a key which they list as unspecified by their source."""
+    for entry in lint_input.checked:
         for i, family in enumerate(entry.card.families):
-            index.setdefault((family.model, family.gpus), []).append((entry, i, family))
-            for key in sorted(set(family.unspecified) & family.layout.keys()) if id(entry) in checked else ():
+            for key in sorted(set(family.unspecified) & family.layout.keys()):
                 message = f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one"
-                yield entry, ("families", i, "layout", key), message
-    for rows in index.values():
-        for n, (second, i, b) in enumerate(rows):
-            for first, j, a in rows[:n] if id(second) in checked else ():
-                if _one_row(a, b) and gpus_named(a.hardware) & gpus_named(b.hardware) and not linked(first, None, second, None):
-                    yield from _row_differs(first, j, a, second, i, b)
+                yield Problem(entry, ("families", i, "layout", key), message)
+
+
+class _Family(NamedTuple):
+    """A family with its card and its index among the card's families."""
+
+    entry: LoadedCard
+    family_index: int
+    family: ConfigFamily
+
+
+def _conflicting_families(lint_input: LintInput) -> Iterator[Problem]:
+    """Families that describe one configuration with different values, or set a key that the other one's source leaves open."""
+    by_model: dict[tuple[str, int | None], list[_Family]] = {}
+    for entry in lint_input.every:
+        for i, family in enumerate(entry.card.families):
+            by_model.setdefault((family.model, family.gpus), []).append(_Family(entry, i, family))
+    checked = {id(entry) for entry in lint_input.checked}
+    for families in by_model.values():
+        for n, second in enumerate(families):
+            for first in families[:n] if id(second.entry) in checked else ():
+                a, b = first.family, second.family
+                same_gpus = gpus_named(a.hardware) & gpus_named(b.hardware)
+                if _one_row(a, b) and same_gpus and not linked(first.entry, None, second.entry, None):
+                    yield from _row_differs(first, second)
 
 
 def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
@@ -176,20 +193,24 @@ def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
     return work and equal_degrees and (len(grid) >= 3 or a.name == b.name)
 
 
-def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Problem]:
-    other = place(first, second, f"'{a.name}'")
+def _row_differs(first: _Family, second: _Family) -> Iterator[Problem]:
+    a, b = first.family, second.family
+    other = place(first.entry, second.entry, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):
         if a.layout[key] != b.layout[key]:
             message = (
                 f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the"
                 " source says"
             )
-            yield second, ("families", i, "layout", key), message
-    for open_, set_, entry, place_ in ((a, b, second, i), (b, a, first, j)):
-        for key in sorted(set(open_.unspecified) & set_.layout.keys()):
-            who = other if open_ is a else place(second, first, f"'{b.name}'")
-            message = f"'{set_.name}' has {key} {set_.layout[key]}, which {who} says the source leaves open; remove it, or name the source"
-            yield entry, ("families", place_, "layout", key), message
+            yield Problem(second.entry, ("families", second.family_index, "layout", key), message)
+    for unspecified, setting in ((first, second), (second, first)):
+        family = setting.family
+        for key in sorted(set(unspecified.family.unspecified) & family.layout.keys()):
+            who = other if unspecified is first else place(second.entry, first.entry, f"'{b.name}'")
+            message = (
+                f"'{family.name}' has {key} {family.layout[key]}, which {who} says the source leaves open; remove it, or name the source"
+            )
+            yield Problem(setting.entry, ("families", setting.family_index, "layout", key), message)
 
 
 def _one_measurement(shelf: LintInput) -> Iterator[Problem]:
@@ -221,8 +242,8 @@ def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: 
                 f"'{b.name}' has the figures of {other}, but {key} is {show(facts[1][key])} here and {show(facts[0][key])} there;"
                 " one measurement has one description, correct it"
             )
-            where: Path_ = ("families", i, "settings", key) if key in b.settings else ("families", i, "layout")
-            yield second, where, message
+            where: KeyPath = ("families", i, "settings", key) if key in b.settings else ("families", i, "layout")
+            yield Problem(second, where, message)
 
 
 def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
@@ -239,7 +260,7 @@ def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
         if aliases or titles:
             why = f"share the aliases {', '.join(sorted(shared))}" if aliases else "have nearly the same title"
             message = f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other"
-            yield second, ("aliases",) if aliases else ("title",), message
+            yield Problem(second, ("aliases",) if aliases else ("title",), message)
 
 
 def _title(text: str) -> frozenset[str]:
@@ -264,7 +285,9 @@ RULES = (
     LintRule("conflict-avoid", "A decision that sets what another one says to avoid", _avoided_settings),
     LintRule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", _unsupported_decisions),
     LintRule(
-        "conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", _same_row
+        "conflict-row",
+        "One configuration that two families state differently, or that fills in what its source leaves open",
+        lambda lint_input: chain(_sets_unspecified(lint_input), _conflicting_families(lint_input)),
     ),
     LintRule("conflict-measurement", "The same figures under two descriptions", _one_measurement),
     LintRule("duplicate-subject", "Two cards on one subject, by titles and aliases", _duplicate_subjects),
@@ -288,7 +311,7 @@ def _both_sides(shelf: LintInput) -> Iterator[Problem]:
                         message = (
                             f"sets {keys[0]} because of {first} and of {second}, which denies it; name the one that stands, or say `try`"
                         )
-                        yield entry, ("decide", i, "because", n), message
+                        yield Problem(entry, ("decide", i, "because", n), message)
 
 
 def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
@@ -302,7 +325,7 @@ def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
                         f"'{key}: {value}' does not say from which share of the step on; write a number, such as"
                         " exposed_dispatch_percent: '>=2'"
                     )
-                    yield entry, ("decide", i, "when", key), message
+                    yield Problem(entry, ("decide", i, "when", key), message)
 
 
 DECISION_RULES = (
@@ -336,13 +359,13 @@ def _ranked_rows(shelf: LintInput) -> Iterator[Problem]:
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
         for i, ranking in enumerate(entry.card.rankings):
-            place: Path_ = ("rankings", i)
+            place: KeyPath = ("rankings", i)
             missing = [(key, name) for key, name in (("better", ranking.better), ("than", ranking.than)) if name not in families]
             for key, name in missing:
-                yield entry, (*place, key), f"family '{name}' does not exist{did_you_mean(name, families)}"
+                yield Problem(entry, (*place, key), f"family '{name}' does not exist{did_you_mean(name, families)}")
             if not missing:
                 a, b = families[ranking.better], families[ranking.than]
-                yield from ((entry, place, m) for m in _unequal(a, b))
+                yield from (Problem(entry, place, m) for m in _unequal(a, b))
 
 
 def _unequal(a: ConfigFamily, b: ConfigFamily) -> Iterator[str]:
@@ -370,7 +393,7 @@ def _compared_work(shelf: LintInput) -> Iterator[Problem]:
                 continue
             if work[0] != work[1]:
                 message = f"{claim.id} compares {work[0]} with {work[1]} tokens per step; give both variants the same number"
-                yield entry, ("claims", i, "comparison"), message
+                yield Problem(entry, ("claims", i, "comparison"), message)
 
 
 def _tokens(side: Mapping[str, Any]) -> int | None:
@@ -383,12 +406,12 @@ def _cannot_settle(shelf: LintInput) -> Iterator[Problem]:
     """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
-            place: Path_ = ("claims", i)
+            place: KeyPath = ("claims", i)
             if claim.kind == "pair" and claim.comparison.baseline == claim.comparison.candidate:
-                yield entry, (*place, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ"
+                yield Problem(entry, (*place, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ")
             bounds = effect(claim.expect)
             if bounds and bounds[0] == "log" and (bounds[1] > math.log(100) or (claim.expect.op == "<=" and bounds[2] > math.log(100))):
-                yield (
+                yield Problem(
                     entry,
                     (*place, "expect"),
                     f"{claim.id} speaks of a factor above 100, which no run will settle; state a margin that can fail",
@@ -402,11 +425,11 @@ def _source_dates(shelf: LintInput) -> Iterator[Problem]:
         for part, owners in parts.items():
             for i, owner in enumerate(owners):
                 for j, source in enumerate(owner.sources):
-                    where: Path_ = (part, i, "sources", j, "date")
+                    where: KeyPath = (part, i, "sources", j, "date")
                     if not _is_date(source.date):
-                        yield entry, where, f"'{source.date}' is no date; write YYYY, YYYY-MM or YYYY-MM-DD"
+                        yield Problem(entry, where, f"'{source.date}' is no date; write YYYY, YYYY-MM or YYYY-MM-DD")
                     elif source.date > shelf.today[: len(source.date)]:
-                        yield entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date"
+                        yield Problem(entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date")
 
 
 def _old_sources(shelf: LintInput) -> Iterator[Problem]:
@@ -419,7 +442,7 @@ def _old_sources(shelf: LintInput) -> Iterator[Problem]:
                     f"{claim.id} rests on sources of {newest} at the latest, more than {_SOURCE_MONTHS} months ago;"
                     " look whether they still stand, and add what you found as a source"
                 )
-                yield entry, ("claims", i, "sources"), message
+                yield Problem(entry, ("claims", i, "sources"), message)
 
 
 def _is_date(text: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Quantity
 from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, linked, overlap, place
-from playbook.yaml_files import Path_
+from playbook.yaml_files import KeyPath
 
 _UNITS: Mapping[str, tuple[str, ...]] = {
     "model_tflops_per_gpu": ("tflops",),
@@ -46,22 +46,22 @@ def _figure_units(shelf: LintInput) -> Iterator[Problem]:
     for entry in shelf.checked:
         for where, name, value in _quantities(entry):
             if name not in _UNITS:
-                yield entry, where, f"figure '{name}' is not known; expected one of: {', '.join(sorted(_UNITS))}"
+                yield Problem(entry, where, f"figure '{name}' is not known; expected one of: {', '.join(sorted(_UNITS))}")
             elif value.unit not in _UNITS[name]:
-                yield entry, where, f"{name} is in '{value.unit}'; expected {' or '.join(_UNITS[name])}"
+                yield Problem(entry, where, f"{name} is in '{value.unit}'; expected {' or '.join(_UNITS[name])}")
 
 
 def _text_numbers(shelf: LintInput) -> Iterator[Problem]:
     """Numbers written as text."""
     for entry in shelf.checked:
-        places: list[tuple[Path_, Mapping[str, Any]]] = [
+        places: list[tuple[KeyPath, Mapping[str, Any]]] = [
             (("families", i, "settings"), f.settings) for i, f in enumerate(entry.card.families)
         ]
         places += [(("decide", i, part), getattr(d, part)) for i, d in enumerate(entry.card.decide) for part in ("when", "set")]
         for where, values in places:
             for key, value in values.items():
                 if isinstance(value, str) and is_text_number(value):
-                    yield (
+                    yield Problem(
                         entry,
                         (*where, key),
                         f"'{key}' is the text '{value}'; write a number, or a measured figure {{value, unit, approx}}",
@@ -86,7 +86,7 @@ def state_bytes(shelf: LintInput) -> Iterator[Problem]:
                     f"{figure.name} is {per:.3g} bytes per parameter; mixed-precision Adam keeps {low:g} to {high:g}"
                     " (2 weights, 2 or 4 gradients, 12 master weights and moments); correct the figure, or name the optimizer"
                 )
-                yield entry, ("figures", i, "value"), message
+                yield Problem(entry, ("figures", i, "value"), message)
 
 
 def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) -> float | None:
@@ -112,17 +112,17 @@ def _implied_peak(shelf: LintInput) -> Iterator[Problem]:
                 f"'{name_b}' implies a peak of {low_b:.0f} to {high_b:.0f} TFLOP/s for {gpu} in {precision},"
                 f" '{place(first, second, name_a)}' one of {low_a:.0f} to {high_a:.0f}; state both by one peak, or correct the MFU"
             )
-            yield second, where, message
+            yield Problem(second, where, message)
 
 
-def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, Path_, str, tuple[str, str], float, float]]:
+def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, KeyPath, str, tuple[str, str], float, float]]:
     """The peaks that a card's families imply: entry, place, name, (GPU, precision), low and high in TFLOP/s."""
     for i, family in enumerate(entry.card.families):
         rate, mfu = family.measured.get("model_tflops_per_gpu"), family.measured.get("mfu")
         gpus, precision = gpus_named(family.hardware), family.settings.get("precision")
         if rate and mfu and mfu.value > 0 and len(gpus) == 1 and isinstance(precision, str):
             (r_low, r_high), (m_low, m_high) = rounding(rate), rounding(mfu)
-            where: Path_ = ("families", i, "measured")
+            where: KeyPath = ("families", i, "measured")
             key = (next(iter(gpus)), precision)
             yield (
                 entry,
@@ -160,10 +160,10 @@ def _figure_conflicts(shelf: LintInput) -> Iterator[Problem]:
                 f"{b.name} is {b.value.value:g} {b.value.unit} here and {a.value.value:g} in {place(first, second, 'another figure')}"
                 " for the same situation; keep one, or say in `when` what differs"
             )
-            yield second, ("figures", i, "value"), message
+            yield Problem(second, ("figures", i, "value"), message)
 
 
-def _quantities(entry: LoadedCard) -> Iterator[tuple[Path_, str, Quantity]]:
+def _quantities(entry: LoadedCard) -> Iterator[tuple[KeyPath, str, Quantity]]:
     for i, family in enumerate(entry.card.families):
         yield from ((("families", i, "measured", name), name, value) for name, value in family.measured.items())
     yield from ((("figures", i, "value"), f.name, f.value) for i, f in enumerate(entry.card.figures))

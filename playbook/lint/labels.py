@@ -95,10 +95,10 @@ def labels(shelf: LintInput) -> Iterator[Problem]:
         table = table_for(version)
         if table is None:
             message = f"no label table for megatron-core {version}{did_you_mean(str(version), tables())}"
-            yield config.entry, (*config.where, "megatron_core"), message
+            yield Problem(config.entry, (*config.where, "megatron_core"), message)
             continue
         for key, message in label_problems(config.values, table):
-            yield config.entry, (*config.where, key), f"{config.name}: {message}"
+            yield Problem(config.entry, (*config.where, key), f"{config.name}: {message}")
 
 
 class View:
@@ -179,7 +179,8 @@ def incompatible(shelf: LintInput) -> Iterator[Problem]:
     """Settings that exclude each other."""
     for config in _configs(shelf):
         yield from (
-            (config.entry, config.where, f"{config.name}: {message}") for message in excluded(config.values, config.layout, config.model)
+            Problem(config.entry, config.where, f"{config.name}: {message}")
+            for message in excluded(config.values, config.layout, config.model)
         )
 
 
@@ -197,7 +198,7 @@ def _dispatcher_hardware(shelf: LintInput) -> Iterator[Problem]:
             and named <= {"GB200", "GB300"}
         ):
             chips = " and ".join(sorted(named))
-            yield config.entry, config.where, f"{config.name}: DeepEP does not run on {chips}; expected hybridep or alltoall"
+            yield Problem(config.entry, config.where, f"{config.name}: DeepEP does not run on {chips}; expected hybridep or alltoall")
 
 
 def _configs(shelf: LintInput) -> Iterator[Config]:

@@ -116,14 +116,14 @@ def _family_layouts(shelf: LintInput) -> Iterator[Problem]:
     for entry in shelf.checked:
         for i, family in enumerate(entry.card.families):
             for message in layout_problems(family.name, family.layout, family.gpus, family.model):
-                yield entry, ("families", i, "layout"), message
+                yield Problem(entry, ("families", i, "layout"), message)
 
 
 def _decision_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Decisions and claims that set a layout which cannot be."""
     for config in _others(shelf):
         for message in layout_problems(config.name, config.layout, config.gpus, config.model):
-            yield config.entry, config.where, message
+            yield Problem(config.entry, config.where, message)
 
 
 def _others(shelf: LintInput) -> Iterator[Config]:
@@ -143,7 +143,7 @@ def formulas(shelf: LintInput) -> Iterator[Problem]:
             except ConfigError as e:
                 message = str(e)
             if message:
-                yield entry, where, message
+                yield Problem(entry, where, message)
 
 
 def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Mapping[str, int]) -> Iterator[str]:

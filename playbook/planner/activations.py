@@ -8,6 +8,7 @@ and the recompute modules of `transformer_config.py`; Reducing Activation Recomp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from playbook.planner.parameters import adapters, parts
 from playbook.planner.plan import LOSSES, Plan
@@ -65,19 +66,19 @@ def tokens(plan: Plan) -> int:
 def saved(plan: Plan, index: int) -> dict[str, float]:
     """Bytes of each tensor that a layer keeps, without recompute; the first is its input."""
     mixer, ffn = parts(plan.shape, index)
-    wide = tokens(plan)
-    thin = wide / plan.tp if plan.sequence_parallel else wide
-    row, eight = BF16 * thin * plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
+    cp_tokens = tokens(plan)
+    sp_tokens = cp_tokens / plan.tp if plan.sequence_parallel else cp_tokens
+    row, eight = BF16 * sp_tokens * plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
     tensors: dict[str, float] = {}
     if plan.options.backend == "torch" and not plan.options.compiled:
         return _eager(plan, index)
     if mixer:
-        tensors |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
+        tensors |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, cp_tokens, sp_tokens)}
         if plan.options.attention == "unfused" and mixer == "attention":
-            tensors["attention scores"] = _SCORE_BYTES * wide * plan.seq_len * plan.shape.heads / plan.tp
+            tensors["attention scores"] = _SCORE_BYTES * cp_tokens * plan.seq_len * plan.shape.heads / plan.tp
     if ffn:
         tensors |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}
-        tensors |= _dense_mlp(plan, wide) if ffn == "mlp" else _experts(plan, wide, thin)
+        tensors |= _dense_mlp(plan, cp_tokens) if ffn == "mlp" else _experts(plan, cp_tokens, sp_tokens)
     return tensors
 
 
@@ -94,8 +95,8 @@ def _eager(plan: Plan, index: int) -> dict[str, float]:
     torch's `saved_tensors_hooks` in `tests/trainer/test_saved_tensors.py`.
     """
     shape, o, (mixer, ffn) = plan.shape, plan.options, parts(plan.shape, index)
-    wide, autocast = tokens(plan), plan.options.sharding == "none"
-    thin = wide / plan.tp if plan.sequence_parallel else wide
+    cp_tokens, autocast = tokens(plan), plan.options.sharding == "none"
+    sp_tokens = cp_tokens / plan.tp if plan.sequence_parallel else cp_tokens
     frozen = o.lora > 0 or "decoder" in o.frozen
     normed = FP32 + (0 if frozen else FP32 if autocast else BF16)
     beside = {a.name for a in adapters(shape, index, o)}
@@ -107,36 +108,36 @@ def _eager(plan: Plan, index: int) -> dict[str, float]:
         return BF16 * (width * (keeping if autocast else min(1, keeping)) + o.lora * keeping)
 
     if mixer:
-        tensors["attention norm in"] = thin * (normed * shape.hidden + FP32)
+        tensors["attention norm in"] = sp_tokens * (normed * shape.hidden + FP32)
     if mixer == "attention" and shape.mla is None:
         h, n, g, d = shape.hidden, shape.heads, max(shape.kv_heads, plan.tp), shape.head_dim
-        tensors["attention norm out"] = wide * inputs(h, "q", "k", "v")
+        tensors["attention norm out"] = cp_tokens * inputs(h, "q", "k", "v")
         heads = (n + g) * ((FP32 + (0 if frozen else BF16)) * d + FP32) if shape.qk_norm else 0
-        tensors["q, k, v"] = wide * (BF16 * (n + 2 * g) * d + heads) / plan.tp
+        tensors["q, k, v"] = cp_tokens * (BF16 * (n + 2 * g) * d + heads) / plan.tp
         out = inputs(n * d, "o")
         apart = out if frozen and (autocast or not out) else out - BF16 * n * d  # the product's input is attention's output itself
-        tensors["attention out"] = wide * (n * (BF16 * d + FP32) + apart) / plan.tp
+        tensors["attention out"] = cp_tokens * (n * (BF16 * d + FP32) + apart) / plan.tp
     elif mixer:
-        tensors |= {"attention norm out": BF16 * thin * shape.hidden, **_MIXERS[mixer](plan, wide, thin)}
+        tensors |= {"attention norm out": BF16 * sp_tokens * shape.hidden, **_MIXERS[mixer](plan, cp_tokens, sp_tokens)}
     if ffn:
-        tensors["mlp norm in"] = thin * (normed * shape.hidden + FP32)
+        tensors["mlp norm in"] = sp_tokens * (normed * shape.hidden + FP32)
     if ffn == "mlp":
         h, f = shape.hidden, shape.ffn
-        tensors["mlp norm out"] = wide * inputs(h, *("up", "gate")[: shape.up])
+        tensors["mlp norm out"] = cp_tokens * inputs(h, *("up", "gate")[: shape.up])
         tensors["mlp fc1 out"] = (
-            BF16 * wide * (2 * shape.up - 1) * f / plan.tp
+            BF16 * cp_tokens * (2 * shape.up - 1) * f / plan.tp
         )  # before and after the activation, and what it is multiplied with
-        tensors["mlp act out"] = wide * inputs(f, "down") / plan.tp
+        tensors["mlp act out"] = cp_tokens * inputs(f, "down") / plan.tp
     elif ffn:
-        tensors |= {"mlp norm out": BF16 * thin * shape.hidden, **_experts(plan, wide, thin)}
+        tensors |= {"mlp norm out": BF16 * sp_tokens * shape.hidden, **_experts(plan, cp_tokens, sp_tokens)}
     return tensors
 
 
 def entry(plan: Plan, index: int) -> float:
     """Bytes of a layer's input, which is kept where all of the layer is computed again."""
     if plan.options.backend == "torch" and not plan.options.compiled:
-        wide = FP32 if plan.options.sharding == "none" and not (plan.options.lora or plan.options.frozen) else BF16
-        return wide * tokens(plan) / (plan.tp if plan.sequence_parallel else 1) * plan.shape.hidden
+        value_bytes = FP32 if plan.options.sharding == "none" and not (plan.options.lora or plan.options.frozen) else BF16
+        return value_bytes * tokens(plan) / (plan.tp if plan.sequence_parallel else 1) * plan.shape.hidden
     return next(iter(saved(plan, index).values()))
 
 
@@ -147,7 +148,7 @@ def layer(plan: Plan, index: int) -> Kept:
         stays = entry(plan, index)
         return Kept(stays, 0.0, sum(tensors.values()) - stays)
     if "selective" in plan.options.recompute:
-        stays = entry(plan, index) + _selected(plan, index)
+        stays = entry(plan, index) + _selective_recompute_bytes(plan, index)
         return Kept(stays, 0.0, sum(tensors.values()) - stays)
     stay = {name: size for name, size in tensors.items() if name not in freed(plan)}
     whole = sum(stay.values())
@@ -159,22 +160,36 @@ def layer(plan: Plan, index: int) -> Kept:
     return Kept(whole - sent, sent, sum(tensors.values()) - whole)
 
 
-def _selected(plan: Plan, index: int) -> float:
-    """Bytes that torchtitan's selective recompute keeps beside a layer's input: of the layer's products every second, from the first, and
-    attention's output.
+class _MatmulOutput(NamedTuple):
+    """The size of one matmul's output on a rank."""
 
-    Grouped products of experts are none of them. Source: torchtitan, `distributed/activation_checkpoint.py`.
+    tokens: float
+    width: int
+
+
+def _selective_recompute_bytes(plan: Plan, index: int) -> float:
+    """Bytes per rank and micro-batch that torchtitan's op-level selective recompute keeps in addition to the layer's input.
+
+    They are the bf16 outputs of the 1st, 3rd, 5th ... matmul in order of execution, and attention's output with its float32 log-sum-exp.
+    Grouped matmuls of experts are not counted. Source: torchtitan, `distributed/activation_checkpoint.py`.
     """
     shape, (mixer, ffn) = plan.shape, parts(plan.shape, index)
-    wide, tp = tokens(plan), plan.tp
-    thin = wide / tp if plan.sequence_parallel else wide
-    n, g, d = shape.heads, max(shape.kv_heads, tp), shape.head_dim
-    rows = [(wide / tp, n * d), (wide / tp, g * d), (wide / tp, g * d), (thin, shape.hidden)] if mixer else []
-    width = shape.ffn if ffn == "mlp" else shape.shared_ffn
-    rows += [(thin, shape.experts)] if ffn == "experts" else []
-    rows += [(wide / tp, width)] * shape.up + [(thin, shape.hidden)] if width and ffn else []
-    attention = wide / tp * n * (BF16 * d + FP32) if mixer else 0.0
-    return attention + sum(BF16 * count * size for count, size in rows[::2])
+    cp_tokens, tp = tokens(plan), plan.tp
+    sp_tokens = cp_tokens / tp if plan.sequence_parallel else cp_tokens
+    heads, kv_heads, head_dim = shape.heads, max(shape.kv_heads, tp), shape.head_dim
+    attention_outputs = [
+        _MatmulOutput(cp_tokens / tp, heads * head_dim),
+        _MatmulOutput(cp_tokens / tp, kv_heads * head_dim),
+        _MatmulOutput(cp_tokens / tp, kv_heads * head_dim),
+        _MatmulOutput(sp_tokens, shape.hidden),
+    ]
+    matmul_outputs = attention_outputs if mixer else []
+    mlp_width = shape.ffn if ffn == "mlp" else shape.shared_ffn
+    matmul_outputs += [_MatmulOutput(sp_tokens, shape.experts)] if ffn == "experts" else []
+    if mlp_width and ffn:
+        matmul_outputs += [_MatmulOutput(cp_tokens / tp, mlp_width)] * shape.up + [_MatmulOutput(sp_tokens, shape.hidden)]
+    attention_bytes = cp_tokens / tp * heads * (BF16 * head_dim + FP32) if mixer else 0.0
+    return attention_bytes + sum(BF16 * output.tokens * output.width for output in matmul_outputs[::2])
 
 
 def kept(plan: Plan, index: int) -> float:
@@ -204,7 +219,7 @@ def loss(plan: Plan) -> float:
     return (LOSSES[plan.loss] + parallel) * (1 + plan.shape.mtp) * tokens(plan) * plan.shape.vocab / plan.tp
 
 
-def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+def _attention(plan: Plan, cp_tokens: int, sp_tokens: float) -> dict[str, float]:
     """Projections, inputs of attention, its output and softmax statistics; under FP8 the output projection keeps its own copy.
 
     A rank has one key-value head at least, so several have the same where TP exceeds them.
@@ -215,18 +230,18 @@ def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:
         mla, d = shape.mla, shape.mla.v_dim
         heads = 2 * (mla.nope_dim + mla.rope_dim) + mla.v_dim
         rows = {
-            "compressed q, k, v": BF16 * thin * (mla.q_rank + mla.kv_rank + mla.rope_dim),
-            "q, k, v": BF16 * wide * n * heads / tp,
+            "compressed q, k, v": BF16 * sp_tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim),
+            "q, k, v": BF16 * cp_tokens * n * heads / tp,
         }
     else:
         normed = (n + g) * d if shape.qk_norm else 0
         gate = n * d if shape.attention_gate else 0
-        rows = {"q, k, v": BF16 * wide * ((n + 2 * g) * d + normed + gate) / tp}
+        rows = {"q, k, v": BF16 * cp_tokens * ((n + 2 * g) * d + normed + gate) / tp}
     copy = BF16 / 2 if plan.options.fp8 else 0
-    return {**rows, "attention out": wide * n * ((BF16 + copy) * d + FP32) / tp}
+    return {**rows, "attention out": cp_tokens * n * ((BF16 + copy) * d + FP32) / tp}
 
 
-def _linear(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+def _linear(plan: Plan, cp_tokens: int, sp_tokens: float) -> dict[str, float]:
     """Gated delta net: the input projection, q, k and v after the convolution, q and k normed and repeated over value heads, the chunks'
     triangular matrices, the recurrence's output, and the gated norm's.
 
@@ -234,7 +249,7 @@ def _linear(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     it.
     """
     gdn = plan.shape.linear or LinearAttention()
-    qk, v, one = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim, BF16 * wide / plan.tp
+    qk, v, one = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim, BF16 * cp_tokens / plan.tp
     return {
         "linear attention in": one * (2 * qk + 2 * v + 2 * gdn.value_heads),
         "linear attention q, k, v": one * (2 * qk + v + 2 * v + CHUNK * gdn.value_heads),
@@ -243,13 +258,13 @@ def _linear(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     }
 
 
-def _mamba(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+def _mamba(plan: Plan, cp_tokens: int, sp_tokens: float) -> dict[str, float]:
     """Mamba-2: the input projection, the scan's output, and the gated norm's; convolution and states are made again.
 
     Source: Megatron-LM, `megatron/core/ssm/mamba_mixer.py`; mamba-ssm, `ops/triton/ssd_combined.py`.
     """
     ssm = plan.shape.mamba or Mamba()
-    inner, one = ssm.heads * ssm.head_dim, BF16 * wide / plan.tp
+    inner, one = ssm.heads * ssm.head_dim, BF16 * cp_tokens / plan.tp
     return {
         "mamba in": one * (2 * inner + 2 * ssm.groups * ssm.state + ssm.heads),
         "mamba out": one * inner,
@@ -260,23 +275,23 @@ def _mamba(plan: Plan, wide: int, thin: float) -> dict[str, float]:
 _MIXERS = {"attention": _attention, "linear": _linear, "mamba": _mamba}
 
 
-def _dense_mlp(plan: Plan, wide: int) -> dict[str, float]:
+def _dense_mlp(plan: Plan, cp_tokens: int) -> dict[str, float]:
     f, eight = plan.shape.ffn, 0.5 if plan.options.fp8 else 1.0
-    return {"mlp fc1 out": BF16 * wide * plan.shape.up * f / plan.tp, "mlp act out": BF16 * wide * f * eight / plan.tp}
+    return {"mlp fc1 out": BF16 * cp_tokens * plan.shape.up * f / plan.tp, "mlp act out": BF16 * cp_tokens * f * eight / plan.tp}
 
 
-def _experts(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+def _experts(plan: Plan, cp_tokens: int, sp_tokens: float) -> dict[str, float]:
     """A rank's experts see `top_k` copies of as many tokens as it has; ETP gathers tokens and splits widths, so only the input grows."""
     shape, eight = plan.shape, 0.5 if plan.options.fp8 else 1.0
-    rows = thin * shape.top_k * plan.imbalance
+    rows = sp_tokens * shape.top_k * plan.imbalance
     tensors = {
-        "router": 2 * FP32 * thin * shape.experts,
+        "router": 2 * FP32 * sp_tokens * shape.experts,
         "dispatched tokens": BF16 * rows * plan.etp * shape.expert_hidden * eight,
         "expert fc1 out": BF16 * rows * shape.up * shape.expert_ffn,
         "expert act out": BF16 * rows * shape.expert_ffn * eight,
     }
     if shape.latent:
-        tensors["latent"] = 2 * BF16 * thin * shape.latent
+        tensors["latent"] = 2 * BF16 * sp_tokens * shape.latent
     if shape.shared_ffn:
-        tensors["shared experts"] = BF16 * wide * (shape.up + eight) * shape.shared_ffn / plan.tp
+        tensors["shared experts"] = BF16 * cp_tokens * (shape.up + eight) * shape.shared_ffn / plan.tp
     return tensors

@@ -502,12 +502,13 @@ def to_frame(records: Iterable[Evidence], per: Literal["launch", "step"] = "laun
     with tables_wanted():
         import pandas as pd  # a third of a second, which no other command needs
 
-    make = _launch if per == "launch" else _steps
-    rows = [row for record in records for run in record.measured.runs for row in make(_record(record) | _named(run), run)]
+    make = _launch_rows if per == "launch" else _step_rows
+    rows = [row for record in records for run in record.measured.runs for row in make(_record_columns(record) | _launch_columns(run), run)]
     return pd.DataFrame(rows, columns=None if rows else _columns(per))
 
 
-def _record(record: Evidence) -> dict[str, Any]:
+def _record_columns(record: Evidence) -> dict[str, Any]:
+    """The columns that name a record: the same in all of its rows."""
     measured = record.measured
     return {
         "evidence": record.evidence_id,
@@ -523,15 +524,17 @@ def _record(record: Evidence) -> dict[str, Any]:
     }
 
 
-def _named(run: Run) -> dict[str, Any]:
+def _launch_columns(run: Run) -> dict[str, Any]:
+    """The columns that name a launch: the same in its row and in those of its steps."""
     names = ("run_id", "variant", "role", "pair", "position", "outcome", "ranks", "config_sha", "strict_sha")
     return {name: getattr(run, name) for name in names}
 
 
-def _launch(named: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
+def _launch_rows(identity: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
+    """The one row of a launch: `identity`, the columns that name record and launch, then its figures and the sums over its timed steps."""
     timed = [s for s in run.samples if s.timed]
     yield {
-        **named,
+        **identity,
         "started": run.started,
         "wall_s": run.wall_s,
         "num_parameters": run.num_parameters,
@@ -542,13 +545,14 @@ def _launch(named: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
     }
 
 
-def _steps(named: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
-    return ({**named, **{name: getattr(sample, name) for name in Sample.model_fields}} for sample in run.samples)
+def _step_rows(identity: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
+    """A row for each step of a launch: `identity`, the columns that name record and launch, then the fields of the step's sample."""
+    return ({**identity, **{name: getattr(sample, name) for name in Sample.model_fields}} for sample in run.samples)
 
 
 def _columns(per: Literal["launch", "step"]) -> list[str]:
     """The columns of a table without rows, so that what selects some of them works on it too."""
-    named = [
+    identity = [
         "evidence",
         "claim",
         "card",
@@ -570,4 +574,4 @@ def _columns(per: Literal["launch", "step"]) -> list[str]:
         "strict_sha",
     ]
     launch = ["started", "wall_s", "num_parameters", "timed_steps", *(f"timed_{name}" for name in _SUMS), "peak_memory_bytes"]
-    return named + (launch if per == "launch" else list(Sample.model_fields))
+    return identity + (launch if per == "launch" else list(Sample.model_fields))

@@ -125,7 +125,7 @@ def _finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-Paths = Callable[[Mapping[str, Any], int], Collection[str]]
+TrainerPathsOf = Callable[[Mapping[str, Any], int], Collection[str]]
 """The paths through the trainer that a run takes, by its resolved configuration and its ranks."""
 
 
@@ -156,27 +156,27 @@ def updates_since(strict: Mapping[str, Any], reader: Here) -> list[str]:
     return out + ([f"driver {driver} -> {reader.driver}"] if reader.driver and driver not in (None, reader.driver) else [])
 
 
-def revised(measured: Measured, today: Mapping[str, int], paths: Paths) -> list[str]:
-    """A line for each path of the trainer that has another performance revision today than a run that took it; a path that `today` lacks
-    has none.
+def revision_changes(measured: Measured, current_revisions: Mapping[str, int], trainer_paths_of: TrainerPathsOf) -> list[str]:
+    """One message per trainer code path whose performance revision now differs from that of a run that took it.
 
-    A run has the paths that it names and those that its configuration takes today. An older record has the number of its backend alone.
+    Runs without a revision, and paths that `current_revisions` lacks, are skipped. A run's revision of a path: its backend's, else the one
+    it recorded, else FIRST_REVISION.
     """
-    then: dict[str, set[int]] = {}
+    old_revisions: dict[str, set[int]] = {}
     paths_of_configs: dict[tuple[str, int], Collection[str]] = {}
     for run in measured.runs:
         if run.performance_revision is None:
             continue
         config, key = measured.configs.get(run.config_sha, {}), (run.config_sha, run.ranks)
         if key not in paths_of_configs:
-            paths_of_configs[key] = paths(config, run.ranks)
+            paths_of_configs[key] = trainer_paths_of(config, run.ranks)
         backend = {str(config.get("backend", "torch")): run.performance_revision}
-        for path, number in {**dict.fromkeys(paths_of_configs[key], FIRST_REVISION), **run.revisions, **backend}.items():
-            if number != today.get(path, number):
-                then.setdefault(path, set()).add(number)
+        for path, revision in {**dict.fromkeys(paths_of_configs[key], FIRST_REVISION), **run.revisions, **backend}.items():
+            if revision != current_revisions.get(path, revision):
+                old_revisions.setdefault(path, set()).add(revision)
     return [
-        f"the trainer's path {path} is at performance revision {today[path]}, the runs at {', '.join(map(str, sorted(numbers)))}"
-        for path, numbers in sorted(then.items())
+        f"the trainer's path {path} is at performance revision {current_revisions[path]}, the runs at {', '.join(map(str, sorted(old)))}"
+        for path, old in sorted(old_revisions.items())
     ]
 
 

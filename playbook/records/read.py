@@ -23,7 +23,7 @@ from playbook.errors import FileError, Finding, PlaybookError
 from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
-from playbook.records.machine import Here, Paths, kind, revised, told_apart, updates_since
+from playbook.records.machine import Here, TrainerPathsOf, kind, revision_changes, told_apart, updates_since
 from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean
@@ -56,7 +56,7 @@ class Present:
     """The reader's machine, where there is one: a page of the site is for every reader."""
     case_changes: Callable[[Measured], list[str]] | None = None
     """A function of the harness that lists how a record's test differs from today's."""
-    paths: Paths = lambda config, ranks: ()
+    paths: TrainerPathsOf = lambda config, ranks: ()
     """A function of the trainer that names the paths of a run. Its backend's is one, whatever this names."""
 
 
@@ -210,7 +210,7 @@ class Record:
         yield from _expired(self.content.expires, today)
         if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim):
             yield "the claim has changed since"
-        yield from revised(self.content.measured, self.present.revisions, self.present.paths)
+        yield from revision_changes(self.content.measured, self.present.revisions, self.present.paths)
         yield from updates_since(self._strict, self.present.here) if self.present.here else []
         if self._edits:
             yield f"its test has been edited since: {', '.join(self._edits)}"

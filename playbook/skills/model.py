@@ -23,7 +23,7 @@ from playbook.cards.model import Card
 from playbook.errors import FileError, Finding
 from playbook.files import read_bytes
 from playbook.paths import KINDS, data_root, shipped
-from playbook.yaml_files import MAX_BYTES, Marks, Path_, Strict, did_you_mean, locate, parse, validate
+from playbook.yaml_files import MAX_BYTES, KeyPath, Positions, Strict, did_you_mean, locate, parse, validate
 
 FILE = "SKILL.md"
 INDEX = "README.md"
@@ -57,7 +57,7 @@ class Skill:
     body_start: int
     """Index of the first line after the front matter."""
     path: Path
-    marks: Marks
+    marks: Positions
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Skill:
         """Each line after the front matter with its number."""
         yield from ((i + 1, self.lines[i]) for i in range(self.body_start, len(self.lines)))
 
-    def finding(self, where: Path_ | int, message: str) -> Finding:
+    def finding(self, where: KeyPath | int, message: str) -> Finding:
         """A finding at a key of the front matter, or at a line."""
         line, column = (where, 1) if isinstance(where, int) else locate(self.marks, where)
         return Finding(str(self.path), line, column, message)

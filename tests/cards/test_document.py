@@ -48,6 +48,8 @@ def findings(text):
         ("inner: &a {size: 1}\nitems: [*a]\n", "YAML alias"),
         ("inner: !!python/object/apply:os.system [ls]\n", "YAML tag"),
         ("inner: !secret x\n", "YAML tag"),
+        ("inner: !!str 5\n", "YAML tag"),
+        ("!!str inner: 5\n", "YAML tag"),
         ("? [a]\n: 1\n", "a key must be plain text"),
         ("inner: {size: 1\n", "invalid YAML"),
         ("inner: \x01\n", "invalid YAML"),
@@ -96,6 +98,12 @@ def test_scalars_follow_the_core_schema(text, value):
     found = yaml_files.parse_scalar(text)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_a_key_is_text_and_an_entry_has_the_position_of_its_key():
+    data, positions = yaml_files.parse("1:\n    x\n", "f")
+    assert data == {"1": "x"}
+    assert positions["1",] == (1, 1)
 
 
 @given(st.text(max_size=200))

@@ -181,7 +181,7 @@ def test_a_gain_is_the_planners_difference_and_fits():
             before, after = (step_time(p, cluster).tokens_per_s_per_gpu.value for p in (action.off, action.on))
             assert action.gain.value == pytest.approx(after / before - 1)
             assert action.gain.low < action.gain.value < action.gain.high
-            assert action.held <= where.question.capacity
+            assert action.peak_bytes <= where.question.capacity
             assert action.on.broken() == []
 
 

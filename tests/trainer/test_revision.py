@@ -12,7 +12,7 @@ from stored import long_run
 
 from playbook.paths import data_root
 from playbook.records.evidence import FIRST_REVISION, Evidence, noise_key
-from playbook.records.machine import revised
+from playbook.records.machine import revision_changes
 from playbook.records.read import Present, Record, read
 from playbook_trainer import __main__ as program
 from playbook_trainer import loop, revision
@@ -55,7 +55,7 @@ def dumped(file: str, **keys: Any) -> dict[str, Any]:
 
 
 def ages(record: Record, numbers: dict[str, int]) -> str:
-    return "; ".join(revised(record.content.measured, numbers, revision.paths))
+    return "; ".join(revision_changes(record.content.measured, numbers, revision.paths))
 
 
 def as_run(record: Record) -> dict[str, int]:
@@ -168,7 +168,7 @@ def test_a_record_keeps_the_revisions_of_its_paths(
     measured = records[0].content.measured
     run = long_run().model_copy(update={"revisions": recorded})
     own = measured.model_copy(update={"runs": [run], "configs": {run.config_sha: dumped(MOE)}})
-    assert bool(revised(own, {"torch": 1} | today, revision.paths)) == stale
+    assert bool(revision_changes(own, {"torch": 1} | today, revision.paths)) == stale
 
 
 def test_a_stored_noise_holds_until_one_of_its_paths_moves() -> None:

@@ -21,7 +21,7 @@ from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
 from playbook.records.read import Record, RecordReader, speaks_for
-from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
+from playbook.yaml_files import KeyPath, Positions, did_you_mean, load, locate
 from playbook_bench import statements
 from playbook_bench.judge import effects, receipt
 from playbook_bench.judge.effects import threshold
@@ -49,9 +49,9 @@ class LoadedCase:
 
     case: Case
     path: Path
-    marks: Marks
+    marks: Positions
 
-    def finding(self, where: Path_, message: str) -> Finding:
+    def finding(self, where: KeyPath, message: str) -> Finding:
         """A finding at `where` in the case's file."""
         line, column = locate(self.marks, where)
         return Finding(str(self.path), line, column, message)
@@ -202,7 +202,7 @@ def _unresolved(case: Case, profile: str) -> Iterator[str]:
 
 
 def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends) -> Iterator[Finding]:
-    place: Path_ = ("claims", i)
+    place: KeyPath = ("claims", i)
     yield from _same(entry, place, claim.kind, claim.case, claim.metric, claim.comparison, cases)
     yield from _margin(entry, place, claim.metric, claim.expect)
     yield from _out_of_reach(entry, place, claim, cases, backends)
@@ -214,7 +214,7 @@ def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str,
 
 
 def _same(
-    entry: LoadedCard, place: Path_, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
+    entry: LoadedCard, place: KeyPath, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
 ) -> Iterator[Finding]:
     """Findings where a claim and its case differ in kind, metric or comparison."""
     loaded = cases.get(name or "")
@@ -233,7 +233,7 @@ def _same(
             yield entry.finding(where, f"{variant} {_delta(ours)} differs from {_delta(theirs)} in case '{case.id}'; make them agree")
 
 
-def _rule(entry: LoadedCard, place: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+def _rule(entry: LoadedCard, place: KeyPath, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
     """Findings where a rule on a curve names variants that the case does not have."""
     loaded = cases.get(claim.case or "")
     if (
@@ -246,7 +246,7 @@ def _rule(entry: LoadedCard, place: Path_, claim: Claim, cases: Mapping[str, Loa
             yield entry.finding((*place, "expect"), message)
 
 
-def _margin(entry: LoadedCard, place: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
+def _margin(entry: LoadedCard, place: KeyPath, metric: str, expect: Expect) -> Iterator[Finding]:
     """A finding where the unit of the margin does not fit the metric."""
     if metric in METRICS and expect.margin is not None:
         try:
@@ -255,7 +255,9 @@ def _margin(entry: LoadedCard, place: Path_, metric: str, expect: Expect) -> Ite
             yield entry.finding((*place, "expect", "margin"), str(e))
 
 
-def _out_of_reach(entry: LoadedCard, place: Path_, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends) -> Iterator[Finding]:
+def _out_of_reach(
+    entry: LoadedCard, place: KeyPath, claim: Claim, cases: Mapping[str, LoadedCase], backends: _Backends
+) -> Iterator[Finding]:
     """A finding where the layouts of all profiles of the case lie outside the scope of the claim."""
     loaded = cases.get(claim.case or "")
     if loaded is None or not loaded.case.profiles or scope.problems(claim.scope):
@@ -355,9 +357,9 @@ def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
                 yield loaded.finding((*where, key), f"the trainer has no key '{key}'{did_you_mean(key, allowed)}")
 
 
-def _deltas(case: Case) -> list[tuple[Path_, Mapping[str, Any]]]:
+def _deltas(case: Case) -> list[tuple[KeyPath, Mapping[str, Any]]]:
     """All configuration deltas of the case, with their places."""
-    places: list[tuple[Path_, Mapping[str, Any]]] = [(("baseline",), case.baseline), (("candidate",), case.candidate)]
+    places: list[tuple[KeyPath, Mapping[str, Any]]] = [(("baseline",), case.baseline), (("candidate",), case.candidate)]
     places += [(("values", i, "set"), value.set) for i, value in enumerate(case.values)]
     for i, factor in enumerate(case.factors):
         places += [(("factors", i, level, "set"), getattr(factor, level).set) for level in ("low", "high")]

@@ -27,7 +27,7 @@ def lost(best: Choice, other: Choice, most: int = 2) -> str:
 
 def next_run(answer: Answer) -> tuple[Choice, Choice, str] | None:
     """Two plans among the ties that differ most in what decides, and the part that does; None where nothing ties."""
-    if len(answer.ties) < 2:
+    if len(answer.tied_indices) < 2:
         return None
     best = answer.choices[0]
     shares = [(other, part, abs(_share(best, part) - _share(other, part))) for other in _tied(answer)[1:] for part in PARTS]
@@ -36,7 +36,7 @@ def next_run(answer: Answer) -> tuple[Choice, Choice, str] | None:
 
 
 def _tied(answer: Answer) -> Sequence[Choice]:
-    return [answer.choices[i] for i in answer.ties]
+    return [answer.choices[i] for i in answer.tied_indices]
 
 
 def _share(choice: Choice, part: str) -> float:

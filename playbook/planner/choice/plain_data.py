@@ -85,7 +85,7 @@ def document(answer: Answer, published: dict[str, Any] | None = None) -> dict[st
         },
         "published": published,
         "plans": [_row(c, question.cluster) for c in answer.choices],
-        "ties": answer.ties,
+        "ties": answer.tied_indices,
         "runner_up": lost(answer.choices[0], answer.choices[1]) if len(answer.choices) > 1 else None,
         "measure_next": measure and {"plans": [words(measure[0].plan), words(measure[1].plan)], "decides": measure[2]},
         "counts": vars(answer.counts),
@@ -94,7 +94,7 @@ def document(answer: Answer, published: dict[str, Any] | None = None) -> dict[st
             "layout": layout(answer.obstacle.plan), "memory_gib": answer.obstacle.stage.peak / GIB, "stage": answer.obstacle.stage.row(),
             "ways": list(answer.obstacle.ways),
         },
-        "broken": list(answer.broken),
+        "broken": list(answer.broken_rules),
         "assumptions": [*assumed, "memory is the estimated peak of allocated bytes; the driver and the allocator take more"],
     }  # fmt: skip
 

@@ -74,34 +74,41 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Answer:
-    """Plans for a question, best first. `ties` are places in `choices` that cannot be told from the first.
+    """Plans for a question, best first.
 
-    `broken` is what most layouts break where none is legal, `anchored` how many runs scaled the speeds, and by what.
+    For the goal `gpus`, `question` is the one at the fewest GPUs that fit, with the goal `tokens/s`. `obstacle` is there where layouts are
+    legal and none fits; `broken_rules` are those that most layouts break, where none is legal. `anchored` says how many runs scaled the
+    speeds, and by what.
     """
 
     question: Question
     choices: list[Choice]
     counts: Counts
-    ties: list[int]
+    tied_indices: list[int]
+    """Indices of plans whose lead over the best is within the error of their times; for goal `memory` only the first."""
     obstacle: Obstacle | None
-    broken: tuple[str, ...] = ()
+    broken_rules: tuple[str, ...] = ()
     anchored: str = ""
 
 
 def plan_layouts(question: Question, count: int = 5) -> Answer:
-    """The best plans for a question: the layouts that are legal, those that fit, their times; then what ties with the first, or what stands
-    in the way.
+    """The best plans for a question: of the legal layouts those that fit, by the goal; with those that tie with the best, or where nothing
+    fits the obstacle or the broken rules.
+
+    The goal `gpus` is answered at the fewest GPUs that fit, by tokens/s; where no number fits, at those that were asked for.
 
     Raises:
         ConfigError: the question cannot be asked.
     """
     space.check(question)
     if question.goal == "gpus":
-        question = replace(question, gpus=_fewest(question) or question.gpus, goal="tokens/s")
-    answer = search(question, max(count, _COMPARED))
-    obstacle = None if answer.choices else _obstacle(question)
-    broken = () if answer.choices or obstacle else space.most_broken(question)
-    return Answer(question, answer.choices[:count], answer.counts, [i for i in ties(question, answer) if i < count], obstacle, broken)
+        question = replace(question, gpus=_fewest_gpus(question) or question.gpus, goal="tokens/s")
+    found_layouts = search(question, max(count, _COMPARED))
+    choices = found_layouts.choices
+    obstacle = None if choices else _obstacle(question)
+    broken_rules = () if choices or obstacle else space.most_broken(question)
+    tied = [i for i in tied_indices(question, found_layouts) if i < count]
+    return Answer(question, choices[:count], found_layouts.counts, tied, obstacle, broken_rules)
 
 
 def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
@@ -125,15 +132,15 @@ def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
     return Found(choices[:count], Counts(space.enumerated(question), len(legal), number, timer.timed))
 
 
-def ties(question: Question, timed: Found) -> list[int]:
-    """Places of plans whose lead over each other lies within what the times may be off; the first is one of them."""
+def tied_indices(question: Question, timed: Found) -> list[int]:
+    """Indices of plans whose lead over the best is within the error of their times, the best included; for goal `memory` only the first."""
     if question.goal == "memory" or not timed.choices:
         return [0] if timed.choices else []
     best = timed.choices[0]
-    return [i for i, c in enumerate(timed.choices) if c is best or _told(best, c) < 1]
+    return [i for i, c in enumerate(timed.choices) if c is best or _half_widths_apart(best, c) < 1]
 
 
-def _told(best: Choice, other: Choice) -> float:
+def _half_widths_apart(best: Choice, other: Choice) -> float:
     """By how many of an 80 % interval's half widths two plans are apart."""
     return log(best.speed / other.speed) / (spread.QUANTILE * spread.between(best.time.parts, other.time.parts))
 
@@ -302,7 +309,7 @@ def _rounded(speed: float) -> float:
     return float(f"{speed:.9g}")
 
 
-def _fewest(question: Question) -> int | None:
+def _fewest_gpus(question: Question) -> int | None:
     """The smallest number of GPUs, in nodes of eight, that holds any plan; a batch that is not given grows with them."""
     gpus = _LEAST_GPUS
     while gpus <= _MOST_GPUS:

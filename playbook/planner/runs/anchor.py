@@ -138,16 +138,18 @@ def configuration(run: Run) -> tuple[str, ...]:
     return tuple(_plain(run, c) for c in _CONFIGURATION)
 
 
-def newest(runs: Iterable[Run]) -> set[str]:
-    """Ids of the runs that are the newest release of their configuration in their source; those of one release all count."""
+def newest_release_ids(runs: Iterable[Run]) -> set[str]:
+    """Ids of the runs that are the newest release of their configuration in their source; those of one release all count.
+
+    A release such as `26.04` is compared by its month with those that have a date.
+    """
     latest: dict[tuple[str, ...], str] = {}
     ids_of: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         key = (run.word("source_group"), run.word("task"), run.word("routing").partition(",")[2], *configuration(run))
-        release = run.word("release_or_date")
-        if release > latest.get(key, ""):
-            latest[key], ids_of[key] = release, []
-        if release == latest.get(key, ""):
+        if run.release_date > latest.get(key, ""):
+            latest[key], ids_of[key] = run.release_date, []
+        if run.release_date == latest.get(key, ""):
             ids_of.setdefault(key, []).append(run.id)
     return {i for ids in ids_of.values() for i in ids}
 

@@ -400,9 +400,7 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
 
 def _before(run: Run, month: str) -> bool:
     """Whether a run is older than a month; releases are named by theirs, and what has no date is new."""
-    released = run.word("release_or_date")
-    dated = "20" + released.replace(".", "-") if re.match(r"\d\d\.\d\d", released) else released
-    return len(dated) >= len(month) and dated[: len(month)] < month
+    return len(run.release_date) >= len(month) and run.release_date[: len(month)] < month
 
 
 def _once(words: list[str], word: str) -> None:

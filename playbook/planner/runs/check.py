@@ -12,7 +12,7 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner.memory import GIB
-from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale, newest
+from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale, newest_release_ids
 from playbook.planner.runs.predict import Prediction, predict, quantile, speed
 from playbook.planner.runs.table import Measured, Run, read_runs
 from playbook.planner.time.cluster import Cluster
@@ -92,7 +92,7 @@ def check(path: Path, *, on: Cluster | None = None, anchor: Path | None = None, 
 
 def _rows(path: Path, on: Cluster | None = None) -> list[Row]:
     table = read_runs(path)
-    latest = newest(run for run, _ in table)
+    latest = newest_release_ids(run for run, _ in table)
     rows = []
     for run, measured in table:
         prediction = predict(run, on)

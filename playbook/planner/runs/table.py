@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -59,6 +60,12 @@ class Run:
     def word(self, column: str) -> str:
         """A cell's words; empty where it is unknown."""
         return self.said.get(column, "")
+
+    @property
+    def release_date(self) -> str:
+        """The release or date as YYYY, YYYY-MM or YYYY-MM-DD, so that text sorts by time: `26.04` is 2026-04. Empty where it is unknown."""
+        released = self.word("release_or_date")
+        return "20" + released.replace(".", "-") if re.match(r"\d\d\.\d\d", released) else released
 
     def count(self, column: str) -> int | None:
         """A cell's whole number; None where it is unknown.

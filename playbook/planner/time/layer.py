@@ -38,6 +38,14 @@ _TORCH_EXPERTS = 64
 with it three
 runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that
 shards nothing has one launch."""
+_NORM_PASSES = 5
+"""Times that the hidden state is read or written by a block's norm and residual addition together, in the forward pass. No source is
+recorded."""
+_BACKWARD_NORM = 1.6
+"""Bytes that the backward pass of norm, residual and rotation moves over those of the forward pass. No source is recorded."""
+_BACKWARD_TP = 1.5
+"""Seconds of TP's transfers for shared experts in the backward pass over those in the forward pass: three transfers instead of two, for
+the block's input is gathered again, as in `_gathers_back`."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
 
@@ -302,7 +310,7 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     hosts = [_host(cluster, more * x.value) for x in constants.HOST_ATTENTION]
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
     heads = _turned(shape, kind, w)
-    moved = BF16 * (5 * local * h + 2 * rows * heads)
+    moved = BF16 * (_NORM_PASSES * local * h + 2 * rows * heads)
     forward = products.forward._replace(
         attention=core[0],
         elementwise=products.forward.elementwise + _bytes(cluster, moved),
@@ -310,7 +318,7 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     )
     backward = products.backward._replace(
         attention=core[1],
-        elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved),
+        elementwise=products.backward.elementwise + _bytes(cluster, _BACKWARD_NORM * moved),
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
@@ -416,15 +424,15 @@ def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float
 def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     rows, local = _tokens(w)
     products = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
-    moved = BF16 * 5 * local * shape.hidden
+    moved = BF16 * _NORM_PASSES * local * shape.hidden
     gather = _tensor(cluster, shape, w)
     first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w.fp8)
     return Cost(
         products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster,
         constants.HOST_MLP[0].value), tp=2 * gather),
         products.backward._replace(
-            elementwise=products.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
-            tp=_gathers_back(w, gather, first),
+            elementwise=products.backward.elementwise + _bytes(cluster, _BACKWARD_NORM * moved),
+            host=_host(cluster, constants.HOST_MLP[1].value), tp=_gathers_back(w, gather, first),
         ),
     )  # fmt: skip
 
@@ -441,42 +449,54 @@ def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) 
 
 
 def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
-    """Seconds of an expert layer's second half, both passes: router, experts, permutation, and what EP and TP send."""
-    rows, local = _tokens(w)
-    routed, fp8, h = local * shape.top_k * w.imbalance, w.fp8, shape.hidden
-    experts, wide = shape.experts / w.ep, shape.expert_hidden
-    per_expert = routed * w.etp / experts  # a rank gets as many copies as it sends
-    width = shape.expert_ffn / w.etp
+    """Seconds of one MoE feed-forward block for one micro-batch on one rank, forward and backward apart.
+
+    They are those of norm, router, routed and shared experts, permutation, host launches, and exposed EP and TP communication.
+    """
+    cp_tokens, sp_tokens = _tokens(w)
+    token_copies, fp8, h = sp_tokens * shape.top_k * w.imbalance, w.fp8, shape.hidden
+    local_experts, expert_hidden = shape.experts / w.ep, shape.expert_hidden
+    per_expert = token_copies * w.etp / local_experts  # a rank gets as many copies as it sends
+    expert_ffn = shape.expert_ffn / w.etp
     products = [
-        _grouped(cluster, per_expert, experts, wide, shape.up * width, w),
-        _grouped(cluster, per_expert, experts, width, wide, w),
-        _dense(cluster, local, h, shape.experts, fp8=""),
+        _grouped(cluster, per_expert, local_experts, expert_hidden, shape.up * expert_ffn, w),
+        _grouped(cluster, per_expert, local_experts, expert_ffn, expert_hidden, w),
+        _dense(cluster, sp_tokens, h, shape.experts, fp8=""),
     ]
     if shape.latent:
-        products += [_dense(cluster, local, h, wide, fp8), _dense(cluster, local, wide, h, fp8)]
+        products += [_dense(cluster, sp_tokens, h, expert_hidden, fp8), _dense(cluster, sp_tokens, expert_hidden, h, fp8)]
     if shape.shared_ffn:
-        products.append(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w))
+        products.append(_swiglu(cluster, shape, cp_tokens, shape.shared_ffn / w.tp, w))
     costs = _sum(iter(products))
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
-    act = BF16 * routed * w.etp * width * passes
+    activation_bytes = BF16 * token_copies * w.etp * expert_ffn * passes
     # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core
     # sorts twice on one rank too.
     sorts = 1 if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 2
-    sorted_ = BF16 * wide * routed * 2 * sorts
-    norm = BF16 * 5 * local * h + 3 * _FP32 * local * shape.experts
-    forward = _bytes(cluster, act + 2 * sorted_ + norm)
-    backward = _bytes(cluster, act * (2 * shape.up + 1) / (shape.up + 1) + 2 * sorted_ + 1.6 * norm)
-    one = _dispatch(cluster, shape, w)
-    hidden = 1 - constants.EP_HIDDEN.value if w.ep_overlap else 1.0
-    shared = 2 * _tensor(cluster, shape, w) if shape.shared_ffn else 0.0
-    beside = [x.value if shape.shared_ffn else 0.0 for x in constants.HOST_MLP]
+    permute_bytes = BF16 * expert_hidden * token_copies * 2 * sorts
+    norm_and_router_bytes = BF16 * _NORM_PASSES * sp_tokens * h + 3 * _FP32 * sp_tokens * shape.experts
+    forward = _bytes(cluster, activation_bytes + 2 * permute_bytes + norm_and_router_bytes)
+    backward = _bytes(
+        cluster, activation_bytes * (2 * shape.up + 1) / (shape.up + 1) + 2 * permute_bytes + _BACKWARD_NORM * norm_and_router_bytes
+    )
+    dispatch_s = _dispatch(cluster, shape, w)
+    exposed_share = 1 - constants.EP_HIDDEN.value if w.ep_overlap else 1.0
+    shared_expert_tp_s = 2 * _tensor(cluster, shape, w) if shape.shared_ffn else 0.0
+    shared_expert_host_s = [x.value if shape.shared_ffn else 0.0 for x in constants.HOST_MLP]
     hosts = [
         _host(cluster, base.value + launched + other)
-        for base, launched, other in zip(constants.HOST_MOE, _launched(experts, w), beside, strict=True)
+        for base, launched, other in zip(constants.HOST_MOE, _launched(local_experts, w), shared_expert_host_s, strict=True)
     ]
     return Cost(
-        costs.forward._replace(elementwise=costs.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
-        costs.backward._replace(elementwise=costs.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
+        costs.forward._replace(
+            elementwise=costs.forward.elementwise + forward, ep=2 * dispatch_s * exposed_share, tp=shared_expert_tp_s, host=hosts[0]
+        ),
+        costs.backward._replace(
+            elementwise=costs.backward.elementwise + backward,
+            ep=2 * dispatch_s * exposed_share,
+            tp=_BACKWARD_TP * shared_expert_tp_s,
+            host=hosts[1],
+        ),
     )
 
 

@@ -245,9 +245,10 @@ def test_each_run_of_a_short_table_has_a_line(write):
     assert "a20" not in CliRunner().invoke(app, ["plan", "check", str(many)]).output
 
 
-def test_the_newest_release_counts(write):
+@pytest.mark.parametrize(("older", "newer"), [("26.04", "26.08"), ("26.04", "2026-08-12"), ("2026-04-12", "26.08"), ("", "2023")])
+def test_the_newest_release_counts(write, older, newer):
     header = HEADER.replace("id,", "id,source_group,release_or_date,")
-    old, new = (RUN.replace("a,", f"{r},us,{r},", 1) for r in ("26.04", "26.08"))
+    old, new = (RUN.replace("a,", f"run-{r},us,{r},", 1) for r in (older, newer))
     assert [r.counts for r in check(write(header, old, new))] == [False, True]
 
 

@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
 from playbook.renamed_keys import modern, modern_key, old_names
-from playbook.yaml_files import Marks, Strict, did_you_mean, models_in, parse, parse_scalar, read, validate
+from playbook.yaml_files import Positions, Strict, did_you_mean, models_in, parse, parse_scalar, read, validate
 from playbook_trainer.config.huggingface import fields_of
 from playbook_trainer.config.model import ModelConfig as ModelConfig
 from playbook_trainer.config.model import VisionConfig as VisionConfig
@@ -373,7 +373,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
         raise ConfigError("\n".join(f"override: {f.message}" for f in e.findings)) from e
 
 
-def _read(path: Path) -> tuple[Any, Marks]:
+def _read(path: Path) -> tuple[Any, Positions]:
     """The file's content, which others read too and nobody may change; every variant of a case reads the same few files."""
     try:
         stat = path.stat()
@@ -383,7 +383,7 @@ def _read(path: Path) -> tuple[Any, Marks]:
 
 
 @lru_cache(maxsize=256)
-def _parsed(path: Path, stamp: tuple[int, int]) -> tuple[Any, Marks]:
+def _parsed(path: Path, stamp: tuple[int, int]) -> tuple[Any, Positions]:
     return read(path)
 
 
@@ -396,7 +396,7 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     return from_data(data, overrides, str(path), marks)
 
 
-def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Marks) -> TrainerConfig:
+def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Positions) -> TrainerConfig:
     """The resolved configuration of plain data; `file` and `marks` say where it comes from."""
     data = modern(deepcopy(data))
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
@@ -490,7 +490,7 @@ def _published(name: str) -> Path | None:
         return None
 
 
-def _expand_model(value: Any, marks: Marks, file: str) -> Any:
+def _expand_model(value: Any, marks: Positions, file: str) -> Any:
     """A preset's fields with the file's own on top; anything else is left for validation to judge."""
     fields = {"preset": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or "preset" not in fields:

@@ -285,7 +285,7 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, *, pub
         f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
         f" {answer.counts.timed:,} plans timed"
     )
-    rows = [_line(i, c, tied=len(answer.ties) > 1 and i in answer.ties) for i, c in enumerate(answer.choices)]
+    rows = [_line(i, c, tied=len(answer.tied_indices) > 1 and i in answer.tied_indices) for i, c in enumerate(answer.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
     rows = [*([_measured(ahead)] if ahead else []), *rows]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
@@ -316,7 +316,7 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, *, pub
     measure = next_run(answer)
     if measure:
         say(
-            f"ties     {count(len(answer.ties), 'plan')} marked * cannot be told apart; next, run 1 and"
+            f"ties     {count(len(answer.tied_indices), 'plan')} marked * cannot be told apart; next, run 1 and"
             f" {answer.choices.index(measure[1]) + 1} for 20 steps each: they differ most in {PARTS[measure[2]]}"
         )
     if answer.anchored:
@@ -379,7 +379,7 @@ def _explain(answer: Answer) -> None:
     """Nothing fits: the nearest, and what is in the way."""
     q, near = answer.question, answer.obstacle
     if near is None:
-        rules = "".join(f"\n  - {sentence}" for sentence in answer.broken)
+        rules = "".join(f"\n  - {sentence}" for sentence in answer.broken_rules)
         raise ConfigError(
             f"no layout of {q.model} is legal on {q.gpus} GPUs with a global batch of {q.global_batch}; change --gpus, --gbs or --fix."
             f" What most layouts break:{rules}"
