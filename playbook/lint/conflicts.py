@@ -194,6 +194,7 @@ def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
 
 
 def _row_differs(first: _Family, second: _Family) -> Iterator[Problem]:
+    """What two families of the same work and degrees say differently, key by key."""
     a, b = first.family, second.family
     other = place(first.entry, second.entry, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):

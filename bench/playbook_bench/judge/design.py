@@ -72,13 +72,15 @@ class Fit:
     level_weights: np.ndarray
     """Weights of each variant's level. Shape [variants, launches]."""
     carry: np.ndarray | None
-    """Weights of what a launch of each variant leaves behind, against the mean of all; None where it is not fitted. Shape as `level_weights`."""
+    """Weights of what a launch of each variant leaves behind, against the mean of all; None where it is not fitted. Shape as
+    `level_weights`.
+    """
     residual_projection: np.ndarray
     """Projects values on what the model leaves over. Shape [launches, launches]."""
 
     def estimate_weighted_sum(self, launch_values: Any, weights: np.ndarray) -> Estimate:
-        """The sum of `launch_values` weighted by `weights`, with its standard error, each variant's noise estimated apart, and Satterthwaite's
-        degrees of freedom (all of them where the variance is 0). Shapes: [..., launches], [launches].
+        """The sum of `launch_values` weighted by `weights`, with its standard error, each variant's noise estimated apart, and
+        Satterthwaite's degrees of freedom (all of them where the variance is 0). Shapes: [..., launches], [launches].
         """
         import numpy as np  # start-up time: commands that judge nothing import this module too
 

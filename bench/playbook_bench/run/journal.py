@@ -48,8 +48,8 @@ class SealedLines:
         self._last_seal = ""
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects up to the first line that is not valid. Sets `unreadable_midway` unless that line is a torn last one. A missing file has
-        no rows.
+        """The objects up to the first line that is not valid. Sets `unreadable_midway` unless that line is a torn last one. A missing
+        file has no rows.
 
         Raises:
             StoreError: the file is there and cannot be read, or a line is not the one that was written there.

@@ -142,8 +142,8 @@ class LaunchLines(TerminalProgress):
 
 
 def print_outcome(outcome: Outcome, out: Console, displayed_status: str = "") -> None:
-    """A verdict: one line where nothing was timed; a line for each point of a curve; else the comparison, its effect, a line for each remark,
-    and the verdict.
+    """A verdict: one line where nothing was timed; a line for each point of a curve; else the comparison, its effect, a line for each
+    remark, and the verdict.
 
     `displayed_status` replaces the status's word; the colour stays the status's.
     """

@@ -328,6 +328,7 @@ def _int(value: Any) -> int | None:
 
 
 def _device_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> Timeline:
+    """The timeline of a trace with a device: each kernel and copy in the range that its launch stood in. Times in ns."""
     backward_to_forward = _BackwardToForward(recorded.operators, stacks, recorded.flows) if spans else None
     ops: list[Op] = []
     unlaunched: list[Op] = []
