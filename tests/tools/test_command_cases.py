@@ -41,7 +41,7 @@ def test_transformers_experts_run_in_both_ways_and_prove_it(tmp_path, monkeypatc
 def test_a_case_names_the_packages_without_which_it_cannot_run(path, monkeypatch):
     monkeypatch.setattr(requirements, "installed", lambda package: False)
     case = load_case(path)
-    assert len(requirements.unmet_requirements(case.requires, trains=False)) == len(case.requires) >= 2
+    assert len(requirements.unmet_requirements(case.requires, trains=False)) == len(case.requires) >= 1
 
 
 TINY = [
