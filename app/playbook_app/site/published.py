@@ -89,8 +89,9 @@ def _run(row: Row) -> list[str]:
         f' data-platform="{attribute(row["hardware"])}"'
     )
     layout = " ".join(f"{k} {row[k]}" for k in _DEGREES if row[k] not in ("", "1"))
+    task = "" if row["task"] == "pretrain" else f"{text(row['task'])}, "
     return [
-        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {text(row["task"])}, {source}'
+        f'{text(row["model"])}<br><span class="pb-of">{text(row["id"])}, {task}{source}'
         f" {text(row['release_or_date'])}</span> {{ {marks} }}",
         text(f"{row['gpus']} {row['hardware']}".strip()),
         text(row["precision"]),
