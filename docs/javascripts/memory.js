@@ -377,11 +377,13 @@ var PlaybookMemory = (function (layout) {
       stage, layers: chunks.flat().length, in_flight: alive, ...state,
       fp8_weights: copies, gathered, activations: over("stays") + resident,
       loss: last ? (t.losses[p.loss] + (p.loss === "torch" && p.tp > 1 ? t.fp32 : 0)) * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
-      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: alone ? t.plain_bytes : t.workspace_bytes, grown: alone && layout.microbatches(p) === 1 ? state.gradients : 0, host: away - resident + left.host,
+      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: alone ? t.plain_bytes : t.workspace_bytes, grown: alone && layout.microbatches(p) === 1 ? state.gradients : 0,
+      update: ["zero1", "zero2"].includes(o.sharding) && !left.optimizer ? (t.param_bytes + t.fp32) * state.optimizer / (p.master_bytes + 2 * p.moment_bytes) : 0,
+      host: away - resident + left.host,
     };
     found.transient = Math.max(found.loss, found.replayed);
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;
-    found.peak = found.states - found.grown + Math.max(found.grown, found.gathered + found.activations + found.transient) + found.workspace;
+    found.peak = found.states - found.grown + Math.max(found.grown + found.update, found.gathered + found.activations + found.transient) + found.workspace;
     return found;
   }
 
