@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -31,3 +33,18 @@ def test_a_row_that_does_not_exist_is_named_with_those_that_do():
     assert done.returncode == 2
     assert "no row one-llama31-8b-lora17" in done.stderr
     assert "one-llama31-8b-lora16" in done.stderr
+
+
+def test_the_measured_rows_are_within_what_was_asked_of_their_seals():
+    lines = [json.loads(line) for line in (SCRIPT.parents[2] / "docs" / "parity" / "fine-tuning-one-gpu.jsonl").read_text().splitlines()]
+    assert median(abs(line["sealed_gib"] / line["allocated_gib"] - 1) for line in lines) <= 0.05
+    assert median(abs(line["predicted_h200"] / line["tokens_per_s"] - 1) for line in lines) <= 0.15
+    for line in lines:
+        assert line["tokens_per_s"] == pytest.approx(rate(line), rel=0.01)
+
+
+def rate(line: dict) -> float:
+    """Tokens per second of the median timed step, by the row of the prediction."""
+    with (SCRIPT.parents[2] / "playbook" / "_tables" / "predictions.csv").open() as table:
+        row = next(r for r in csv.DictReader(table) if r["id"] == line["row"])
+    return int(row["gbs"]) * int(row["seq_len"]) / median(line["step_seconds"][3:])
