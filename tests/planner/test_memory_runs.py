@@ -1,4 +1,4 @@
-"""Estimates beside measured peaks, run by run; `docs/experiments/planner-memory.md` has the medians."""
+"""Estimates beside measured peaks, run by run; `docs/experiments/peak-memory.md` has the medians."""
 
 from __future__ import annotations
 

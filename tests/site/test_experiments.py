@@ -15,6 +15,7 @@ from playbook.paths import data_root, repo_root
 FOLDER = repo_root() / "docs/experiments"
 PAGES = sorted(p for p in FOLDER.glob("*.md") if p.stem != "index")
 MOST_WORDS = 600
+MOST_WORDS_IN_ALL = 15_500
 
 
 def ours() -> list[tuple[str, Source]]:
@@ -44,6 +45,10 @@ def test_a_page_asks_a_question_answers_it_first_and_is_short(page: Path) -> Non
     assert re.fullmatch(r"# .*\?", title)
     assert body.lstrip().startswith("**Answer.** ")
     assert len(content.split()) <= MOST_WORDS
+
+
+def test_all_pages_together_can_be_read_in_an_hour() -> None:
+    assert sum(len(p.read_text(encoding="utf-8").split()) for p in FOLDER.glob("*.md")) <= MOST_WORDS_IN_ALL
 
 
 def test_the_index_lists_every_page_under_its_own_title() -> None:

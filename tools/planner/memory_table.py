@@ -1,4 +1,4 @@
-"""Estimated beside measured peaks of memory: prints each run, then median and worst of each group, as `docs/experiments/planner-memory.md`
+"""Estimated beside measured peaks of memory: prints each run, then median and worst of each group, as `docs/experiments/peak-memory.md`
 tells them."""
 
 from __future__ import annotations
