@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from playbook import __version__
+from playbook import __version__, files
 from playbook.errors import StoreError
 from playbook.records.evidence import Run, digest
+from playbook.records.machine import kind
 from playbook_bench.launch import local
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect, requirements
@@ -87,7 +88,14 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
     """
     folder = options.results / "tune" / plan.key
     machine = detect.detect()
-    header = {"schema": SCHEMA, "key": plan.key, "place": detect.place(), "exported": detect.exported(), "seed": plan.setup.seed}
+    header = {
+        "schema": SCHEMA,
+        "key": plan.key,
+        "machine": list(kind(requirements.restrict(machine, plan.subject.profile))),
+        "packages": detect.versions(),
+        "exported": detect.exported(),
+        "seed": plan.setup.seed,
+    }
     journal, session = _open_journal(folder, header, plan, resume=resume)
     request = Request(
         CASE_ID,
@@ -121,21 +129,24 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
 def _open_journal(folder: Path, header: Mapping[str, Any], plan: Plan, *, resume: bool) -> tuple[SealedLines, Session]:
     """The tuning's journal and a session in which its events were replayed.
 
-    Without `resume` the folder is deleted first. A journal whose tuning ended in a problem starts anew.
+    Without `resume` the folder is emptied first. A journal whose tuning ended in a problem starts anew. Another machine of the same kind
+    goes on: launches are compared in a drawn order, and what its host adds is noise.
 
     Raises:
-        StoreError: the journal belongs to another tuning, a line in its middle cannot be read, or an event is not the one that was due.
+        StoreError: another command uses the folder, the journal belongs to another tuning, a line in its middle cannot be read, or an event
+        is not the one that was due.
     """
+    _take(folder)
     if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
+        _empty(folder)
     journal = SealedLines(folder / _JOURNAL)
     rows = journal.read() if resume else []
     session = Session(plan, folder, Tuning(plan.setup))
     if not rows:
         journal.replace([dict(header)])
         return journal, session
-    if differ := [k for k in header if rows[0].get(k) != header[k]]:
-        raise StoreError(f"the tuning in {folder} was begun with another {', '.join(differ)}; leave out --resume to begin again")
+    if differ := [f"{k}: {_difference(rows[0].get(k), header[k])}" for k in header if rows[0].get(k) != header[k]]:
+        raise StoreError(f"the tuning in {folder} was begun with another {'; another '.join(differ)}; leave out --resume to begin again")
     journal.replace(rows)
     for row in rows[1:]:
         _replay_event(session, row)
@@ -143,6 +154,36 @@ def _open_journal(folder: Path, header: Mapping[str, Any], plan: Plan, *, resume
         journal.replace([dict(header)])
         return journal, Session(plan, folder, Tuning(plan.setup))
     return journal, session
+
+
+def _take(folder: Path) -> None:
+    """Keep other commands out of the folder.
+
+    Raises:
+        StoreError: one is at work in it, or there can be no file in it.
+    """
+    try:
+        files.make_folder(folder)
+        who = files.take(folder)
+    except OSError as e:
+        raise StoreError(f"{folder} cannot be used: {e.strerror or e}; name another folder with --results") from e
+    if who:
+        raise StoreError(f"the same tuning goes on in {folder}, by {who}; wait until that has ended, or give another --seed")
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != files.LOCK:
+            path.unlink(missing_ok=True)
+
+
+def _difference(then: Any, now: Any) -> str:
+    """What differs, then and now; of variables and versions, those alone."""
+    if not isinstance(then, dict):
+        return f"{then}, now {now}"
+    return ", ".join(f"{k} {then.get(k, 'unset')}, now {now.get(k, 'unset')}" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k))
 
 
 def _replay_event(session: Session, row: Mapping[str, Any]) -> None:

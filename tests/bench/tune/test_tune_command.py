@@ -15,6 +15,7 @@ from playbook.paths import repo_root
 from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
 from playbook_bench.launch.local import Interrupted
+from playbook_bench.machine import detect
 
 SCRIPT = repo_root() / "tests" / "support" / "ranks" / "tuned_script.py"
 OFF_ON = 'values: ["off", "on"]'
@@ -157,6 +158,33 @@ def test_ctrl_c_leaves_a_valid_answer_and_resume_goes_on(tune, launches, at):
     again = tune("--resume")
     assert answer(again)["kept"] == answer(done)["kept"]
     assert len(launches.words) == answer(done)["launches"] + 10
+
+
+def test_a_machine_of_the_same_kind_goes_on_whatever_its_name(tune, launches, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "first")
+    launches.stop_at, launches.stop = 9, Interrupted(2)
+    tune("--resume")
+    monkeypatch.setattr("socket.gethostname", lambda: "second")
+    check_planted(answer(tune("--resume")))
+    assert len(launches.words) == answer(tune("--resume"))["launches"] + 10
+    cores = detect.cores() + 1
+    monkeypatch.setattr(detect, "cores", lambda: cores)
+    done = tune("--resume")
+    assert done.exit_code == 2
+    assert "another machine" in done.stderr
+
+
+def test_a_tuning_that_goes_on_is_left_alone(tune, launches, tmp_path, monkeypatch):
+    launches.stop_at, launches.stop = 5, Interrupted(2)
+    tune("--resume")
+    (journal,) = tmp_path.rglob("events.jsonl")
+    before = journal.read_bytes()
+    monkeypatch.setattr("playbook.files.take", lambda folder: "process 7 on this host")
+    for options in ((), ("--resume",)):
+        done = tune(*options, seed="3")
+        assert done.exit_code == 2
+        assert "process 7" in done.stderr
+    assert journal.read_bytes() == before
 
 
 @pytest.mark.parametrize("number", [0, 2])
