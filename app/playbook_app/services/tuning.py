@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,29 +12,29 @@ from typing import Any
 import yaml
 
 from playbook.cards.model import Card
-from playbook.diagnosis.claims import speed_effect
 from playbook.errors import ConfigError, PlaybookError
-from playbook.paths import data_root, folders
+from playbook.paths import folders
 from playbook.planner import memory
+from playbook.planner.time.cluster import cluster
 from playbook.records import confidential
 from playbook.records.case import Budget, Case, Guardrails, Loss, load_case
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
-from playbook.records.machine import CPU
-from playbook.records.read import Record, verdicts
+from playbook_app.services.ready_knobs import trainer_of
 from playbook_bench.machine import requirements
 from playbook_bench.run.store import replace
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import walls
 from playbook_bench.tune import knobs as files
 from playbook_bench.tune import order
-from playbook_bench.tune.knobs import Knob, Knobs
+from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.order import Predicted, Ranked
 from playbook_bench.tune.procedure import Setup
 from playbook_bench.tune.session import Plan
 from playbook_bench.tune.subject import CASE_ID, Subject, goal
-from playbook_bench.variants.resolve import Resolved, resolve
-from playbook_trainer.config.dry_run import dry_run
+from playbook_bench.variants.command import CommandVariant
+from playbook_bench.variants.resolve import Runnable, resolve
+from playbook_trainer.config.dry_run import dry_run, predicted
 
 _ALL_DAY_MINUTES = 1440.0
 
@@ -94,11 +95,11 @@ def planned(
     """
     metric, higher = goal(request.goal)
     subject = Subject(case, profile, knobs, results.resolve() / "tune" / "files")
-    if case.command:
-        files.check_today([*case.command, *case.baseline.get("arguments", [])], knobs)
     start = resolve(subject.with_settings(()), "baseline", profile)
-    shares = _shares(request.trace) if request.trace else {}
-    rows = order.ranked(knobs, _predicted(subject, start, machine), shares)
+    if isinstance(start, CommandVariant):
+        files.check_today(start.words, knobs)
+    of_each = _predicted(subject, start, machine, by_memory=request.goal == "peak_memory")
+    rows = order.ranked(knobs, of_each, _small_walls(request.trace, machine))
     candidates = [(row.knob, row.value) for row in rows if not row.skipped]
     if not candidates:
         raise ConfigError(f"nothing is left to try: {rows[0].knob}={rows[0].value}: {rows[0].why}")
@@ -107,86 +108,76 @@ def planned(
     return Plan(subject, setup, request.goal, metric, command), rows
 
 
-def _shares(trace: Path) -> Mapping[str, float]:
-    """Which part of a traced step each wall is, at most."""
+def _small_walls(trace: Path | None, machine: Machine) -> Mapping[str, str]:
+    """Walls that are a small part of the step, each with the words that say so: by the trace, or since one GPU has none to talk to."""
+    if trace is None:
+        return {"communication": "one GPU sends nothing"} if machine.gpus == 1 else {}
     seen = walls(timeline_from_file(trace))
     parts = {"communication": seen.exposed, "host": seen.host_idle, "data": seen.data_wait, "compute": seen.computing}
-    return {name: share for name, share in parts.items() if share is not None}
+    return {
+        name: f"{name} is {100 * share:.1f} % of the traced step"
+        for name, share in parts.items()
+        if share is not None and share < order.SMALL
+    }
 
 
-def _predicted(subject: Subject, start: object, machine: Machine) -> dict[tuple[str, str], Predicted]:
-    """What arithmetic says of each candidate of our trainer: whether it can run, and whether it fits the GPU's memory."""
-    if not isinstance(start, Resolved):
+def _predicted(subject: Subject, start: Runnable, machine: Machine, by_memory: bool) -> dict[tuple[str, str], Predicted]:
+    """What arithmetic says of each candidate of our trainer: whether it can run and fits the GPU's memory, and what it gains."""
+    try:
+        before = _figures(start, machine)
+    except PlaybookError:  # its launch says why, in its own words
+        before = None
+    if before is None:
         return {}
     out = {}
     for choice in subject.knobs.choices:
         for value in choice.values[1:]:
-            out[choice.name, value] = _of_candidate(subject, ((choice.name, value),), machine)
+            out[choice.name, value] = _of_candidate(subject, ((choice.name, value),), before, machine, by_memory)
     return out
 
 
-def _of_candidate(subject: Subject, settings: tuple[tuple[str, str], ...], machine: Machine) -> Predicted:
-    try:
-        run = resolve(subject.with_settings(settings), "candidate", subject.profile)
-        assert isinstance(run, Resolved)
-        report = dry_run(run.config, run.ranks)
-    except PlaybookError as e:
-        return Predicted(refusal=f"cannot run: {str(e).splitlines()[0][:200]}")
-    if machine.gpu_memory_gib is None:
-        return Predicted()
-    peak = max(stage.peak for stage in report.stages)
-    if not memory.fits(peak, machine.gpu_memory_gib):
-        return Predicted(refusal=f"would need {peak / 2**30:.0f} GiB of {machine.gpu_memory_gib:.0f}")
-    return Predicted()
+@dataclass(frozen=True)
+class _Figures:
+    """What arithmetic says of a run: seconds of a step where the GPU is known, and the bytes that the fullest rank holds."""
+
+    seconds: float | None
+    peak: float
+
+    def over(self, other: _Figures, by_memory: bool) -> float | None:
+        """By how much it is better than another, as a share; None where the two are the same to arithmetic, which does not know it then."""
+        mine, before = (self.peak, other.peak) if by_memory else (self.seconds, other.seconds)
+        return None if mine is None or before is None or math.isclose(mine, before) else before / mine - 1
 
 
-# --- ready sets --------------------------------------------------------------------------------------------------------------------------
-
-_MARKS: Mapping[str, Sequence[str]] = {
-    "megatron-core": ("bare_megatron",),
-    "megatron-lm": ("pretrain_", "--tensor-model-parallel-size", "--micro-batch-size"),
-    "torchtitan": ("torchtitan", "--job.config_file", "run_train.sh"),
-    "accelerate": ("--per_device_train_batch_size", "--gradient_checkpointing", "accelerate"),
-    "playbook": ("trainer_steps", "playbook_trainer", "trainer/configs/"),
-}
-"""Words by which a command is known, the surest first."""
-
-
-def ready(case: Case, records: Sequence[Record], machine: Machine) -> Knobs:
-    """The ready set that fits a case: that of its framework, without what it has already; gains are those of records, from the same kind
-    of GPU where there are any.
+def _figures(run: Runnable, machine: Machine) -> _Figures | None:
+    """None of a run that is not our trainer's.
 
     Raises:
-        ConfigError: the framework is not known, or its whole set is in use already.
+        ConfigError: it cannot run.
     """
-    words = [*case.command, *case.baseline.get("arguments", [])]
-    framework = (
-        "playbook" if not case.command else next((name for name, marks in _MARKS.items() if any(m in w for m in marks for w in words)), "")
-    )
-    sets = yaml.safe_load((data_root("tables") / "knobs.yaml").read_text(encoding="utf-8"))
-    if framework not in sets:
-        raise ConfigError(f"the command is of no framework with a ready set ({', '.join(sets)}); name a file of knobs: --knobs FILE")
-    whole = Knobs.model_validate(sets[framework])
-    environment = case.baseline.get("environment", {})
-    fitting = {name: knob for name, knob in whole.knobs.items() if files.fits(knob, words, environment if case.command else case.baseline)}
-    if not fitting:
-        raise ConfigError(f"the command has all that the ready set of {framework} would set; name a file of knobs: --knobs FILE")
-    known = {name: _with_gain(knob, records, machine) for name, knob in fitting.items()}
-    return Knobs(
-        framework=framework,
-        knobs={n: k.model_copy(update={"excludes": [e for e in k.excludes if e in known]}) for n, k in known.items()},
-    )
+    if (ours := trainer_of(run)) is None:
+        return None
+    peak = max(stage.peak for stage in dry_run(*ours).stages)
+    try:
+        step = predicted(*ours, cluster(machine.gpu)) if machine.gpu else None
+    except ConfigError:  # a GPU that the planner does not know
+        step = None
+    return _Figures(step.seconds.value if step else None, peak)
 
 
-def _with_gain(knob: Knob, records: Sequence[Record], machine: Machine) -> Knob:
-    """The knob with what its claim was seen to bring: on this kind of GPU, else on another."""
-    rows = [(row, effect) for row in verdicts(records, knob.claim or "") if (effect := speed_effect(row)) is not None]
-    kind = machine.name.partition("x")[0]
-    rows.sort(key=lambda pair: pair[0].machine.partition("x")[0] != kind)
-    if not rows or rows[0][0].machine == CPU != machine.name:
-        return knob
-    row, effect = rows[0]
-    return knob.model_copy(update={"gain": round(100 * effect[0], 1), "scope": f"measured on {row.machine}"})
+def _of_candidate(
+    subject: Subject, settings: tuple[tuple[str, str], ...], before: _Figures, machine: Machine, by_memory: bool
+) -> Predicted:
+    try:
+        after = _figures(resolve(subject.with_settings(settings), "candidate", subject.profile), machine)
+    except PlaybookError as e:
+        return Predicted(refusal=f"cannot run: {str(e).splitlines()[0][:200]}")
+    if after is None:
+        return Predicted()
+    # What holds no more than the start fits, whatever the estimate says: the start runs.
+    if machine.gpu_memory_gib and not memory.fits(after.peak, machine.gpu_memory_gib) and after.peak > before.peak:
+        return Predicted(refusal=f"would need {after.peak / 2**30:.0f} GiB of {machine.gpu_memory_gib:.0f}")
+    return Predicted(after.over(before, by_memory))
 
 
 # --- what was decided, as claims ---------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def check_today(words: Sequence[str], knobs: Knobs) -> None:
     for name, knob in knobs.knobs.items():
         for target, value in ({} if knob.file else knob.changes(knob.texts[0])).items():
             now = _option(words, target) if target.startswith("-") else _key(words, target)
-            if now is not None and now != text_of(value) and not (now == "true" and value is True):
+            if now is not None and not _same(now, text_of(value)):
                 raise ConfigError(
                     f"knob {name}: the command has {target} {now}, and its first value is {text_of(value)}; put today's first"
                 )
@@ -191,10 +191,15 @@ def fits(knob: Knob, words: Sequence[str], environment: Mapping[str, object]) ->
         return text_of(environment[name]) if name in environment else _key(words, name)  # type: ignore[arg-type]
 
     def holds(changes: Mapping[str, Value]) -> bool:
-        return all(text_of(v) in _LEFT_OUT if (seen := now(k)) is None else seen == text_of(v) for k, v in changes.items())
+        return all(text_of(v) in _LEFT_OUT if (seen := now(k)) is None else _same(seen, text_of(v)) for k, v in changes.items())
 
     first, *others = (knob.changes(text) for text in knob.texts)
     return holds(first) and not any(changes != first and holds(changes) for changes in others)
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two values are one: `True` and `true` are."""
+    return one == other or one.lower() == other.lower() in ("true", "false")
 
 
 def _with_option(words: Sequence[str], option: str, value: Value) -> list[str]:

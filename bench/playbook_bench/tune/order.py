@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from playbook_bench.tune.knobs import Knobs
+from playbook_bench.tune.knobs import Knob, Knobs
 
 UNKNOWN = 0.01
 """What an unknown change counts as, as a share: after what is known to bring more, before what is known to bring less."""
@@ -38,29 +38,30 @@ class Ranked:
     """Whether it is never launched."""
 
 
-def ranked(knobs: Knobs, predicted: Mapping[tuple[str, str], Predicted], shares: Mapping[str, float]) -> list[Ranked]:
-    """Every candidate, the most expected gain for a launch first; those that cannot run last.
+def ranked(knobs: Knobs, predicted: Mapping[tuple[str, str], Predicted], small: Mapping[str, str]) -> list[Ranked]:
+    """Every candidate, the most expected gain for a second of the machine first; those that cannot run last.
 
-    A launch of a candidate that gains `g` takes 1 / (1 + g) of the start's time. `shares` are the parts of the current step that a trace
-    shows, by wall.
+    A launch of a candidate that gains `g` takes 1 / (1 + g) of the start's time. `small`: walls that are a small part of the current step,
+    with the words that say so; a knob that shortens one comes after the others.
     """
     rows = []
     for name, knob in knobs.knobs.items():
-        small = knob.wall is not None and shares.get(knob.wall, 1.0) < SMALL
         for text in knob.texts[1:]:
             of = predicted.get((name, text), Predicted())
-            gain, why = (of.gain, "predicted by the planner") if of.gain is not None else _known(knob.gain, knob.claim, knob.scope)
+            gain, why = (of.gain, "predicted by the planner") if of.gain is not None else _known(knob)
             if of.refusal:
                 rows.append((3, 0.0, Ranked(name, text, knob.place, gain, of.refusal, skipped=True)))
                 continue
             worth = UNKNOWN if gain is None else gain
-            if small:
-                why = f"{knob.wall} is {100 * shares[str(knob.wall)]:.1f} % of the traced step; {why}"
-            rows.append((1 if small else 0, -worth * (1 + max(worth, -0.9)), Ranked(name, text, knob.place, gain, why)))
+            if reason := small.get(knob.wall or "", ""):
+                why = f"{reason}; {why}"
+            rows.append((1 if reason else 0, -worth * (1 + max(worth, -0.9)), Ranked(name, text, knob.place, gain, why)))
     return [row for _, _, row in sorted(rows, key=lambda each: each[:2])]
 
 
-def _known(gain: float | None, claim: str | None, scope: str) -> tuple[float | None, str]:
-    if gain is None:
-        return None, f"claim {claim}: effect not measured in this scope" if claim else "unknown"
-    return gain / 100, " ".join(filter(None, [f"claim {claim}" if claim else "as the file says", f"({scope})" if scope else ""]))
+def _known(knob: Knob) -> tuple[float | None, str]:
+    """The gain that a claim or the file names, and whose it is."""
+    where = f" ({knob.scope})" if knob.scope else ""
+    if knob.gain is None:
+        return None, f"unknown: claim {knob.claim}{where}" if knob.claim else f"unknown{where}"
+    return knob.gain / 100, (f"claim {knob.claim}" if knob.claim else "as the file says") + where

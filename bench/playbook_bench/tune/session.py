@@ -183,7 +183,9 @@ def _difference(then: Any, now: Any) -> str:
     """What differs, then and now; of variables and versions, those alone."""
     if not isinstance(then, dict):
         return f"{then}, now {now}"
-    return ", ".join(f"{k} {then.get(k, 'unset')}, now {now.get(k, 'unset')}" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k))
+    return ", ".join(
+        f"{k} {then.get(k, 'unset')}, now {now.get(k, 'unset')}" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)
+    )
 
 
 def _replay_event(session: Session, row: Mapping[str, Any]) -> None:

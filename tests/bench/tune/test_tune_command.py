@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -11,13 +15,14 @@ from xml.etree import ElementTree as ET
 import pytest
 import yaml
 
-from playbook.paths import repo_root
+from playbook.paths import repo_root, sources
 from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect
 
 SCRIPT = repo_root() / "tests" / "support" / "ranks" / "tuned_script.py"
+CLOCK = SCRIPT.with_name("planned_clock.py")
 OFF_ON = 'values: ["off", "on"]'
 KNOBS = "knobs:\n" + "\n".join(
     [
@@ -106,13 +111,120 @@ def test_the_right_two_are_kept_and_every_other_says_why_not(tune, playbook, lau
     assert playbook("bench", "replay", found["record"], found["final"]["record"]).exit_code == 0
 
 
-def test_a_case_is_tuned_with_the_ready_set_of_its_framework(playbook, launches):
-    done = playbook("tune", str(repo_root() / "tools/cases/tune-one-gpu-plain.yaml"), "--profile", "cpu", "--explain", "--json")
+PLAIN = str(repo_root() / "tools/cases/tune-one-gpu-plain.yaml")
+BARE = str(repo_root() / "tools/cases/tune-bare-megatron.yaml")
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """This machine has one H200."""
+    row = ["NVIDIA H200", "143771", "570.1", "700.00", "GPU-0"]
+    monkeypatch.setattr(detect, "_gpus", lambda: [row])
+    monkeypatch.setattr("playbook_bench.machine.requirements.unmet_requirements", lambda *given, **more: [])
+
+
+def explained(playbook, *words):
+    done = playbook("tune", *words, "--explain", "--json")
     assert done.exit_code == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert rows[0]["knob"] == "fused-loss"
-    assert "claim C3" in rows[0]["why"]
+    return {(row["knob"], row["value"]): row for row in json.loads(done.stdout)}
+
+
+def test_on_a_gpu_the_planner_comes_first_then_claims_then_what_is_unknown(playbook, launches, on_h200):
+    rows = explained(playbook, PLAIN)
+    first, second, *others = rows
+    assert first == ("attention", "auto")
+    assert rows[first]["why"] == "predicted by the planner"
+    assert rows[first]["expected_percent"] > 20
+    assert second == ("fused-loss", "true")
+    assert rows[second]["why"].startswith("claim C3 (measured on h200x1")
+    assert {rows[each]["expected_percent"] for each in others[:-1]} == {None}
+    assert "vision" in rows["compiled-decoder", "true"]["why"]  # what its claim is about, and this run has not
     assert launches.words == []
+
+
+def test_on_one_gpu_what_is_about_communication_comes_last(playbook, launches, on_h200):
+    rows = explained(playbook, BARE)
+    first, *_, last = rows
+    assert first == ("cutlass", "1")
+    assert last == ("connections", "1")
+    assert "one GPU sends nothing" in rows["connections", "1"]["why"]
+
+
+def test_what_does_not_fit_into_memory_is_never_launched(playbook, launches, on_h200, tmp_path):
+    (tmp_path / "knobs.yaml").write_text(
+        "knobs:\n  rows: {key: train.micro_batch_size, values: [8, 4, 64]}\n  batch: {key: train.global_batch_size, values: [8, 64]}\n"
+        '  wider: {sets: {"8": {}, "64": {train.micro_batch_size: 64, train.global_batch_size: 64}}}\n'
+    )
+    rows = explained(playbook, PLAIN, "--knobs", "knobs.yaml")
+    assert [row["launched"] for row in rows.values()].count(False) == 2
+    assert "GiB of 140" in rows["wider", "64"]["why"]
+    assert rows["rows", "64"]["why"].startswith("cannot run: ")  # micro-batches larger than the batch
+
+
+def test_knobs_without_a_file_prints_the_set_that_fits_as_a_file(playbook, launches, on_h200, tmp_path):
+    done = playbook("tune", "--knobs", "--profile", "h200x1", PLAIN)
+    assert done.exit_code == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["knobs"]["fused-loss"] == {
+        "key": "train.fused_loss",
+        "values": [False, True],
+        "excludes": ["compiled-loss"],
+        "claim": "C3",
+        "gain": explained(playbook, PLAIN)["fused-loss", "true"]["expected_percent"],
+        "scope": "measured on h200x1",
+    }
+    (tmp_path / "mine.yaml").write_text(done.stdout)
+    assert explained(playbook, PLAIN, "--knobs", "mine.yaml") == explained(playbook, PLAIN)
+    assert launches.words == []
+
+
+def test_what_a_trace_says_is_small_comes_last(playbook, launches, tmp_path):
+    """A step of 100 ms whose collective runs alone for 2 ms, on streams of one GPU."""
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": i * 1e5, "dur": 1e5, "pid": 0, "tid": 1} for i in (1, 2)
+    ]
+    for i in (1, 2):
+        for name, begin, took, stream in (("nvjet_sm90_tst_128x256", 0, 0.98e5, 7), ("ncclDevKernel_AllReduce", 0.98e5, 0.02e5, 8)):
+            about = {"stream": stream, "correlation": i * 10 + stream, "device": 0}
+            events.append(
+                {"ph": "X", "cat": "kernel", "name": name, "ts": i * 1e5 + begin, "dur": took, "pid": 0, "tid": stream, "args": about}
+            )
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    (tmp_path / "knobs.yaml").write_text(
+        f"knobs:\n  overlap: {{argument: --overlap, {OFF_ON}, wall: communication, gain: 20}}\n  fuse: {{argument: --fuse, {OFF_ON}}}\n"
+    )
+    done = playbook("tune", "--knobs", "knobs.yaml", "--explain", "--trace", "trace.json", "--", "train")
+    assert done.exit_code == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["fuse=on", "overlap=on"]
+    assert "communication is 2.0 % of the traced step" in done.stdout
+
+
+MEGATRON = ("torchrun", "pretrain_gpt.py", "--micro-batch-size", "1", "--recompute-granularity", "full")
+HUGGING_FACE = ("python", "train.py", "--per_device_train_batch_size", "2", "--gradient_checkpointing", "True")
+
+
+@pytest.mark.sample("words0-proposed0-left_out0", "words2-proposed2-left_out2")
+@pytest.mark.parametrize(
+    ("words", "proposed", "left_out"),
+    [
+        (MEGATRON, {"recompute", "loss-fusion", "overlap-gradients"}, {"permute-fusion", "router-fusion", "grouped-gemm"}),
+        ((*MEGATRON, "--num-experts", "8"), {"recompute", "permute-fusion", "grouped-gemm", "cutlass"}, set()),
+        (HUGGING_FACE, {"recompute", "fused-loss", "compile", "workers"}, set()),
+        ((*HUGGING_FACE, "--torch_compile", "true"), {"recompute"}, {"compile"}),
+        (("torchrun", "-m", "torchtitan.train", "--activation_checkpoint.mode", "full"), {"recompute", "compile"}, {"garbage"}),
+    ],
+)
+def test_the_ready_set_is_of_the_framework_without_what_the_command_has(playbook, launches, on_h200, words, proposed, left_out):
+    done = playbook("tune", "--knobs", "--", *words)
+    assert done.exit_code == 0, done.stderr
+    names = yaml.safe_load(done.stdout)["knobs"].keys()
+    assert proposed <= names
+    assert not left_out & names
+
+
+def test_a_command_of_no_framework_needs_a_file(playbook, launches):
+    done = playbook("tune", "--knobs", "--", "python", "train.py")
+    assert done.exit_code == 2
+    assert "--knobs FILE" in done.stderr
 
 
 def test_what_was_decided_becomes_claims_of_the_users_own(tune, playbook, launches, tmp_path, monkeypatch):
@@ -141,6 +253,7 @@ def test_a_record_that_was_changed_does_not_replay(tune, playbook, launches):
     assert "due was" in done.output
 
 
+@pytest.mark.sample("9")
 @pytest.mark.parametrize("at", [3, 9, 30])
 def test_ctrl_c_leaves_a_valid_answer_and_resume_goes_on(tune, launches, at):
     launches.stop_at, launches.stop = at, Interrupted(2)
@@ -253,9 +366,53 @@ def test_what_is_wrong_with_knobs_is_one_message(tune, launches, knobs, said):
     assert launches.words == []
 
 
+SHELL = """#!/bin/sh
+# Whoever launches it sees what it prints; --crash ends it.
+exec "$PYTHON" "$SCRIPT" "$@"
+"""
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("planned")
-def test_the_right_two_are_kept_of_a_real_script(tune):
-    done = tune()
+def test_the_right_two_are_kept_of_a_shell_script(tune, tmp_path, monkeypatch):
+    (tmp_path / "train.sh").write_text(SHELL)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("SCRIPT", str(SCRIPT))
+    done = tune(words=("sh", "train.sh", "--launch", "{run}"))
     assert done.exit_code == 0, done.output
     check_planted(answer(done))
+
+
+@pytest.mark.full
+def test_a_tuning_that_was_killed_beside_its_crash_goes_on_to_the_same_answer(tmp_path):
+    """SIGKILL, which leaves no time for anything, once the planted crash is in the journal."""
+    (tmp_path / "knobs.yaml").write_text(KNOBS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root())), "PLANNED_CLOCK": "1"}
+    command = [
+        sys.executable,
+        str(CLOCK),
+        "tune",
+        "--knobs",
+        "knobs.yaml",
+        "--results",
+        "results",
+        "--seed",
+        "3",
+        "--json",
+        "--resume",
+        "--",
+    ]
+    command += [sys.executable, str(SCRIPT), "--launch", "{run}"]
+    first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while first.poll() is None and not any('"outcome": "crash"' in path.read_text() for path in tmp_path.rglob("events.jsonl")):
+            time.sleep(0.05)
+    finally:
+        first.kill()
+        assert first.wait() == -signal.SIGKILL
+    (journal,) = tmp_path.rglob("events.jsonl")
+    made = journal.read_text().splitlines()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    check_planted(json.loads(done.stdout.splitlines()[-1]))
+    assert journal.read_text().splitlines()[: len(made)] == made  # nothing was launched again

@@ -11,6 +11,8 @@ import pytest
 import tunings
 
 from playbook_bench.tune import proof
+from playbook_bench.tune.knobs import Knobs
+from playbook_bench.tune.order import Predicted, ranked
 from playbook_bench.tune.procedure import Choice, Hurry, Observation, Setup, Tuning
 
 
@@ -189,3 +191,26 @@ def test_no_more_candidates_are_launched_once_the_time_is_up():
 def test_more_tokens_per_second_are_better_where_that_is_the_goal():
     tuning = play(setup(TWO, higher_is_better=True), lambda s: 1 / gains(a_on=0.1, b_on=-0.1)(s))
     assert kept(tuning) == {("a", "on")}
+
+
+def test_a_knob_whose_wall_is_small_comes_after_the_others_and_one_that_cannot_run_last():
+    knobs = Knobs.model_validate(
+        {
+            "knobs": {
+                "overlap": {"argument": "--overlap", "values": ["off", "on"], "wall": "communication", "gain": 30},
+                "plain": {"argument": "--plain", "values": ["off", "on"]},
+                "worse": {"argument": "--worse", "values": ["off", "on"], "gain": -5},
+                "known": {"argument": "--known", "values": ["off", "on"], "gain": 8, "scope": "on our cluster"},
+                "large": {"argument": "--large", "values": ["off", "on"], "gain": 90},
+                "planned": {"key": "a.b", "values": [1, 2], "claim": "C3", "gain": 2},
+            }
+        }
+    )
+    predicted = {("large", "on"): Predicted(refusal="would need 200 GiB of 140"), ("planned", "2"): Predicted(0.2)}
+    rows = ranked(knobs, predicted, {"communication": "communication is 2.0 % of the traced step"})
+    assert [row.knob for row in rows] == ["planned", "known", "plain", "worse", "overlap", "large"]
+    assert [row.knob for row in rows if row.skipped] == ["large"]
+    why = {row.knob: row.why for row in rows}
+    assert why["overlap"] == "communication is 2.0 % of the traced step; as the file says"
+    assert why["known"] == "as the file says (on our cluster)"
+    assert ranked(knobs, predicted, {})[0].knob == "overlap"

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
+from typer.core import TyperCommand
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import data_root, default_results, folders
+from playbook.paths import default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
-from playbook.records.read import read
+from playbook.records.evidence import Machine
 from playbook_app.cli.options import AsJson, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
 from playbook_app.cli.output import complain, print_json, say
 from playbook_app.services import tuning
+from playbook_app.services.ready_knobs import ready
+from playbook_app.services.standing import stock_here
 from playbook_app.site.svg import contrasts
 from playbook_bench.machine import detect
 from playbook_bench.run import report
@@ -29,19 +33,40 @@ from playbook_bench.run.options import Options
 from playbook_bench.run.store import replace
 from playbook_bench.tune import knobs as files
 from playbook_bench.tune import session
+from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.order import Ranked
 from playbook_bench.tune.session import Session
 from playbook_bench.tune.subject import goal as metric_of
+from playbook_bench.variants.resolve import resolve
 
 EXIT_CODES = {"complete": 0, "budget": 3, "interrupted": 130, "failed": 5}
 
 app = commands()
 
 
-@app.command()
+class _KnobsAlone(TyperCommand):  # type: ignore[misc]
+    """`--knobs` may stand without a file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Its value is then empty, and not the word behind it."""
+        end = args.index("--") if "--" in args else len(args)
+        following = [*args[1 : end + 1], "--"]
+        alone = [word == "--knobs" and after.startswith("-") for word, after in zip(args[:end], following, strict=False)]
+        return super().parse_args(
+            ctx, [*("--knobs=" if is_alone else word for word, is_alone in zip(args, alone, strict=False)), *args[end:]]
+        )
+
+
+@app.command(cls=_KnobsAlone)
 def tune(
     words: Annotated[list[str], typer.Argument(metavar="CASE | -- COMMAND", help="A case, whose baseline is the start, or a command.")],
-    knobs: Annotated[Path | None, typer.Option(metavar="FILE", help="What may be changed; without it, the ready set that fits.")] = None,
+    knobs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[FILE]",
+            help="What may be changed; without it, the ready set that fits. Without FILE: print that set as a file; launch nothing.",
+        ),
+    ] = None,
     goal: Annotated[str, typer.Option(help="What should become better: step_time, tokens_per_s or peak_memory.")] = "step_time",
     budget: Annotated[
         str | None, typer.Option(help="At most this long. Without --resume, candidates are left out in time for proof and comparison.")
@@ -89,7 +114,13 @@ def tune(
         told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
         case = tuning.case_of_command(words, machine, told, metric, request.loss, to_seconds(timeout, "--timeout") or 0.0)
         chosen = machine.name
-    chosen_knobs = files.load_knobs(knobs) if knobs else tuning.ready(case, read([data_root("results")]), machine)
+    if knobs:
+        chosen_knobs = files.load_knobs(Path(knobs))
+    else:
+        chosen_knobs = ready(case, resolve(case, "baseline", chosen), stock_here(), machine, goal)
+    if knobs == "":
+        say(_as_file(chosen_knobs, machine))
+        return
     plan, order = tuning.planned(case, chosen, chosen_knobs, machine, request, place, command)
     if explain:
         _explain(order, as_json)
@@ -130,6 +161,13 @@ def _chance(text: str) -> float:
     if not 0 < chance <= 0.5:
         raise ConfigError(f"--false-keep is {text}; expected more than 0 % and at most 50 %")
     return chance
+
+
+def _as_file(knobs: Knobs, machine: Machine) -> str:
+    """A ready set as a file of knobs."""
+    head = f"# For {knobs.framework} on {machine.name}, today's value first. Take out what should stay: playbook tune --knobs FILE ..."
+    rows = {name: knob.model_dump(mode="json", exclude_defaults=True) for name, knob in knobs.knobs.items()}
+    return f"{head}\n{yaml.safe_dump({'knobs': rows}, sort_keys=False, default_flow_style=None, width=140)}".rstrip()
 
 
 def _explain(order: Sequence[Ranked], as_json: bool) -> None:
