@@ -374,7 +374,7 @@ var PlaybookMemory = (function (layout) {
     for (const key of ["parameters", "gradients", "optimizer"]) state[key] -= left[key];
     const alone = o.backend === "torch" && !o.compiled && o.sharding === "none";
     const found = {
-      stage, layers: chunks.flat().length, in_flight: alive, ...state,
+      stage: stage + 1, layers: chunks.flat().length, in_flight: alive, ...state,
       fp8_weights: copies, gathered, activations: over("stays") + resident,
       loss: last ? (t.losses[p.loss] + (p.loss === "torch" && p.tp > 1 ? t.fp32 : 0)) * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
       replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: alone ? t.plain_bytes : t.workspace_bytes, grown: alone && layout.microbatches(p) === 1 ? state.gradients : 0,

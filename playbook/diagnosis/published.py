@@ -74,7 +74,7 @@ class Row:
 
     def other(self, q: Question) -> str:
         """How the run is no run of the question: another GPU, another length."""
-        length = f"{self.seq_len:,} tokens" if abs(log(self.seq_len / q.seq_len)) > log(_SAME_LENGTH) else ""
+        length = "" if _like_length(self, q) else f"{self.seq_len:,} tokens"
         return ", ".join(filter(None, ("" if self.hardware == q.cluster.name else "other GPU", length and f"other length: {length}")))
 
     def document(self, q: Question) -> dict[str, Any]:
@@ -110,6 +110,12 @@ class Published:
         rows = [r.document(q) for r in self.rows]
         return {"shared": self.shared, "by": self.by, "low": self.low, "high": self.high, "count": self.count, "rows": rows}
 
+    def beside(self, answer: Answer) -> dict[str, Any]:
+        """The same with the id of the run that was faster than the answer's first plan is predicted to be, or None."""
+        q, best = answer.question, answer.choices[0] if answer.choices else None
+        faster = self.ahead(q.gpus, best.speed) if best and q.goal == "tokens/s" else None
+        return self.document(q) | {"ahead": faster.id if faster else None}
+
     def ahead(self, gpus: int, speed: float) -> Row | None:
         """The fastest run on as many GPUs, where it was faster than that many tokens per second and GPU."""
         rows = [r for r in self.rows if self.by == "tokens" and r.gpus == gpus and r.tokens_per_s_per_gpu > speed]
@@ -136,15 +142,17 @@ def _nearest_to(q: Question, precision: str) -> Published | None:
     rows = [r for r in _rows() if r.precision == precision and r.adapters == adapters]
     of_model = [r for r in rows if r.preset == q.model and r.shape.layers == q.shape.layers]
     on_hardware = [r for r in of_model if r.hardware == q.cluster.name]
-    of_length = [r for r in on_hardware if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
+    of_length = [r for r in on_hardware if _like_length(r, q)]
     work = flops.per_token(q.shape, q.seq_len)
     alike = [r for r in rows if abs(log(r.work / work)) <= log(_LIKE)]
+    of_family = [r for r in of_model if _family(r.hardware) == _family(q.cluster.name) and _like_length(r, q)]
     like_it = "LoRA of " * adapters
     like = [r for r in alike if r.hardware == q.cluster.name and bool(r.shape.experts) == bool(q.shape.experts)]
     model, gpu = q.model, q.cluster.name
     for matching, shared, by in (
         (of_length, f"of {like_it}{model} on {gpu} in {precision}", "tokens"),
         (on_hardware, f"of {like_it}{model} on {gpu} at other sequence lengths", "mfu"),
+        (of_family, f"of {like_it}{model} on other boards of {_family(gpu)} in {precision}", "mfu"),
         (like, f"of {like_it}like models on {gpu}", "mfu"),
         ([r for r in alike if r in of_model], f"of {like_it}{model} on other GPUs", "mfu"),
     ):
@@ -157,10 +165,19 @@ def _nearest_to(q: Question, precision: str) -> Published | None:
 
 
 def of_plan(answer: Answer) -> Published | None:
-    """The runs nearest to an answer of the planner, of its model on its GPU alone."""
+    """The runs nearest to an answer of the planner, of its model on its GPU, or else on another board of that GPU."""
     q = answer.question
     runs = _nearest_to(q, "fp8" if answer.choices and answer.choices[0].plan.options.fp8 else "bf16")
-    return runs if runs and all(r.preset == q.model and r.hardware == q.cluster.name for r in runs.rows) else None
+    return runs if runs and all(r.preset == q.model and _family(r.hardware) == _family(q.cluster.name) for r in runs.rows) else None
+
+
+def _family(gpu: str) -> str:
+    """What boards of one GPU share in their names: `h100` of `h100_pcie`."""
+    return gpu.partition("_")[0]
+
+
+def _like_length(row: Row, q: Question) -> bool:
+    return abs(log(row.seq_len / q.seq_len)) <= log(_SAME_LENGTH)
 
 
 def _far(row: Row, q: Question) -> float:

@@ -89,6 +89,11 @@ class StageBytes:
     """In host memory, with offload."""
 
     @property
+    def number(self) -> int:
+        """The stage as answers call it, counted from 1."""
+        return self.stage + 1
+
+    @property
     def states(self) -> float:
         """Everything that lives from step to step."""
         return self.parameters + self.gradients + self.optimizer + self.fp8_weights
@@ -105,8 +110,8 @@ class StageBytes:
         return self.states - self.grown + max(self.grown + self.update, passing) + self.workspace
 
     def row(self) -> dict[str, Any]:
-        """All figures, by name."""
-        return {**asdict(self), "states": self.states, "transient": self.transient, "peak": self.peak}
+        """All figures, by name; the stage is counted from 1."""
+        return {**asdict(self), "stage": self.number, "states": self.states, "transient": self.transient, "peak": self.peak}
 
 
 @dataclass(frozen=True)

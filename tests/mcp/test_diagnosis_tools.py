@@ -44,7 +44,9 @@ def test_a_diagnosis_takes_what_was_seen(library):
 
 
 def test_a_plan_is_exported(library):
-    plan = answer(library, "plan_layout", model="llama3_8b", gpus=8, hardware="h100", fix=["tp=2"], top=1)["plans"][0]
+    plan = answer(library, "plan_layout", model="llama3_8b", gpus=8, hardware="h100", fix=["tp=2"], framework="megatron-lm", top=1)[
+        "plans"
+    ][0]
     exported = answer(library, "export_layout", model="llama3_8b", gpus=8, hardware="h100", settings=plan["settings"])
     assert "--tensor-model-parallel-size 2" in exported["text"]
     assert exported["verdict"] in ("fits", "tight")
@@ -71,3 +73,45 @@ def test_hardware_may_be_the_text_of_a_file_and_the_network_is_named(library, tm
         result = ask(library, "plan_layout", hardware=hardware, **asked)
         assert result.is_error
         assert says in result.content[0].text
+
+
+def test_an_export_is_judged_by_the_loss_that_its_trainer_runs(library):
+    """Megatron-LM refuses Transformer Engine's loss; its own takes the memory that the planned one spares."""
+    asked = {"model": "llama3_8b", "gpus": 8, "hardware": "h100", "settings": ["tp=2", "mbs=2", "gbs=128", "seq_len=8192"]}
+    own, bridge = (answer(library, "export_layout", framework=f, **asked) for f in ("megatron-lm", "megatron-bridge"))
+    planned = answer(library, "estimate_memory", **asked)
+    native = answer(library, "estimate_memory", **asked | {"settings": [*asked["settings"], "loss=native"]})
+    assert (bridge["verdict"], own["verdict"]) == (planned["verdict"], native["verdict"]) == ("fits", "does not fit")
+    assert own["memory_gib"] == native["peak"] / 2**30 > own["gpu_gib"]
+    text = ask(library, "export_layout", framework="megatron-lm", **asked).content[0].text
+    assert text.startswith(f"does not fit: {own['memory_gib']:.1f} of 79.6 GiB")
+
+
+def test_a_plan_takes_the_framework_that_will_train_it(library):
+    asked = {"model": "llama3_8b", "gpus": 8, "hardware": "h100", "seq_len": 8192, "global_batch_size": 128, "top": 1}
+    for framework, word in (("megatron-lm", "loss=native"), ("torchtitan", "backend=torch"), ("deepspeed", "sharding=zero3")):
+        settings = answer(library, "plan_layout", framework=framework, **asked)["plans"][0]["settings"]
+        assert word in settings
+    settings = answer(library, "plan_layout", framework="megatron-lm", **asked)["plans"][0]["settings"]
+    exported = answer(library, "export_layout", model="llama3_8b", gpus=8, hardware="h100", settings=settings, framework="megatron-lm")
+    assert exported["verdict"] in ("fits", "tight")
+    assert answer(library, "plan_layout", framework="playbook", backend="torch", **asked) == answer(
+        library, "plan_layout", backend="torch", **asked
+    )
+    wrong = ask(library, "plan_layout", framework="megatronlm", **asked)
+    assert wrong.is_error
+    assert "did you mean 'megatron-lm'?" in wrong.content[0].text
+
+
+def test_a_plan_s_text_names_length_limit_ties_from_1_and_a_published_run_that_is_ahead(library):
+    asked = {"model": "qwen3_30b_a3b", "gpus": 16, "hardware": "h100", "global_batch_size": 1024}
+    found, text = answer(library, "plan_layout", **asked), ask(library, "plan_layout", **asked).content[0].text
+    assert text.startswith("4,096 tokens, global batch 1,024, at most 73.2 GiB of a GPU\n")
+    assert found["ties"][0] == 1
+    best = found["plans"][0]["tokens_per_s_per_gpu"]["value"]
+    (ahead,) = [r for r in found["published"]["rows"] if r["id"] == found["published"]["ahead"]]
+    assert ahead["tokens_per_s_per_gpu"] > best
+    assert f"published {ahead['id']}, {ahead['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU measured" in text
+    assert found["other_backend"]["sentence"] in text
+    behind = answer(library, "plan_layout", **asked | {"model": "llama3_8b"})
+    assert behind["published"]["ahead"] is None

@@ -206,11 +206,19 @@ class PlanAnswer(BaseModel):
     """The fastest plans that fit, best first, and the GPUs that they take: the fewest, where those were asked for."""
 
     gpus: int
+    seq_len: int
+    global_batch_size: int
+    limit_gib: float
+    """What a plan may allocate of a GPU's memory."""
     plans: list[PlannedLayout]
     published: dict[str, Any] | None
-    """The nearest published runs of the model on the GPU: what was measured, and the prediction for each without its own figure."""
+    """The nearest published runs of the model on the GPU: what was measured, the prediction for each without its own figure, and which of
+    them is `ahead` of the first plan.
+    """
+    other_backend: dict[str, Any] | None
+    """The best plan of the backend that was not asked for, how far it is from the first, and which trainers run it."""
     ties: list[int]
-    """Places of plans that cannot be told from the first."""
+    """Places of plans that cannot be told from the first, from 1."""
     runner_up: str | None
     """Why the second lost."""
     nearest: dict[str, Any] | None
@@ -223,7 +231,9 @@ class ExportAnswer(BaseModel):
 
     target: str
     verdict: str
-    """fits, tight or does not fit, on the GPU that is named."""
+    """fits, tight or does not fit, on the GPU that is named, with the loss that this trainer runs."""
+    memory_gib: float
+    gpu_gib: float
     text: str
     """A shell script: environment, files and the launcher's line."""
 

@@ -102,12 +102,26 @@ def _plans(answer: Mapping[str, Any]) -> str:
             f"nothing fits; nearest {near['memory_gib']:.1f} GiB; fits with {', or '.join(near['ways'])}" if near else "no layout is legal"
         )
     lines = [f"{_speed(p)}, {p['memory_gib']:.0f} GiB: {' '.join(p['settings'])}" for p in answer["plans"]]
-    tied = [str(i + 1) for i in answer["ties"]] if len(answer["ties"]) > 1 else []
-    return "\n".join([*lines, *([f"cannot be told apart: {', '.join(tied)}"] if tied else [])])
+    asked = f"{answer['seq_len']:,} tokens, global batch {answer['global_batch_size']:,}, at most {answer['limit_gib']:.1f} GiB of a GPU"
+    tied = ", ".join(map(str, answer["ties"]))
+    lines += [f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []
+    return "\n".join(
+        [asked, *lines, *_ahead(answer["published"]), *([answer["other_backend"]["sentence"]] if answer["other_backend"] else [])]
+    )
+
+
+def _ahead(published: Mapping[str, Any] | None) -> list[str]:
+    """The published run that was faster than the first plan is predicted to be."""
+    rows = published["rows"] if published else ()
+    return [
+        f"ahead of plan 1: published {r['id']}, {r['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU measured, {r['layout'] or 'layout not said'}"
+        for r in rows
+        if published and r["id"] == published["ahead"]
+    ]
 
 
 def _export(answer: Mapping[str, Any]) -> str:
-    return f"{answer['verdict']}\n{answer['text']}"
+    return f"{answer['verdict']}: {answer['memory_gib']:.1f} of {answer['gpu_gib']:g} GiB\n{answer['text']}"
 
 
 def _diagnosis(answer: Mapping[str, Any]) -> str:

@@ -22,11 +22,13 @@ from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
+from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.hardware.named import counted, of_text
 from playbook.planner.models import MODELS, from_fields, named, not_known
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, cut, parse
 from playbook.planner.shapes import Shape
+from playbook.yaml_files import did_you_mean
 from playbook_app.mcp.answers import (
     DiagnosisAnswer,
     ExportAnswer,
@@ -38,7 +40,8 @@ from playbook_app.mcp.answers import (
     StageMemory,
 )
 from playbook_app.services.changes import changed
-from playbook_trainer.export.plans import launchable
+from playbook_app.services.other_backend import other_backend
+from playbook_trainer.export.plans import as_run, kept, launchable
 
 _MOST_TEXT = 100_000
 _MOST_HARDWARE = 200_000
@@ -117,19 +120,34 @@ def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
 
 
 def export_answer(plan: Plan, target: str, hardware: str) -> ExportAnswer:
-    """What `playbook plan --export` prints of a legal layout, with its verdict on that GPU.
+    """What `playbook plan --export` prints of a legal layout, with the verdict on that GPU of what this trainer will run.
 
     Raises:
         PlaybookError: the plan breaks a rule, or the trainer has no words for it.
     """
     gpu = of_text(hardware)
-    verdict = memory.verdict(memory.peak(plan), gpu.memory_gib)
-    return ExportAnswer(target=target, verdict=verdict, text=launchable(plan, target, gpu.name).text())
+    text = launchable(plan, target, gpu.name).text()
+    peak = memory.peak(as_run(plan, target))
+    verdict = memory.verdict(peak, gpu.memory_gib)
+    return ExportAnswer(target=target, verdict=verdict, memory_gib=peak / memory.GIB, gpu_gib=gpu.memory_gib, text=text)
 
 
 def _arguments(text: str) -> str:
     """A text that names options of `playbook plan`, with the arguments of `plan_layout` in their place."""
     return re.sub(r"--([a-z]+)", lambda m: _ARGUMENTS.get(m[1], m[1]), text)
+
+
+def trained_by(framework: str, backend: str, fix: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The backend of the framework that will train a plan, and what to keep with what all its runs have; `backend` where none is named.
+
+    Raises:
+        PlaybookError: no such framework is known.
+    """
+    if not framework:
+        return backend, fix
+    if framework not in FRAMEWORKS:
+        raise PlaybookError(f"framework is '{framework[:40]}'{did_you_mean(framework[:40], FRAMEWORKS)}")
+    return backend if framework == "playbook" else FRAMEWORKS[framework].backend, kept(framework, fix)
 
 
 @lru_cache(maxsize=64)
@@ -158,15 +176,19 @@ def plan_answer(
         question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=settings, allow=allow)
         chosen = anchored(plan_layouts(question, top))
         runs = of_plan(chosen)
-        document = plain_data.document(chosen, runs.document(question) if runs else None)
+        document = plain_data.document(chosen, runs.beside(chosen) if runs else None)
+        other = other_backend(chosen, with_published=True)
     except PlaybookError as e:
         raise PlaybookError(_arguments(str(e))) from e
     shown = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "network_share", "settings")
     near = document["nearest"]
     return PlanAnswer(
-        gpus=document["question"]["gpus"],
+        **{k: document["question"][k] for k in ("gpus", "seq_len")},
+        global_batch_size=document["question"]["gbs"],
+        limit_gib=document["question"]["memory_gib"],
         plans=[PlannedLayout(**{k: p[k] for k in shown}) for p in document["plans"]],
         published=document["published"],
+        other_backend=other,
         ties=document["ties"],
         runner_up=document["runner_up"],
         nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": [_arguments(w) for w in near["ways"]]},

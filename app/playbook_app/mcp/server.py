@@ -95,6 +95,7 @@ _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
 _Framework = Annotated[str, Field(max_length=20, description="Whose flags, such as torchtitan or deepspeed.")]
+_Planned = Annotated[str, Field(max_length=20, description="Who trains it, such as torchtitan.")]
 _Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
@@ -255,21 +256,23 @@ def _layout(out: MCPServer[Any]) -> None:
         hardware: planning.Gpu,
         seq_len: _Seq = 4096,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
-        goal: Annotated[Literal["tokens/s", "memory", "gpus"], Field(description="Fastest, leanest, or fewest GPUs.")] = "tokens/s",
+        goal: Annotated[Literal["tokens/s", "memory", "gpus"], Field(description="Fastest, leanest, fewest GPUs.")] = "tokens/s",
         backend: Annotated[Literal["megatron", "torch"], Field(description="torch: FSDP2.")] = "megatron",
+        framework: _Planned = "",
         allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
         fix: Annotated[
             list[Annotated[str, Field(max_length=200)]],
-            Field(max_length=20, description="Settings to keep, such as tp=1; loss=native for megatron-lm."),
+            Field(max_length=20, description="To keep, such as tp=1."),
         ] = [],  # noqa: B006
         top: Annotated[int, _number("Plans.", most=20)] = 3,
         network: planning.Network = "",
     ) -> PlanAnswer:
-        """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
+        """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would."""
         with _as_tool_error():
+            trained_on, kept = planning.trained_by(framework, backend, tuple(fix))
             answer = planning.plan_answer(
-                model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
-                allow=frozenset(allow), fix=tuple(fix), top=top,
+                model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=trained_on,
+                allow=frozenset(allow), fix=kept, top=top,
             )  # fmt: skip
             return bounded(answer, "ask for fewer plans")
 

@@ -137,11 +137,11 @@ def tied_indices(question: Question, timed: Found) -> list[int]:
     if question.goal == "memory" or not timed.choices:
         return [0] if timed.choices else []
     best = timed.choices[0]
-    return [i for i, c in enumerate(timed.choices) if c is best or _half_widths_apart(best, c) < 1]
+    return [i for i, c in enumerate(timed.choices) if c is best or half_widths_apart(best, c) < 1]
 
 
-def _half_widths_apart(best: Choice, other: Choice) -> float:
-    """By how many of an 80 % interval's half widths two plans are apart."""
+def half_widths_apart(best: Choice, other: Choice) -> float:
+    """By how many of an 80 % interval's half widths two plans are apart; negative where the other is faster."""
     return log(best.speed / other.speed) / (spread.QUANTILE * spread.between(best.time.parts, other.time.parts))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.paths import repo_root
+from playbook.planner.time.gpu_rows import read_gpus
 from playbook.planner.time.laws import Laws, of_rows
-from playbook.yaml_files import read
 
 _GPUS = "gpus.yaml"
 _CALIBRATION = "h200.json"
@@ -127,7 +127,7 @@ def spelled() -> tuple[str, Mapping[str, str]]:
 
 @cache
 def _file() -> Any:
-    return read(repo_root() / "playbook" / "clusters" / _GPUS)[0]
+    return read_gpus(repo_root() / "playbook" / "clusters" / _GPUS)
 
 
 @cache

@@ -181,7 +181,7 @@ def test_the_table_names_the_fullest_stage(capsys):
     code, out, _ = command(capsys, "--gpus", "1024", str(LARGE), *WIDE)
     assert code == 0
     assert out.startswith("can run: model qwen3_30b_a3b  gpus 1024")
-    assert "a rank of stage 0 holds" in out
+    assert "a rank of stage 1 holds" in out
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from playbook.errors import ConfigError
+from playbook.planner import memory
 from playbook.planner.choice.plain_data import words
 from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
-from playbook.planner.time.cluster import cluster
+from playbook.planner.time.cluster import Cluster, cluster
+from playbook.text import key_of, keys_of
 from playbook_trainer.export import plan_accelerate, plan_bridge, plan_deepspeed, plan_megatron, plan_ours, plan_torchtitan
 from playbook_trainer.export.launch import Launchable, refuse
 
@@ -25,10 +27,13 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
 }
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "megatron-lm": ("loss=native",), **{name: f.implied for name, f in FRAMEWORKS.items() if name == "verl" or f.exports_as == "deepspeed"},
-}  # fmt: skip
+    "megatron-lm": ("loss=native",),
+    "verl": FRAMEWORKS["verl"].implied,
+    **{name: (*f.implied, "cp=1") for name, f in FRAMEWORKS.items() if f.exports_as == "deepspeed"},
+}
 """By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source:
 `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses Transformer Engine's loss."""
+
 _BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
 
@@ -51,7 +56,29 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
         [f"{fp8} on {gpu.name}, which has no such products"] if fp8 and (not gpu.has_fp8 or (fp8 == "mxfp8" and not blackwell)) else [],
     )
     start = TARGETS[target](plan.require(), gpu.name)
-    return replace(start, beside=_beside(plan, target, gpu.name, start.log))
+    run = as_run(plan, target)
+    return replace(start, notes=(*_layout(run, target, gpu), *start.notes), beside=_beside(run, target, gpu.name, start.log))
+
+
+def kept(target: str, fixed: Sequence[str]) -> tuple[str, ...]:
+    """What a reader fixed, and of the settings that all runs of this trainer have those that the reader leaves open."""
+    named = keys_of(fixed)
+    return (*fixed, *(word for word in SETTINGS.get(target, ()) if key_of(word) not in named))
+
+
+def as_run(plan: Plan, target: str) -> Plan:
+    """The plan as this trainer runs it: Megatron-LM computes the loss by itself where Transformer Engine's was planned."""
+    return replace(plan, loss="native") if target == "megatron-lm" and plan.loss == "te" else plan
+
+
+def _layout(plan: Plan, target: str, gpu: Cluster) -> tuple[str, str]:
+    """The layout and what it holds, at the head of a script; which layout a table leads with may be another."""
+    settings, implied = words(plan), SETTINGS.get(target, ())
+    peak = memory.peak(plan)
+    same = [word for word in implied if word in settings]
+    other = f"; {target} runs with {', '.join(same)}, so plan 1 of a table without that may be another" if same else ""
+    fit = memory.verdict(peak, gpu.memory_gib)
+    return (f"layout: {' '.join(settings)}{other}", f"memory: {fit}, {peak / memory.GIB:.1f} of {gpu.memory_gib:g} GiB by estimate")
 
 
 def _beside(plan: Plan, target: str, hardware: str, log: str) -> str:

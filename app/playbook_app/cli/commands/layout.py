@@ -94,7 +94,7 @@ def layout_memory(
     if as_json:
         totals: dict[str, Any] = {
             "peak": most.peak,
-            "stage": most.stage,
+            "stage": most.number,
             "memory_gib": memory,
             "verdict": fit,
             **({"snapshot": beside} if beside else {}),
@@ -128,7 +128,7 @@ def _beside(file: Path, stages: list[StageBytes]) -> dict[str, Any]:
     snapshot = memory_from_file(file)
     stage = min(stages, key=lambda s: abs(s.peak - snapshot.peak))
     planned = {part: sum(getattr(stage, name) for name in names) for part, names in _AS_PLANNED.items()}
-    return {**asdict(snapshot), "planned": planned, "planned_peak": stage.peak, "stage": stage.stage}
+    return {**asdict(snapshot), "planned": planned, "planned_peak": stage.peak, "stage": stage.number}
 
 
 def _unnamed(peak: float) -> str:
@@ -141,7 +141,7 @@ def _unnamed(peak: float) -> str:
 def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict: str) -> None:
     say(_line(plan))
     print_table([_row(s) for s in stages], tuple(_row(most)))
-    say(f"peak {most.peak / GIB:.1f} GiB allocated on stage {most.stage}, columns in GiB; reserved memory and the driver's are not in it")
+    say(f"peak {most.peak / GIB:.1f} GiB allocated on stage {most.number}, columns in GiB; reserved memory and the driver's are not in it")
     say(verdict)
 
 
@@ -204,4 +204,4 @@ def _row(stage: StageBytes) -> dict[str, str]:
     parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace", "peak", "host")
     figures = stage.row()
     flying = "+".join(map(str, stage.in_flight))
-    return {"stage": str(stage.stage), "layers": str(stage.layers), "in flight": flying} | {k: f"{figures[k] / GIB:.2f}" for k in parts}
+    return {"stage": str(stage.number), "layers": str(stage.layers), "in flight": flying} | {k: f"{figures[k] / GIB:.2f}" for k in parts}

@@ -32,11 +32,12 @@ from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
 from playbook.planner.time.spread import crossing
 from playbook.planner.time.step import network_share
-from playbook.text import count, key_of, keys_of
+from playbook.text import count
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
+from playbook_app.services.other_backend import other_backend
 from playbook_app.services.predicted_case import case_of, text_of
 
 _TOP_PARTS = 5
@@ -169,7 +170,7 @@ def plan_for(
     if export is not None:
         from playbook_trainer.export import plans
 
-        fixed = _with(fixed, plans.SETTINGS.get(export, ()))
+        fixed = plans.kept(export, fixed)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     routing = measured(imbalance) if imbalance else None
@@ -204,7 +205,8 @@ def plan_for(
         complain(_exported(answer.choices[0], export, plans.SETTINGS.get(export, ())))
     elif as_json or answer.choices:
         whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
-        _answer(answer, of_plan(answer) if published else None, whole, published=published, as_json=as_json)
+        other = other_backend(answer, with_published=published)
+        _answer(answer, of_plan(answer) if published else None, whole, other, published=published, as_json=as_json)
     else:
         _explain(answer)
     if not answer.choices:
@@ -217,18 +219,14 @@ def _refuse(contradictions: Mapping[str, bool]) -> None:
         raise ConfigError(message)
 
 
-def _answer(answer: Answer, runs: Published | None, whole: Training | None, *, published: bool, as_json: bool) -> None:
+def _answer(
+    answer: Answer, runs: Published | None, whole: Training | None, other: dict[str, Any] | None, *, published: bool, as_json: bool
+) -> None:
     if as_json:
-        document = plain_data.document(answer, runs.document(answer.question) if runs else None)
+        document = plain_data.document(answer, runs.beside(answer) if runs else None) | {"other_backend": other}
         print_json(document | ({"training": asdict(whole)} if whole else {}))
     else:
-        _show(answer, runs, whole, published=published)
-
-
-def _with(words: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
-    """What the reader fixed, and of `more` what that leaves open."""
-    named = keys_of(words)
-    return words + tuple(word for word in more if key_of(word) not in named)
+        _show(answer, runs, whole, other, published=published)
 
 
 def _words(options: list[str]) -> list[str]:
@@ -277,7 +275,7 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(answer: Answer, runs: Published | None, whole: Training | None, *, published: bool) -> None:
+def _show(answer: Answer, runs: Published | None, whole: Training | None, other: dict[str, Any] | None, *, published: bool) -> None:
     """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
     q, best = answer.question, answer.choices[0]
     say(
@@ -313,6 +311,8 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, *, pub
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
     if len(answer.choices) > 1 and q.goal == "tokens/s":
         say(f"second   {lost(best, answer.choices[1])}")
+    if other:
+        say(f"other    {other['sentence']}")
     measure = next_run(answer)
     if measure:
         say(
@@ -321,17 +321,23 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, *, pub
         )
     if answer.anchored:
         say(f"anchored {answer.anchored}")
-    if published and not runs:
-        say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if best.plan.options.fp8 else 'bf16'}")
-    for row in runs.rows if runs else ():
-        other = row.other(q)
-        say(
-            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'}"
-            f" {row.hardware}{f' ({other})' if other else ''}: {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
-        )
+    if published:
+        _ran(q, runs, fp8=bool(best.plan.options.fp8))
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
+
+
+def _ran(q: Question, runs: Published | None, *, fp8: bool) -> None:
+    """Print the nearest published runs, a line each."""
+    if not runs:
+        say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if fp8 else 'bf16'}")
+    for row in runs.rows if runs else ():
+        unlike = row.other(q)
+        say(
+            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'}"
+            f" {row.hardware}{f' ({unlike})' if unlike else ''}: {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
+        )
 
 
 def _settings(plan: Plan) -> str:
@@ -343,6 +349,7 @@ def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
     plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
     o = plan.options
     extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
+    extra += ["Megatron-FSDP, slower than predicted where measured (M1.s)" if o.sharding == "fsdp" else ""]
     extra += ["optimizer on host" if o.optimizer_offload else "", f"recompute {'+'.join(o.recompute)}" if o.recompute else ""]
     degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "vpp": plan.vpp, "ep": plan.ep, "etp": plan.etp, "dp": plan.dp, "mbs": plan.mbs}
     return {
@@ -391,7 +398,7 @@ def _explain(answer: Answer) -> None:
     say(f"nearest  {_settings(near.plan)}")
     stage, gib = near.stage, {k: v / GIB for k, v in near.stage.row().items() if isinstance(v, float)}
     say(
-        f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
+        f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.number}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
         f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations"
         f" {gib['activations']:.1f}, loss or replay {gib['transient']:.1f}"
     )

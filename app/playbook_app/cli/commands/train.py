@@ -119,20 +119,27 @@ def _show_dry_run(
     if as_json:
         speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
         stages = [s.row() for s in report.stages]
-        totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak": most.peak, "stage": most.stage}
+        totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak": most.peak, "stage": most.number}
         print_json(
-            {"legal": True, "layout": report.layout, **totals, **speed, "stages": stages, **({"built": asdict(built)} if built else {})}
+            {
+                "legal": True,
+                "layout": report.layout,
+                **totals,
+                **speed,
+                "stages": stages,
+                **({"built": {**asdict(built), "stage": built.stage + 1}} if built else {}),
+            }
         )
         return
 
     def cells(stage: StageBytes) -> dict[str, str]:
         figures = ("states", "gathered", "activations", "vision", "loss", "replayed", "workspace", "peak", "host")
-        head = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
+        head = {"stage": str(stage.number), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
         return head | {name: f"{getattr(stage, name) / GIB:.2f}" for name in figures}
 
     say(f"can run: {'  '.join(f'{k} {v}' for k, v in report.layout.items())}")
     print_table([cells(s) for s in report.stages], tuple(cells(most)))
-    say(f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.stage} holds {most.peak / GIB:.1f} GiB, columns in GiB")
+    say(f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.number} holds {most.peak / GIB:.1f} GiB, columns in GiB")
     say(
         "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers"
         " are not in it"
@@ -148,7 +155,7 @@ def _show_dry_run(
             say(routing.about(routing.on(plan_of(resolved, gpus)), on))
     if built is not None:
         say(
-            f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and"
+            f"built rank {built.rank} of {gpus} (stage {built.stage + 1}): {built.parameters / 1e9:.3f} B parameters and"
             f" {built.allocated_bytes / GIB:.2f} GiB of weights, gradients and optimizer state; by arithmetic"
             f" {built.expected_parameters / 1e9:.3f} B and {built.expected_bytes / GIB:.2f} GiB"
         )
@@ -162,8 +169,8 @@ def _speed(time: StepTime | None) -> str:
         return "no speed is predicted: the planner's laws are of BF16, and train.dtype is fp32"
     speed = time.tokens_per_s_per_gpu
     return (
-        f"predicted: {speed.value:,.0f} tokens/s/GPU, 80 % between {speed.low:,.0f} and {speed.high:,.0f}; a step takes"
-        f" {time.seconds.value:.3g} s; " + "; ".join(time.assumptions)
+        f"predicted: {speed.value:,.0f} tokens/s/GPU, 80 % between {speed.low:,.0f} and {speed.high:,.0f}, not scaled to"
+        f" published runs as the figures of playbook plan are; a step takes {time.seconds.value:.3g} s; " + "; ".join(time.assumptions)
     )
 
 
