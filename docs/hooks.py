@@ -18,6 +18,9 @@ from playbook_app.site.searching import shortened
 
 RESULTS = "PLAYBOOK_SITE_RESULTS"
 RECORD = re.compile(r"`(01[0-9A-Z]{24})`")
+CLONED = re.compile(r"(pipx?) install '?\.(\[[a-z,]+\])?'? +# in a clone of this repository")
+"""How every page installs: what it says of a clone holds until the repository has an address."""
+NAME = "perf-playbook"
 LUNR = ("e=e+s+o.id}return e}", 'e=e+s+o.id+","}return e}')
 """The theme's search (lunr 2.3.9) names a state of its automaton by its edges, a character and a number each, with nothing in between: states whose edges are digits
 may get one name, words that stand on no page are found then, and the search ends with an error (its issue 503). A comma keeps the names apart.
@@ -34,8 +37,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(), base=config.site_url or "")
     except PlaybookError as e:
         raise PluginError(str(e)) from e
-    get = f"pip install git+{config.repo_url}" if config.repo_url else "pip install .   # in a clone of this repository"
-    config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{get}\n```"}, made.plain
+    config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain
     config.extra["searched"] = {"cards": made.question_box, "diagnosis": made.compared}
     config.extra["questions"] = made.questions
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
@@ -49,12 +51,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
-    """Put what cards and evidence say where a page asks for it by a comment, and link the ids of records on pages of experiments."""
+    """Put what cards and evidence say where a page asks for it by a comment, link the ids of records on pages of experiments, and install
+    from the repository's address where `repo_url` says it.
+    """
     page.edit_url = _edit_url(page.file.src_uri, page.edit_url)
     if "asked" in page.meta:
         config.extra["questions"][page.file.dest_uri] = page.meta["asked"]
     for name, content in config.extra["inserts"].items():
         markdown = markdown.replace(f"<!-- {name} -->", content)
+    if config.repo_url:
+        markdown = CLONED.sub(lambda m: f"{m[1]} install '{NAME}{m[2] or ''} @ git+{config.repo_url}'", markdown)
     if page.file.src_uri.startswith("experiments/"):
         markdown = RECORD.sub(lambda m: f"[{m[0]}](../evidence/{m[1]}.md)" if m[1] in config.extra["records"] else m[0], markdown)
     return markdown

@@ -232,6 +232,11 @@ class Case(Strict):
         return {**delta, **self.delta.environment.get(side, {})}
 
     @property
+    def is_one_sided(self) -> bool:
+        """Whether a command's case names no candidate, as a gate's need not: the gate has the same configuration at two commits."""
+        return self.kind == "pair" and bool(self.command) and "candidate" not in self.model_fields_set and not self.compared("candidate")
+
+    @property
     def variants(self) -> dict[str, dict[str, Any]]:
         """Every variant that is launched, with its configuration delta, in order. The first is what noise is measured on."""
         if self.kind == "pair":

@@ -110,6 +110,22 @@ def test_no_page_installs_by_a_name_that_is_on_no_index():
     assert [str(p) for p in pages if re.search(r"install '?perf-playbook", p.read_text(encoding="utf-8"))] == []
 
 
+def test_an_install_takes_requirements_where_they_are_and_no_commit_is_looked_for_where_it_failed(shell):
+    (shell.place.parent / "tools" / "pip").write_text('#!/bin/sh\necho "$*"\n')
+    install = steps_of("github.yml")[0]["Install"]
+    (job,) = yaml.safe_load((data_root("guide") / "ci" / "gitlab.yml").read_text()).values()
+    for line in (install, "\n".join(job["before_script"])):
+        (shell.place / "requirements.txt").unlink(missing_ok=True)
+        assert shell(line, PLAYBOOK="a.whl").stdout == "install a.whl\n"
+        (shell.place / "requirements.txt").write_text("")
+        assert shell(line, PLAYBOOK="a.whl").stdout == "install a.whl -r requirements.txt\n"
+    for name in ("github.yml", "github-gpu.yml"):
+        (found,) = yaml.safe_load((data_root("guide") / "ci" / name).read_text())["jobs"].values()
+        by_name = {step.get("name"): step for step in found["steps"]}
+        assert by_name["Gate"]["id"] == "gate"
+        assert by_name["Name the commit"]["if"] == "failure() && steps.gate.outcome == 'failure'"
+
+
 def test_the_workflow_for_gpus_runs_the_same_steps():
     """It has more time, and its machine stays, so that it keeps a history there."""
     (cpu, _), (gpu, _) = steps_of("github.yml"), steps_of("github-gpu.yml")

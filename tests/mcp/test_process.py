@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,3 +74,22 @@ def test_the_extra_that_the_message_names_exists():
     project = tomllib.loads((repo_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert any(p.startswith("mcp") for p in project["optional-dependencies"]["mcp"])
     assert data_root("skills").is_dir()
+
+
+@pytest.mark.full
+def test_the_client_of_the_guide_plans_and_exports(tmp_path):
+    """As the page shows it, with a `playbook` on PATH."""
+    page = (data_root("guide") / "agents.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r'^```python title="client.py"\n(.*?)^```', page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "client.py").write_text(text, encoding="utf-8")
+    command = tmp_path / "playbook"
+    paths = os.pathsep.join(sources(repo_root()))
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} -m playbook "$@"\n', encoding="utf-8")
+    command.chmod(0o700)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "client.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("8,192 tokens, global batch 512, at most 73.2 GiB")
+    assert any(re.match(r"(fits|tight): [\d.]+ of 79.6 GiB$", line) for line in rest)
+    assert any("pretrain_gpt.py" in line for line in rest)

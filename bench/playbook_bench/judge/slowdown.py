@@ -256,10 +256,15 @@ def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Seq
     return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
 
 
-def overhead_in_words(overhead: Slowdown, allowed: float) -> str:
-    """The answer about what launches take beside their timed steps, as a sentence; `allowed` is a share of the older commit's launch."""
+def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = False) -> str:
+    """The answer about what launches take beside their timed steps, as a sentence; `allowed` is a share of the older commit's launch. Where
+    the steps are slower for certain, what is open here needs no further launch.
+    """
     mean, low, high, limit = (100 * v for v in (overhead.mean, overhead.low, overhead.high, allowed))
-    shown = f"beside its timed steps a launch takes {mean:+.1f} % of the older one's time [{low:+.1f}, {high:+.1f}]: more than {limit:g} %"
+    takes = f"beside its timed steps a launch takes {mean:+.1f} % of the older one's time [{low:+.1f}, {high:+.1f}]"
+    if is_slower and overhead.answer in ("undecided", "too_noisy"):
+        return f"{takes}: too few launches to judge that, and the answer does not need it"
+    shown = f"{takes}: more than {limit:g} %"
     enough = f"state --allow process={max(1, math.ceil(high))}%"
     words = {
         "pass": "is ruled out",

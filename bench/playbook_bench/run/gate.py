@@ -446,7 +446,7 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if steps is None or overhead is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
     sentence, needed = slowdown.in_words(steps, metric, limits.limit, runs, len(pairs))
-    overhead_text = slowdown.overhead_in_words(overhead, _allowed_overhead(limits))
+    overhead_text = slowdown.overhead_in_words(overhead, _allowed_overhead(limits), is_slower=steps.answer == "regression")
     if overhead.answer != "pass":
         sentence = f"{sentence}; {overhead_text}"
         needed = max(needed or 0, overhead.pairs_needed or 0) or None

@@ -15,7 +15,7 @@ from playbook_bench.launch.local import TRAINER, LocalLauncher, interruptible
 from playbook_bench.launch.outcome import read_run
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.variants.resolve import Resolved, Runnable, resolve_all
+from playbook_bench.variants.resolve import Resolved, Runnable, resolve, resolve_all
 
 TIMED_STEPS = 1
 _WARMUP_STEPS = 4
@@ -50,6 +50,8 @@ def prove(
 ) -> list[Proof]:
     """Launch each variant of each case once, in short, and judge its receipt by the case's rules; nothing is timed and nothing is stored.
 
+    Of a gate's case, which names no candidate, the baseline alone is launched.
+
     `full_length` keeps the case's own steps, for metrics that only they show.
 
     Raises:
@@ -62,7 +64,8 @@ def prove(
         if case.kind not in LAUNCHED_KINDS:
             raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
         chosen = requirements.require_profile(case, whole_machine, profile)
-        todo += [(case, chosen, r) for r in resolve_all(case, chosen).values()]
+        variants = {"baseline": resolve(case, "baseline", chosen)} if case.is_one_sided else resolve_all(case, chosen)
+        todo += [(case, chosen, r) for r in variants.values()]
     proofs: list[Proof] = []
     with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder:
         for i, (case, chosen, resolved) in enumerate(todo):

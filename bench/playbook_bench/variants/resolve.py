@@ -264,8 +264,13 @@ def resolve_all(case: Case, profile: str) -> dict[Variant, Runnable]:
     """Every variant, refused where two differ in anything that the case does not declare.
 
     Raises:
-        ConfigError: an undeclared difference, with the keys.
+        ConfigError: no candidate, or an undeclared difference, with the keys.
     """
+    if case.is_one_sided:
+        raise ConfigError(
+            f"case '{case.id}' names no candidate to compare its baseline with; playbook gate --baseline REF --case FILE compares two"
+            " commits by it; or add a candidate"
+        )
     variants = {v: resolve(case, v, profile) for v in case.variants}
     place = f"case '{case.id}', profile '{profile}'"
     (_, first), *others = variants.items()

@@ -364,3 +364,21 @@ def test_a_rule_that_both_variants_meet_proves_nothing(case, tmp_path, capsys):
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
     assert found.evidence.derived.verdict.sentence.startswith("both variants print what proves the candidate")
     assert replay.replay(found.path) == (True, [])
+
+
+def test_a_case_for_the_gate_is_checked_by_its_baseline_alone_and_runs_as_no_pair(case, tmp_path, capsys):
+    path = case()
+    text = Path(path).read_text(encoding="utf-8")
+    alone = "\n".join(line for line in text.splitlines() if not line.startswith("candidate:"))
+    alone = alone[: alone.index("activation:")] + "activation: {baseline: {forbid: [{log: the fast path is on}]}}\nbudget: {pairs: [2]}\n"
+    Path(path).write_text(alone, encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "check", path])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [line.split("  ")[1] for line in shown.splitlines() if line.endswith("proven")] == ["baseline"]
+    assert "names no candidate, as a case for the gate need not: its baseline alone was launched" in shown
+    with pytest.raises(SystemExit) as refused:
+        main(["bench", "run", path])
+    assert refused.value.code == 2
+    assert "playbook gate --baseline REF --case FILE" in capsys.readouterr().err

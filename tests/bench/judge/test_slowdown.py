@@ -302,6 +302,11 @@ def test_start_up_that_varies_is_no_excuse() -> None:
     found = slowdown.judge_slowdown(worse(0.16, 0.12), 4, 0.1, LOOKS)
     assert found.answer in ("undecided", "too_noisy")
     assert "--allow process=" in slowdown.overhead_in_words(found, 0.1)
+    beside = slowdown.overhead_in_words(found, 0.1, is_slower=True)
+    assert beside.endswith("too few launches to judge that, and the answer does not need it")
+    assert "ruled out" not in beside
+    certain = slowdown.judge_slowdown(worse(0.5, 0.01), 4, 0.1, LOOKS)
+    assert slowdown.overhead_in_words(certain, 0.1, is_slower=True).endswith("more than 10 % is certain")
 
 
 @pytest.mark.parametrize("lost", ["loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes"])

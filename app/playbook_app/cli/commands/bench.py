@@ -99,6 +99,8 @@ def bench_check(
             (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {in_words(check)}")
 
     proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
+    for case in (c for c in map(load_case, cases) if c.is_one_sided):
+        (complain if as_json else say)(f"{case.id} names no candidate, as a case for the gate need not: its baseline alone was launched")
     if as_json:
         print_json([{**asdict(p), "checks": [c.model_dump(mode="json") for c in p.checks], "observed": None, "ok": p.ok} for p in proofs])
     raise typer.Exit(ExitCode.DONE if all(p.ok for p in proofs) else ExitCode.FAILED)
