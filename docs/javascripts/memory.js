@@ -277,11 +277,14 @@ var PlaybookMemory = (function (layout) {
 
   function selected(t, p, index) {
     const s = p.shape, [mixer, ffn] = parts(s, index), wide = tokens(p), thin = layout.sequenceParallel(p) ? wide / p.tp : wide;
-    const n = s.heads, g = Math.max(s.kv_heads, p.tp), d = s.head_dim, one = wide / p.tp, inner = ffn === "mlp" ? s.ffn : s.shared_ffn, rows = [];
-    if (mixer) rows.push(one * n * d, one * g * d, one * g * d, thin * s.hidden);
-    if (ffn === "experts") rows.push(thin * s.experts);
-    if (inner && ffn) rows.push(...Array(up(s)).fill(one * inner), thin * s.hidden);
-    return (mixer ? one * n * (t.bf16 * d + t.fp32) : 0) + sum(rows.filter((_, i) => i % 2 === 0).map((size) => t.bf16 * size));
+    const n = s.heads, d = s.head_dim, m = s.mla, one = wide / p.tp, inner = ffn === "mlp" ? s.ffn : s.shared_ffn, outs = [];
+    if (mixer && m) {
+      outs.push(...(m.q_rank ? [thin * m.q_rank] : []), one * n * (m.nope_dim + m.rope_dim), thin * (m.kv_rank + m.rope_dim));
+      outs.push(one * n * (m.nope_dim + m.v_dim), thin * s.hidden);
+    } else if (mixer) outs.push(one * n * d, one * s.kv_heads * d, one * s.kv_heads * d, thin * s.hidden);
+    if (inner && ffn) outs.push(...Array(up(s)).fill(one * inner), thin * s.hidden);
+    const sent = ffn === "experts" && p.ep > 1 ? 2 * thin * s.top_k * p.imbalance * width(s) : 0;
+    return (mixer ? one * n * (t.bf16 * (m ? m.v_dim : d) + t.fp32) : 0) + t.bf16 * (sum(outs.filter((_, i) => i % 2 === 0)) + sent);
   }
 
   // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from playbook.planner.parameters import adapters, parts
 from playbook.planner.plan import LOSSES, Plan
-from playbook.planner.shapes import LinearAttention, Mamba
+from playbook.planner.shapes import LinearAttention, Mamba, Shape
 
 BF16 = 2
 FP32 = 4
@@ -160,36 +160,50 @@ def layer(plan: Plan, index: int) -> Kept:
     return Kept(whole - sent, sent, sum(tensors.values()) - whole)
 
 
-class _MatmulOutput(NamedTuple):
-    """The size of one matmul's output on a rank."""
+class Matmul(NamedTuple):
+    """One plain product of a layer: its widths, and which of them TP splits, `in`, `out` or neither."""
 
-    tokens: float
-    width: int
+    wide_in: float
+    wide_out: float
+    split: str = ""
+
+
+def matmuls(shape: Shape, mixer: str, ffn: str) -> tuple[list[Matmul], list[Matmul]]:
+    """The products of a layer whose outputs torchtitan's op-level selective recompute keeps, and those that it runs again.
+
+    In order of execution it keeps the 1st, 3rd, 5th ...; the router's is not counted and always runs again. Grouped ones do too, and are
+    not in these lists. Source: torchtitan 0.3, `distributed/activation_checkpoint.py` (`SelectiveAC`).
+    """
+    h, ordered, mla = shape.hidden, list[Matmul](), shape.mla
+    if mixer and mla is not None:
+        queries = shape.heads * (mla.nope_dim + mla.rope_dim)
+        ordered = [Matmul(h, mla.q_rank), Matmul(mla.q_rank, queries, "out")] if mla.q_rank else [Matmul(h, queries, "out")]
+        ordered += [Matmul(h, mla.kv_rank + mla.rope_dim), Matmul(mla.kv_rank, shape.heads * (mla.nope_dim + mla.v_dim), "out")]
+        ordered += [Matmul(shape.heads * mla.v_dim, h, "in")]
+    elif mixer:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        ordered = [Matmul(h, queries, "out"), Matmul(h, keys, "out"), Matmul(h, keys, "out"), Matmul(queries, h, "in")]
+    inner = shape.ffn if ffn == "mlp" else shape.shared_ffn
+    if inner and ffn:
+        ordered += [Matmul(h, inner, "out")] * shape.up + [Matmul(inner, h, "in")]
+    router = [Matmul(h, shape.experts)] if ffn == "experts" else []
+    return ordered[::2], router + ordered[1::2]
 
 
 def _selective_recompute_bytes(plan: Plan, index: int) -> float:
     """Bytes per rank and micro-batch that torchtitan's op-level selective recompute keeps in addition to the layer's input.
 
-    They are the bf16 outputs of the 1st, 3rd, 5th ... matmul in order of execution, and attention's output with its float32 log-sum-exp.
-    Grouped matmuls of experts are not counted. Source: torchtitan, `distributed/activation_checkpoint.py`.
+    They are the bf16 outputs of every other product, attention's output with its float32 log-sum-exp, and what all-to-alls of experts
+    bring, both ways.
     """
     shape, (mixer, ffn) = plan.shape, parts(plan.shape, index)
     cp_tokens, tp = tokens(plan), plan.tp
     sp_tokens = cp_tokens / tp if plan.sequence_parallel else cp_tokens
-    heads, kv_heads, head_dim = shape.heads, max(shape.kv_heads, tp), shape.head_dim
-    attention_outputs = [
-        _MatmulOutput(cp_tokens / tp, heads * head_dim),
-        _MatmulOutput(cp_tokens / tp, kv_heads * head_dim),
-        _MatmulOutput(cp_tokens / tp, kv_heads * head_dim),
-        _MatmulOutput(sp_tokens, shape.hidden),
-    ]
-    matmul_outputs = attention_outputs if mixer else []
-    mlp_width = shape.ffn if ffn == "mlp" else shape.shared_ffn
-    matmul_outputs += [_MatmulOutput(sp_tokens, shape.experts)] if ffn == "experts" else []
-    if mlp_width and ffn:
-        matmul_outputs += [_MatmulOutput(cp_tokens / tp, mlp_width)] * shape.up + [_MatmulOutput(sp_tokens, shape.hidden)]
-    attention_bytes = cp_tokens / tp * heads * (BF16 * head_dim + FP32) if mixer else 0.0
-    return attention_bytes + sum(BF16 * output.tokens * output.width for output in matmul_outputs[::2])
+    outputs = sum((cp_tokens / tp if m.split == "out" else sp_tokens) * m.wide_out for m in matmuls(shape, mixer, ffn)[0])
+    value_dim = shape.head_dim if shape.mla is None else shape.mla.v_dim
+    attention_bytes = cp_tokens / tp * shape.heads * (BF16 * value_dim + FP32) if mixer else 0.0
+    sent = 2 * sp_tokens * shape.top_k * plan.imbalance * shape.expert_hidden if ffn == "experts" and plan.ep > 1 else 0.0
+    return attention_bytes + BF16 * (outputs + sent)
 
 
 def kept(plan: Plan, index: int) -> float:

@@ -325,3 +325,21 @@ def test_gradients_and_parameters_go_round_the_ranks_that_share_them(words: str,
 def test_a_token_goes_to_as_many_nodes_as_its_experts_lie_in() -> None:
     """Two experts drawn among three nodes: both in one node once in three draws."""
     assert traffic.distinct(3, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
+
+
+# torchtitan keeps the 1st, 3rd, 5th ... output of a layer's products; the router's is not counted.
+SELECTIVE = [
+    ("llama3_8b", "gpus=8", 2 * 4096 * (4096 + 1024 + 14336 + 4096)),  # queries, values, gate, down
+    ("qwen3_30b_a3b", "gpus=8", 2 * 4096 * (4096 + 512)),
+    ("qwen3_30b_a3b", "gpus=8 ep=8", 2 * 4096 * (4096 + 512 + 2 * 8 * 2048)),  # and what two all-to-alls bring
+    ("deepseek_v3", "gpus=64 ep=64", 2 * 4096 * (1536 + 576 + 7168 + 2048 + 2 * 8 * 7168)),  # compressed queries, keys, output, up
+]
+
+
+@pytest.mark.parametrize(("model", "words", "outputs"), SELECTIVE)
+def test_selective_recompute_keeps_what_torchtitan_keeps(model: str, words: str, outputs: float) -> None:
+    plan = plan_of(model, f"{words} backend=torch sharding=fsdp2 recompute=selective")
+    shape, index = plan.shape, plan.shape.layers - 1
+    width = shape.head_dim if shape.mla is None else shape.mla.v_dim
+    kept = activations.entry(plan, index) + outputs + 4096 * shape.heads * (2 * width + 4)
+    assert activations.layer(plan, index).stays == kept

@@ -271,7 +271,7 @@ def test_a_run_in_fp8_is_offered_bf16_and_not_another_fp8() -> None:
         where = setting(MIXED, "qwen3_30b_a3b", "h100", 8, seq_len=4096, gbs=1024, known=("ep=8", "mbs=1", *words))
         return {a.id for a in actions(where, None)} & {"fp8", "bf16"}
 
-    assert offered("fp8=tensorwise") == {"bf16"}
+    assert offered("fp8=blockwise") == {"bf16"}
     assert "bf16" not in offered()
 
 

@@ -97,14 +97,8 @@ HOST_GRAPHED = Constant(
 
 CPU_ADAM = Constant(16e9, 0.4, "published", "Megatron Bridge, optimizer offload on 16 H100: 3.2 s for 1.9 billion parameters per GPU")
 DP_OVERLAP = Constant(0.8, 0.2, "assumed", "share of the backward pass that gradients can travel beside")
-HOST_SEND = Constant(
-    0.5e-3,
-    0.5,
-    "assumed",
-    "Megatron-LM, p2p_communication.py: the host waits for the GPU after each message of the plain schedule, then fills its queue again",
-)
 HOST_STEP = Constant(5e-3, 0.5, "assumed", "data, logging and the optimizer's launches")
-HOST_FP8 = Constant(1.4, 0.3, "assumed", "launches that scale and cast each operand, where no fused kernel does")
+HOST_FP8 = Constant(1.4, 0.3, "assumed", "launches that scale and cast each operand block by block; of other recipes no run shows it")
 STRAGGLERS = Constant(
     0.07, 0.4, "measured", "4 x H200, six runs of 24 layers: 6 to 10 % longer than one GPU's figures and their communication"
 )

@@ -8,7 +8,7 @@ from itertools import repeat
 from operator import add, mul
 from typing import NamedTuple
 
-from playbook.planner import parameters
+from playbook.planner import activations, parameters
 from playbook.planner.memory import BASE_BYTES
 from playbook.planner.options import FLEX, Options
 from playbook.planner.parameters import adapters, parts
@@ -206,7 +206,7 @@ def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
     if "full_iteration" in w.graphs:
         return parts._replace(host=0.0)
     host = parts.host * (constants.HOST_GRAPHED.value if w.graphs else 1.0) * (constants.HOST_TORCH.value if w.torch else 1.0)
-    host *= constants.HOST_FP8.value if w.fp8 not in ("", "mxfp8") else 1.0
+    host *= constants.HOST_FP8.value if w.fp8 == "blockwise" else 1.0
     device = parts.device
     both = (device**2 + host**2) ** 0.5 if routed else max(device, host)
     return parts._replace(host=both - device)
@@ -533,8 +533,12 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     if not names:
         return Parts()
     if "selective" in names:
+        # Attention's output, what is scattered and what all-to-alls bring is kept; products run again are torchtitan's own.
         both = blocks[0].forward.plus(blocks[1].forward)
-        return both._replace(products=both.products / 2, attention=0.0, tp=0.0, cp=0.0)
+        widths = [(m.wide_in / (w.tp if m.split == "in" else 1), m.wide_out / (w.tp if m.split == "out" else 1)) for m in
+                  activations.matmuls(shape, kind.mixer, kind.ffn)[1]]  # fmt: skip
+        again = _sum(_dense(cluster, _tokens(w)[0], wide_in, wide_out, w.fp8) for wide_in, wide_out in widths).forward
+        return both._replace(products=again.products, attention=0.0, tp=both.tp / 2, ep=0.0, cp=0.0)
     if "full" in names:
         return blocks[0].forward.plus(blocks[1].forward)
     rows, local = _tokens(w)

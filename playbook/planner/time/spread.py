@@ -27,7 +27,7 @@ _RESTS_ON = {
     "tp": (c.LINK_RING.spread, c.LINK_START.spread / 2),
     "ep": (c.NIC_ALL_TO_ALL.spread, c.EP_HIDDEN.spread / 2),
     "cp": (c.NIC_RING.spread, _BYTES),
-    "pp": (c.HOST_SEND.spread,),
+    "pp": (c.NIC_RING.spread, c.LINK_START.spread / 2),
     "bubble": (2 * _LAW, c.IN_STEP.spread),
     "offload": (_BYTES,),
     "dp": (c.NIC_RING.spread, c.DP_OVERLAP.spread, _BYTES),

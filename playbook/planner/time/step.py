@@ -15,7 +15,7 @@ from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, layer, spread
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_SEND, HOST_STEP, IN_STEP, STRAGGLERS
+from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP, STRAGGLERS
 from playbook.planner.time.layer import BF16, Kind, Parts, Work
 
 _FP32 = 4
@@ -243,8 +243,6 @@ def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -
     )  # the pipeline goes at the pace of its slowest boundary, over the network where the stages fill more than one domain
     one = collectives.send(cluster, farthest, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
-    if not hidden:
-        one += HOST_SEND.value / cluster.host_speed
     sends = 2 * one * (plan.pp - 1 if hidden else plan.microbatches * plan.vpp + plan.pp - 1)
     sends += plan.microbatches * max(0.0, plan.vpp * one - slow.seconds) if hidden else 0.0
     waited = max(0.0, sum(s.seconds for s in stages) - slow.seconds) / plan.vpp
