@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from playbook.cards.model import Card
 from playbook.errors import ConfigError, PlaybookError
@@ -17,7 +18,7 @@ from playbook.paths import folders
 from playbook.planner import memory
 from playbook.planner.time.cluster import cluster
 from playbook.records import confidential
-from playbook.records.case import Budget, Case, Guardrails, Loss, load_case
+from playbook.records.case import Budget, Case, Guardrails, Loss, case_problems, load_case
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
 from playbook_app.services.ready_knobs import trainer_of
@@ -98,6 +99,9 @@ def planned(
     start = resolve(subject.with_settings(()), "baseline", profile)
     if isinstance(start, CommandVariant):
         files.check_today(start.words, knobs)
+    for choice in knobs.choices:
+        for value in choice.values[1:]:
+            _check(subject, choice.name, value)
     of_each = _predicted(subject, start, machine, by_memory=request.goal == "peak_memory")
     rows = order.ranked(knobs, of_each, _small_walls(request.trace, machine))
     candidates = [(row.knob, row.value) for row in rows if not row.skipped]
@@ -105,7 +109,23 @@ def planned(
         raise ConfigError(f"nothing is left to try: {rows[0].knob}={rows[0].value}: {rows[0].why}")
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     setup = Setup(knobs.choices, candidates, seed, request.false_keep, request.loss, higher, any_work=request.goal == "tokens_per_s")
-    return Plan(subject, setup, request.goal, metric, command), rows
+    return Plan(subject, setup, request.goal, metric, command, [row for row in rows if row.skipped]), rows
+
+
+def _check(subject: Subject, knob: str, value: str) -> None:
+    """Refuse a knob that says what no launch can have, before the first of them.
+
+    Raises:
+        ConfigError: it is an option of our trainer, changes a file that the command does not name, or asks for a proof that is none.
+    """
+    try:
+        case = subject.with_settings(((knob, value),))
+        if problem := next((message for where, message in case_problems(case) if "require" in where), None):
+            raise ConfigError(f"require: {problem}")
+    except ValidationError as e:
+        raise ConfigError(f"knob {knob}: {e.errors(include_url=False)[0]['msg']}") from e
+    except PlaybookError as e:
+        raise ConfigError(f"knob {knob}: {e}") from e
 
 
 def _small_walls(trace: Path | None, machine: Machine) -> Mapping[str, str]:

@@ -14,11 +14,13 @@ from pydantic import Field, model_validator
 from playbook.errors import ConfigError
 from playbook.records import confidential
 from playbook.records.case import Rule
+from playbook.records.evidence import digest
 from playbook.yaml_files import Strict, did_you_mean, load, read
 from playbook_bench.tune.procedure import Choice, Settings
 
 Value = str | int | float | bool | None | list[str]
-MOST_KNOBS, MOST_VALUES = 64, 16
+MOST_KNOBS, MOST_VALUES, LONGEST = 64, 16, 1000
+_NAME = re.compile(r"\w[\w.+-]{0,63}", re.ASCII)
 _TARGET = re.compile(r"-{1,2}[A-Za-z0-9][\w.-]*|\$[A-Za-z_]\w*|[A-Za-z_][\w.]*")
 """Where a value goes: an option, a variable by `$NAME`, or a dotted key."""
 
@@ -59,11 +61,23 @@ class Knob(Strict):
             raise ValueError("expected 'values', or 'sets' in place of them")
         if self.file is not None and self.key is None:
             raise ValueError("'file' needs the 'key' that is changed in it")
-        if len(set(self.texts)) < len(self.texts) or len(self.texts) < 2:
+        if (
+            len(set(self.texts)) < len(self.texts)
+            or len({json.dumps(each, sort_keys=True) for each in self.sets.values()}) < len(self.sets)
+            or len(self.texts) < 2
+        ):
             raise ValueError("expected at least two different values, today's first")
+        if long := next((text for text in self.texts if len(text) > LONGEST or not text.isprintable()), None):
+            raise ValueError(f"value {long[:40]!r} cannot be said in one line; expected at most {LONGEST:,} printable characters")
         if wrong := [target for each in self.sets.values() for target in each if not _TARGET.fullmatch(target)]:
             raise ValueError(f"'{wrong[0][:60]}' is no place; expected --option, $VARIABLE or a dotted key")
         return self
+
+    @property
+    def targets(self) -> list[str]:
+        """Options, variables and keys that it sets, each with its file."""
+        every = dict.fromkeys(target for text in self.texts for target in self.changes(text))
+        return [f"{self.file}: {target}" if self.file else target for target in every]
 
     @property
     def texts(self) -> list[str]:
@@ -80,8 +94,7 @@ class Knob(Strict):
     @property
     def place(self) -> str:
         """Where it goes, in words."""
-        targets = dict.fromkeys(target for text in self.texts for target in self.changes(text))
-        return ", ".join([f"{self.file}: {target}" if self.file else target for target in targets])
+        return ", ".join(self.targets)
 
 
 class Knobs(Strict):
@@ -93,7 +106,16 @@ class Knobs(Strict):
 
     @model_validator(mode="after")
     def _names(self) -> Self:
+        owners: dict[str, str] = {}
         for name, knob in self.knobs.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{name[:70]!r} is no name of a knob; expected up to 64 of letters, digits, _, ., + and -")
+            for target in knob.targets:
+                other = owners.setdefault(target, name)
+                if other != name and other not in knob.excludes and name not in self.knobs[other].excludes:
+                    raise ValueError(
+                        f"'{other}' and '{name}' both set {target}; make them values of one knob, or let one exclude the other"
+                    )
             for other in knob.excludes:
                 if other not in self.knobs or other == name:
                     raise ValueError(f"'{name}' excludes '{other}', which is no other knob{did_you_mean(other, self.knobs)}")
@@ -101,6 +123,18 @@ class Knobs(Strict):
             if secret := next(filter(None, map(confidential.of_variables, variables)), None):
                 raise ValueError(f"'{name}': {secret} looks like a secret and would be kept in records")
         return self
+
+    def in_effect(self) -> list[Any]:
+        """All of them that a launch depends on, as plain data: what each value sets, what it must show, and the files that are changed.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        rows: list[Any] = []
+        for name, knob in self.knobs.items():
+            content = digest([read(Path(knob.file))[0]], 16) if knob.file else ""
+            rows.append([name, [knob.changes(t) for t in knob.texts], content, [r.model_dump(mode="json") for r in knob.require]])
+        return rows
 
     @property
     def choices(self) -> list[Choice]:
@@ -148,11 +182,12 @@ def words_of(words: Sequence[str], knobs: Knobs, settings: Settings, copies: Pat
     for name, text in settings:
         if file := knobs.knobs[name].file:
             edits.setdefault(file, {}).update(knobs.knobs[name].changes(text))
-    for file, changes in edits.items():
-        copy = _edited(file, changes, copies)
-        if not any(file in word for word in out):
+    for number, (file, changes) in enumerate(edits.items()):
+        named = re.compile(rf"(?<![\w./-]){re.escape(file)}(?![\w./-])")
+        if not any(named.search(word) for word in words):
             raise ConfigError(f"the command does not name {file}, which a knob changes; expected it among: {' '.join(words)[:200]}")
-        out = [word.replace(file, str(copy)) for word in out]
+        copy = str(_edited(file, changes, copies / str(number)))
+        out = [named.sub(lambda _, copy=copy: copy, word) for word in out]  # type: ignore[misc]
     return out
 
 

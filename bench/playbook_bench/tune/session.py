@@ -12,7 +12,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from playbook_bench.run.confirm import Progress
 from playbook_bench.run.journal import Journal, SealedLines
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Request, Series
+from playbook_bench.tune.order import Ranked
 from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
 from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
@@ -53,11 +54,14 @@ class Plan:
     metric: str
     command: str
     """The command line that repeats it."""
+    never: Sequence[Ranked] = ()
+    """Candidates that are not launched, since they cannot run."""
 
     @property
     def key(self) -> str:
         """What tells one tuning from another: a resumed command has to ask for the same."""
-        return digest([self.subject.case.model_dump(mode="json"), self.subject.profile, plain(self.setup), self.goal], 16)
+        asked = [self.subject.case.model_dump(mode="json"), self.subject.profile, plain(self.setup), self.goal]
+        return digest([*asked, self.subject.knobs.in_effect()], 16)
 
 
 @dataclass
@@ -291,6 +295,7 @@ def answer(session: Session) -> dict[str, Any]:
         "goal": plan.goal,
         "kept": [decision_row(d) for d in rows if d.kept],
         "refused": [decision_row(d) for d in rows if not d.kept],
+        "never": [{"knob": row.knob, "value": row.value, "reason": row.why} for row in plan.never],
         "undecided": [] if complete else [{"knob": k, "value": v} for k, v in plan.setup.candidates if (k, v) not in tuning.decisions],
         "final": None if session.final is None else _final(session),
         "false_keep_percent": percent(plan.setup.alpha),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import statistics
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from playbook_bench.tune.procedure import Launch, Observation, Settings
 from playbook_bench.variants.resolve import resolve
 
 CASE_ID = "tune"
+_NOT_IN_A_NAME, _LONGEST_NAME = re.compile(r"[^\w.=,+-]+", re.ASCII), 60
 _MESSAGE = 300
 """Characters of a launch's message that an observation has."""
 
@@ -109,7 +111,7 @@ class Launcher:
             LaunchError: the launch cannot be started.
         """
         case = self.subject.with_settings(due.settings)
-        name = self.names.setdefault(due.settings, f"set{len(self.names)}" if due.settings else "start")
+        name = self.names.setdefault(due.settings, _name(due.settings, len(self.names)))
         variant = "candidate" if due.settings else "baseline"
         if name not in self.series.variants:
             runnable = resolve(case, variant, self.subject.profile, self.subject.here)
@@ -150,6 +152,12 @@ class Launcher:
             if not g.ok
         ]
         return f"not the same training: {failed[0].detail}" if failed else ""
+
+
+def _name(settings: Settings, number: int) -> str:
+    """What a launch with these settings is called in its folder and on the progress line: `start`, or `set2-fuse=on`."""
+    text = ",".join("=".join(pair) for pair in settings)
+    return f"set{number}-{_NOT_IN_A_NAME.sub('_', text)[:_LONGEST_NAME]}" if settings else "start"
 
 
 def goal(name: str) -> tuple[str, bool]:

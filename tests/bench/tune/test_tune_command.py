@@ -150,15 +150,27 @@ def test_on_one_gpu_what_is_about_communication_comes_last(playbook, launches, o
     assert "one GPU sends nothing" in rows["connections", "1"]["why"]
 
 
+LARGE = """
+knobs:
+  rows: {sets: {"8": {}, "4": {train.micro_batch_size: 4}, "64": {train.micro_batch_size: 64, train.global_batch_size: 64}}}
+  split: {key: parallel.tp, values: [1, 3]}
+"""
+
+
 def test_what_does_not_fit_into_memory_is_never_launched(playbook, launches, on_h200, tmp_path):
-    (tmp_path / "knobs.yaml").write_text(
-        "knobs:\n  rows: {key: train.micro_batch_size, values: [8, 4, 64]}\n  batch: {key: train.global_batch_size, values: [8, 64]}\n"
-        '  wider: {sets: {"8": {}, "64": {train.micro_batch_size: 64, train.global_batch_size: 64}}}\n'
-    )
+    (tmp_path / "knobs.yaml").write_text(LARGE)
     rows = explained(playbook, PLAIN, "--knobs", "knobs.yaml")
-    assert [row["launched"] for row in rows.values()].count(False) == 2
-    assert "GiB of 140" in rows["wider", "64"]["why"]
-    assert rows["rows", "64"]["why"].startswith("cannot run: ")  # micro-batches larger than the batch
+    assert [pair for pair, row in rows.items() if not row["launched"]] == [("rows", "64"), ("split", "3")]
+    assert "GiB of 140" in rows["rows", "64"]["why"]
+    assert rows["split", "3"]["why"].startswith("cannot run: ")
+
+
+def test_what_is_never_launched_is_part_of_the_answer(playbook, launches, tmp_path):
+    (tmp_path / "knobs.yaml").write_text("knobs:\n  split: {key: parallel.tp, values: [1, 3]}\n  slow: {environment: SLOW, values: [null, 1]}\n")
+    words = ("train", "trainer_steps", str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml"))
+    done = playbook("tune", "--knobs", "knobs.yaml", "--json", "--seed", "1", "--results", "results", "--", *words)
+    assert "never     split=3  cannot run" in done.stderr
+    assert [row["knob"] for row in answer(done)["never"]] == ["split"]
 
 
 def test_knobs_without_a_file_prints_the_set_that_fits_as_a_file(playbook, launches, on_h200, tmp_path):
@@ -356,6 +368,13 @@ def test_a_start_that_does_not_run_is_an_error_until_it_is_mended(tune, launches
         ("knobs: {a: {argument: --a, values: [1, 2], excludes: [b]}}\n", "no other knob"),
         ("knobs: {a: {environment: MY_TOKEN, values: [null, abc]}}\n", "secret"),
         ("knobs: {a: {sets: {x: {}, y: {'a b': 1}}}}\n", "no place"),
+        ("knobs: {a: {sets: {x: {}, y: {}}}}\n", "two different values"),
+        ('knobs: {"a\\nb": {argument: --a, values: [1, 2]}}\n', "no name of a knob"),
+        ('knobs: {a: {argument: --a, values: ["\\0", x]}}\n', "printable"),
+        ("knobs: {a: {argument: --a, values: [1, 2]}, b: {argument: --a, values: [1, 3]}}\n", "both set --a"),
+        ("knobs: {a: {argument: --a, values: [1, 2], require: [{log: '('}]}}\n", "no regular expression"),
+        ("knobs: {a: {argument: --a, values: [1, 2], require: [{counter: steps}]}}\n", "counts nothing by itself"),
+        ("knobs: {a: {file: other.yaml, key: b, values: [1, 2]}}\n", "does not name other.yaml"),
         ("knobs: {launch: {argument: --launch, values: [x, y]}}\n", "put today's first"),
     ],
 )
@@ -370,6 +389,27 @@ SHELL = """#!/bin/sh
 # Whoever launches it sees what it prints; --crash ends it.
 exec "$PYTHON" "$SCRIPT" "$@"
 """
+
+
+def test_a_knob_of_a_file_changes_a_copy_of_the_file_that_the_command_names(tune, launches, tmp_path):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "run.yaml").write_text("model: {layers: 2}\n")
+    knobs = "knobs:\n" + "".join(f"  {f}: {{file: {f}/run.yaml, key: model.layers, values: [2, 4]}}\n" for f in ("one", "other"))
+    tune(knobs=knobs, words=("train", "--model=one/run.yaml", "other/run.yaml", "another/run.yaml"))
+    seen = {tuple(words) for words, _ in launches.words}
+    assert ("train", "--model=one/run.yaml", "other/run.yaml", "another/run.yaml") in seen
+    ((_, model, *rest),) = [words for words in seen if words[1] != "--model=one/run.yaml" and words[2] == "other/run.yaml"]
+    assert rest == ["other/run.yaml", "another/run.yaml"]
+    assert yaml.safe_load(Path(model.removeprefix("--model=")).read_text()) == {"model": {"layers": 4}}
+    assert (tmp_path / "one" / "run.yaml").read_text() == "model: {layers: 2}\n"
+
+
+def test_knobs_that_set_something_else_are_another_tuning(tune, launches):
+    launches.stop_at, launches.stop = 9, Interrupted(2)
+    tune("--resume")
+    found = answer(tune("--resume", knobs=KNOBS.replace("--idle5", "--idle-five")))
+    assert len(launches.words) == 9 + found["launches"] + 10  # none of the other's is taken for its own
 
 
 @pytest.mark.full

@@ -204,6 +204,8 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
         line(f"kept      {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}")
     for row in answer["refused"]:
         line(f"refused   {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}{_looked(row['looked_percent'])}")
+    for row in answer["never"]:
+        line(f"never     {row['knob']}={row['value']}  {row['reason']}")
     for row in answer["undecided"]:
         line(f"undecided {row['knob']}={row['value']}")
     if answer["final"]:
