@@ -93,7 +93,7 @@ def tune_answer(knobs: Sequence[str], seen: Sequence[str], seed: int, false_keep
 def _choice(text: str) -> Choice:
     match = _KNOB.fullmatch(text)
     if match is None or len(set(match[2].split("|"))) < len(match[2].split("|")):
-        raise ConfigError(f"knob '{text[:60]}' is not known; expected name=today|other, with different values")
+        raise ConfigError(f"knob {text[:60]!r} is not known; expected name=today|other, with different values")
     return Choice(match[1], tuple(match[2].split("|")))
 
 
@@ -115,7 +115,7 @@ def _event(text: str) -> Event:
         numbers = {}
     if not numbers:
         raise ConfigError(
-            f"launch '{text[:60]}' is not known; expected seconds of a step, such as '0.512 loss=2.31', or one of {', '.join(_ENDINGS)}"
+            f"launch {text[:60]!r} is not known; expected seconds of a step, such as '0.512 loss=2.31', or one of {', '.join(_ENDINGS)}"
         )
     return Observation("ok", numbers["value"], numbers.get("loss"), numbers.get("tokens"))
 

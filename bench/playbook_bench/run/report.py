@@ -87,8 +87,9 @@ class TerminalProgress:
         """Show the launch."""
         self._number, self._total = number, total
         unit = "pair" if spec.variant in schedule.PAIR else "block"
-        role = {"burn_in": "burn-in", "aa": "A/A", "measure": f"{unit} {(spec.pair or 0) + 1}"}[spec.role]
-        self._text = f"{role} {spec.variant}"
+        measured = "" if spec.pair is None else f"{unit} {spec.pair + 1}"
+        role = {"burn_in": "burn-in", "aa": "A/A", "measure": measured}[spec.role]
+        self._text = f"{role} {spec.variant}".strip()
         self._draw("")
 
     def step(self, step: int, steps: int) -> None:

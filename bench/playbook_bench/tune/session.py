@@ -79,6 +79,8 @@ class Session:
     record: str = ""
     """Path of the final comparison's record."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    start: Run | None = None
+    """The first launch of the start, of an earlier command."""
 
 
 def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Session:
@@ -151,9 +153,9 @@ def _open_journal(folder: Path, header: Mapping[str, Any], plan: Plan, *, resume
         return journal, session
     if differ := [f"{k}: {_difference(rows[0].get(k), header[k])}" for k in header if rows[0].get(k) != header[k]]:
         raise StoreError(f"the tuning in {folder} was begun with another {'; another '.join(differ)}; leave out --resume to begin again")
-    journal.replace(rows)
     for row in rows[1:]:
         _replay_event(session, row)
+    journal.replace(rows)
     if session.tuning.problem:  # its cause may be mended by now
         journal.replace([dict(header)])
         return journal, Session(plan, folder, Tuning(plan.setup))
@@ -198,27 +200,26 @@ def _replay_event(session: Session, row: Mapping[str, Any]) -> None:
     Raises:
         StoreError: it is not what was due.
     """
-    due = session.tuning.due
+    due, number = session.tuning.due, len(session.events) + 1
     try:
-        event = event_of(row)
-        if due is None or row.get("launch") != plain(due):
-            raise StoreError(
-                f"event {len(session.events) + 1} of {session.folder} is not of the launch that was due; begin again without --resume"
-            )
-    except ValidationError as e:
-        raise StoreError(
-            f"event {len(session.events) + 1} of {session.folder} cannot be read: {e.errors(include_url=False)[0]['msg']}"
-        ) from e
+        event, seconds = event_of(row), float(row.get("seconds") or 0.0)
+        if row.get("run") is not None:
+            session.start = session.start or Run.model_validate(row["run"])
+    except (ValidationError, TypeError, ValueError) as e:
+        why = e.errors(include_url=False)[0]["msg"] if isinstance(e, ValidationError) else e
+        raise StoreError(f"event {number} of {session.folder} cannot be read: {why}; begin again without --resume") from e
+    if due is None or row.get("launch") != plain(due):
+        raise StoreError(f"event {number} of {session.folder} is not of the launch that was due; begin again without --resume")
     session.tuning.add(event)
-    session.seconds += float(row.get("seconds") or 0.0)
-    session.events.append(dict(row))
+    session.seconds += seconds
+    session.events.append({**row, **({"seconds": seconds} if seconds else {})})
 
 
 def _launched(session: Session, running: Series, journal: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
     """Launch what is due until nothing is, or the time is up."""
-    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric)
-    if start := next((Run.model_validate(row["run"]) for row in session.events if row.get("run")), None):
-        running.launched.append(start)  # the guards compare with it, and it says how many steps a launch has
+    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric, running.progress)
+    if session.start is not None:
+        running.launched.append(session.start)  # the guards compare with it, and it says how many steps a launch has
     running.progress.series(CASE_ID, len(session.events) + expected(tuning))
     while (due := tuning.due) is not None:
         running.expected = len(running.launched) + expected(tuning)
@@ -235,8 +236,18 @@ def _launched(session: Session, running: Series, journal: SealedLines, deadline:
         ):
             _note(session, journal, due, Hurry(), None)
             continue
-        observation, run = launcher.launch(due)
+        observation, run = launcher.launch(due, _in_words(due, tuning))
         _note(session, journal, due, observation, run)
+
+
+def _in_words(due: Launch, tuning: Tuning) -> str:
+    """What a launch tries."""
+    if due.candidate:
+        return "=".join(due.candidate)
+    without = [knob for knob, _ in tuning.best if knob not in dict(due.settings)]
+    if due.why == "proof" and without:
+        return f"without {without[0]}"
+    return {"best": "best so far", "proof": "all that looked better"}.get(due.why, "start")
 
 
 def _note(session: Session, journal: SealedLines, due: Launch, event: Event, run: Run | None) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import shlex
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from playbook.records.evidence import Run, digest
 from playbook_bench import metrics
 from playbook_bench.judge import guards, receipt
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.series import Series
+from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.tune import knobs
 from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.procedure import Launch, Observation, Settings
+from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import resolve
 
 CASE_ID = "tune"
-_NOT_IN_A_NAME, _LONGEST_NAME = re.compile(r"[^\w.=,+-]+", re.ASCII), 60
 _MESSAGE = 300
 """Characters of a launch's message that an observation has."""
 
@@ -50,9 +49,9 @@ class Subject:
         if not self.case.command:
             changes = knobs.changes_of(self.knobs, settings)
             return " ".join(f"{target.removeprefix('$')}={knobs.text_of(value)}" for target, value in changes.items())
-        words = knobs.words_of([*self.case.command, *self.case.baseline.get("arguments", [])], self.knobs, settings, self._copies(settings))
-        variables = {**self.case.baseline.get("environment", {}), **knobs.environment_of(self.knobs, settings)}
-        return shlex.join([*(["env", *(f"{k}={v}" for k, v in variables.items())] if variables else []), *words])
+        run = resolve(self.with_settings(settings), "candidate", self.profile, self.here)
+        assert isinstance(run, CommandVariant)
+        return shlex.join([*(["env", *(f"{k}={v}" for k, v in run.environment.items())] if run.environment else []), *run.words])
 
     def with_settings(self, settings: Settings, before: Settings = ()) -> Case:
         """The case whose baseline is the start with the settings `before`, and whose candidate is the start with these.
@@ -94,6 +93,26 @@ class Subject:
         return Case.model_validate({**content, "candidate": sides["candidate"], "trace": None})
 
 
+@dataclass(frozen=True)
+class Told(Silent):
+    """Progress of a series in which a launch is called by what it tries."""
+
+    of: Progress
+    words: str
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """By its words."""
+        self.of.launch(number, total, replace(spec, variant=self.words))
+
+    def step(self, step: int, steps: int) -> None:
+        """As it is."""
+        self.of.step(step, steps)
+
+    def note(self, text: str) -> None:
+        """As it is."""
+        self.of.note(text)
+
+
 @dataclass
 class Launcher:
     """Launches settings within one series, and says what each launch gave."""
@@ -101,22 +120,24 @@ class Launcher:
     subject: Subject
     series: Series
     metric: str
+    progress: Progress
     names: dict[Settings, str] = field(default_factory=dict)
 
-    def launch(self, due: Launch) -> tuple[Observation, Run]:
-        """Launch once.
+    def launch(self, due: Launch, words: str) -> tuple[Observation, Run]:
+        """Launch once; `words` say to whoever watches what of.
 
         Raises:
             ConfigError: the settings cannot be resolved.
             LaunchError: the launch cannot be started.
         """
         case = self.subject.with_settings(due.settings)
-        name = self.names.setdefault(due.settings, _name(due.settings, len(self.names)))
+        name = self.names.setdefault(due.settings, f"set{len(self.names)}" if due.settings else "start")
         variant = "candidate" if due.settings else "baseline"
         if name not in self.series.variants:
             runnable = resolve(case, variant, self.subject.profile, self.subject.here)
             self.series.variants = {**self.series.variants, name: runnable}
-        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure", len(self.series.launched)))
+        self.series.progress = Told(self.progress, words)
+        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure"))
         return self.observation(case, run, variant), run
 
     def observation(self, case: Case, run: Run, variant: str) -> Observation:
@@ -152,12 +173,6 @@ class Launcher:
             if not g.ok
         ]
         return f"not the same training: {failed[0].detail}" if failed else ""
-
-
-def _name(settings: Settings, number: int) -> str:
-    """What a launch with these settings is called in its folder and on the progress line: `start`, or `set2-fuse=on`."""
-    text = ",".join("=".join(pair) for pair in settings)
-    return f"set{number}-{_NOT_IN_A_NAME.sub('_', text)[:_LONGEST_NAME]}" if settings else "start"
 
 
 def goal(name: str) -> tuple[str, bool]:

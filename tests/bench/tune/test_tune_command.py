@@ -20,6 +20,7 @@ from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect
+from playbook_bench.run.journal import SealedLines
 
 SCRIPT = repo_root() / "tests" / "support" / "ranks" / "tuned_script.py"
 CLOCK = SCRIPT.with_name("planned_clock.py")
@@ -104,6 +105,8 @@ def test_the_right_two_are_kept_and_every_other_says_why_not(tune, playbook, lau
     assert found["ended"] == "complete"
     assert found["launches"] + 10 == len(launches.words)
     assert "kept      fuse=on" in done.stderr
+    for launch in ("burn-in start", "measure crash=true", "measure best so far", "measure all that looked better", "measure without fuse"):
+        assert f": {launch}\n" in done.stderr
     assert found["run"] == f"env WORKERS=8 {sys.executable} {SCRIPT} --launch '{{run}}' --fuse on"
     figure = Path(found["record"]).with_name("ladder.svg").read_text()
     assert ET.fromstring(figure).tag.endswith("svg")
@@ -166,7 +169,9 @@ def test_what_does_not_fit_into_memory_is_never_launched(playbook, launches, on_
 
 
 def test_what_is_never_launched_is_part_of_the_answer(playbook, launches, tmp_path):
-    (tmp_path / "knobs.yaml").write_text("knobs:\n  split: {key: parallel.tp, values: [1, 3]}\n  slow: {environment: SLOW, values: [null, 1]}\n")
+    (tmp_path / "knobs.yaml").write_text(
+        "knobs:\n  split: {key: parallel.tp, values: [1, 3]}\n  slow: {environment: SLOW, values: [null, 1]}\n"
+    )
     words = ("train", "trainer_steps", str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml"))
     done = playbook("tune", "--knobs", "knobs.yaml", "--json", "--seed", "1", "--results", "results", "--", *words)
     assert "never     split=3  cannot run" in done.stderr
@@ -208,6 +213,14 @@ def test_what_a_trace_says_is_small_comes_last(playbook, launches, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["fuse=on", "overlap=on"]
     assert "communication is 2.0 % of the traced step" in done.stdout
+
+
+def test_the_command_to_paste_has_the_values_of_the_profile(playbook, launches, monkeypatch, tmp_path):
+    (tmp_path / "knobs.yaml").write_text("knobs: {fuse: {argument: --fuse, values: [null, 'on']}}\n")
+    monkeypatch.chdir(tmp_path)
+    done = playbook("tune", PLAIN, "--profile", "cpu", "--knobs", "knobs.yaml", "--json", "--seed", "1", "--results", "results")
+    assert "model.num_layers=2" in answer(done)["run"]
+    assert answer(done)["run"].endswith(" --fuse on")
 
 
 MEGATRON = ("torchrun", "pretrain_gpt.py", "--micro-batch-size", "1", "--recompute-granularity", "full")
@@ -324,6 +337,22 @@ def test_a_damaged_line_of_the_journal_loses_no_launch(tune, launches, tmp_path,
     assert done.exit_code == 2, done.output
     assert "cannot be read" in done.stderr
     assert journal.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("junk", [{"run": {"samples": 3}}, {"seconds": "x"}, {"observation": {"outcome": "won"}}, {"launch": None}])
+def test_a_line_that_says_what_no_launch_says_is_one_message(tune, launches, tmp_path, junk):
+    launches.stop_at, launches.stop = 5, Interrupted(2)
+    tune("--resume")
+    (path,) = tmp_path.rglob("events.jsonl")
+    journal = SealedLines(path)
+    rows = journal.read()
+    rows[1] |= junk
+    journal.replace(rows)
+    before = path.read_bytes()
+    done = tune("--resume")
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("error: event 1 of ")
+    assert path.read_bytes() == before
 
 
 def test_a_budget_leaves_candidates_out_in_time_for_proof_and_comparison(tune, launches):

@@ -51,9 +51,9 @@ def tuned(tmp_path, monkeypatch):
 
         launch = Launcher.launch
 
-        def launched(self, due):
+        def launched(self, due, words):
             self.launching = due
-            return launch(self, due)
+            return launch(self, due, words)
 
         monkeypatch.setattr(Launcher, "observation", planned)
         monkeypatch.setattr(Launcher, "launch", launched)
