@@ -55,6 +55,7 @@ class Knob(Strict):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
+        """One kind of place, at least two values, each of which can be said."""
         if sum(bool(place) for place in (self.argument, self.environment, self.key, self.sets)) != 1:
             raise ValueError("expected exactly one of argument, environment, key and sets")
         if bool(self.sets) == bool(self.values):
@@ -106,6 +107,7 @@ class Knobs(Strict):
 
     @model_validator(mode="after")
     def _names(self) -> Self:
+        """Names that can be said, places that no two share, exclusions that exist, and no secrets."""
         owners: dict[str, str] = {}
         for name, knob in self.knobs.items():
             if not _NAME.fullmatch(name):
