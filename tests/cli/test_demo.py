@@ -87,3 +87,30 @@ def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
     assert not set(narrow.partition("left out")[0].split()) - set(wide.split()), "no part of a word alone"
     assert ("--wide shows all" in narrow) == (len(narrow.split("\n")[0].split()) < len(wide.split("\n")[0].split()))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "llama3_8b", "--gpus", "8", "--seq", "8192", "--gbs", "128"),
+        ("diagnose", "--model", "qwen3_30b_a3b", "--gpus", "64", "--gpu", "h100", "--mfu", "12", "--layout", "tp=2,ep=8,recompute=full"),
+    ],
+)
+@pytest.mark.parametrize("columns", [80, 100])
+def test_an_answer_fits_its_terminal_and_a_folded_command_reads_as_the_one_in_a_pipe(monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = {}
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal, raising=False)
+        with pytest.raises(SystemExit) as stop:
+            app.main(list(command))
+        assert not stop.value.code
+        shown[terminal] = stream.getvalue()
+    assert [line for line in shown[True].splitlines() if len(line) > columns and "https://" not in line] == []
+    words = set(shown[False].split())
+    assert not set(shown[True].split()) - words - {word.rstrip(";") for word in words} - {"\\"}, "no part of a word alone"
+    pasted = re.sub(r" \\\n +", " ", shown[True])
+    commands = [part.strip() for line in re.findall(r"(?<= )playbook [a-z].*$", shown[False], re.MULTILINE) for part in line.split("; ")]
+    assert commands
+    assert [c for c in commands if c not in pasted] == []

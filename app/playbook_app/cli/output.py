@@ -23,8 +23,13 @@ _NAME = re.compile(r" *(?:[^ ]+(?: [^ ]+)?  +)?")
 """What a line begins with: a name, and two blanks or more before its words."""
 
 
+_COMMAND = re.compile(r"(?:playbook|nsys|python3?|pip|torchrun|srun) |--[a-z]")
+"""What a command, or flags of one, begin with."""
+_UNIT = re.compile(r"(?<=[0-9]) (?=%)")
+
+
 def say(text: str) -> None:
-    """Print a line; on a terminal, prose that is wider is folded between its words. A command stays in one piece, to be copied."""
+    """Print a line; on a terminal, one that is wider is folded between its words, a command so that it can be copied."""
     lines = plain(text).split("\n")
     if sys.stdout.isatty():
         lines = [part for line in lines for part in folded(line, shutil.get_terminal_size().columns)]
@@ -32,14 +37,32 @@ def say(text: str) -> None:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """A line of prose in lines of at most so many columns, the later ones below its words behind a name in front; a word or a command
-    that is longer stays whole.
+    """A line in lines of at most so many columns, the later ones below its words behind a name in front; a longer word stays whole.
+
+    Each of several commands gets a line; one that is longer goes on behind a backslash, as a shell reads it. One with quotes, or behind
+    prose, stays whole.
     """
-    if len(line) <= width or " --" in line or "playbook " in line:
+    if len(line) <= width:
         return [line]
     name = _NAME.match(line)
-    indent = " " * (len(name[0]) if name and len(name[0]) < width // 2 else 0)
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True)
+    head = name[0] if name and len(name[0]) < width // 2 else ""
+    indent, text = " " * len(head), line[len(head) :]
+    if not _COMMAND.match(text):
+        return [line] if "playbook " in text else _wrapped(line, width, indent)
+    if "'" in text or '"' in text:
+        return [line]
+    lines: list[str] = []
+    for command in text.split("; "):
+        pieces = _wrapped(f"{indent if lines else head}{command}", width - 2, indent)
+        lines += [*(f"{piece} \\" for piece in pieces[:-1]), pieces[-1]]
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Text in lines of at most so many columns, words and percentages whole."""
+    whole = _UNIT.sub("\u00a0", text)
+    lines = textwrap.wrap(whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def complain(text: str) -> None:
@@ -68,12 +91,11 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare
                 del shown[c]
     widths = [max(map(len, cells)) for cells in shown.values()]
     if narrow:
-        widths = _fitting(widths, [_least(cells) for cells in shown.values()], limit - _GAP * (len(shown) - 1))
+        room, least = limit - _GAP * (len(shown) - 1), [_least(cells) for cells in shown.values()]
+        widths = _fitting(widths, least, room)
+        widths = _fitting(widths, [*least[:-1], _longest_word([*shown.values()][-1])], room)  # the last column is prose where any is
     for line in zip(*shown.values(), strict=True):
-        parts = [
-            textwrap.wrap(c, w, break_long_words=False, break_on_hyphens=False) or [""] if narrow else [c]
-            for c, w in zip(line, widths, strict=True)
-        ]
+        parts = [_wrapped(c, w) or [""] if narrow else [c] for c, w in zip(line, widths, strict=True)]
         for pieces in itertools.zip_longest(*parts, fillvalue=""):
             sys.stdout.write((" " * _GAP).join(p.ljust(w) for p, w in zip(pieces, widths, strict=True)).rstrip() + "\n")
     if left_out:
@@ -82,7 +104,11 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare
 
 def _least(cells: Sequence[str]) -> int:
     """The least width of a column: its longest word, and enough of a text that it can be read."""
-    return max(max((len(word) for cell in cells for word in cell.split()), default=0), min(_READABLE, max(map(len, cells))))
+    return max(_longest_word(cells), min(_READABLE, max(map(len, cells))))
+
+
+def _longest_word(cells: Sequence[str]) -> int:
+    return max((len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _fitting(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:

@@ -34,11 +34,12 @@ def config_list(wide: Wide = False, as_json: AsJson = False) -> None:
         print_json(rows)
     else:
         print_table(
-            [{**row, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows],
+            [{**row, "file": Path(row["file"]).name, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows],
             ("file", "gpus", "hardware", "title"),
-            ("title", "hardware"),
+            ("hardware", "gpus"),
             wide,
         )
+        say(f"they lie in {_recipes()}")
 
 
 def _recipes() -> Path:
