@@ -19,7 +19,6 @@ from playbook.records.case import Case
 from playbook.yaml_files import Strict
 
 SCHEMA_VERSION: Literal["evidence/1"] = "evidence/1"
-BASELINE_VERSION: Literal["baseline/1"] = "baseline/1"
 FIRST_REVISION = 1
 """The revision at which each of the trainer's paths began, but for the backends' own."""
 
@@ -35,7 +34,6 @@ Reason = Literal[
     "budget",  # time or --pairs ended the series before its last look
     "not_steady",  # step time still drifts after one extension
     "environment",  # two runs of the same configuration differ more than this machine's noise
-    "fragile",  # the mean and the Hodges-Lehmann estimate disagree in sign
     "invalid_pair",  # the variants differ in more than the declared delta
     "oom",  # out of memory or refused, in a claim that is not about fitting
     "scope",
@@ -173,7 +171,7 @@ class Run(Strict):
 class Baseline(Strict):
     """A stored A/A: runs of one configuration against itself, the noise of this machine for this case."""
 
-    schema_version: Literal["baseline/1"] = BASELINE_VERSION
+    schema_version: Literal["baseline/1"] = "baseline/1"
     created: str
     machine: str
     case: str
@@ -192,8 +190,8 @@ class Baseline(Strict):
 class Plan(Strict):
     """What was fixed before the data: order, looks, error rate, limits."""
 
-    rules: int = 1
-    """Version of the rules that turn launches into a verdict; records from before they had one are of version 1."""
+    rules: int
+    """Version of the rules that turn launches into a verdict."""
     seed: int
     looks: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
     alpha: float = Field(default=0.05, gt=0, lt=1)
@@ -278,11 +276,7 @@ class Comparison(Strict):
     deviation: float | None = None
     """Of a pair of launches, by the noise that the design leaves over; before version 3, that of `differences`."""
     floor: float | None = None
-    """Deviation of the A/A pairs. Version 2 pools it with `deviation`; in version 1 the larger of both counted; version 3 has none."""
-    hodges_lehmann: float | None = None
-    """Median of the pairwise means of `differences`; in records of version 1 only."""
-    sign_flip_p: float | None = None
-    """p of a sign-flip test of the mean; in records of version 1 only, and never decisive."""
+    """Deviation of the A/A pairs. Version 2 pools it with `deviation`; version 3 has none."""
     mde: float | None = None
     """Least distance from the margin that this many pairs would settle four times out of five, on `scale`."""
     pairs_needed: int | None = None
@@ -408,8 +402,6 @@ class Evidence(Strict):
     expires: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")
     command: str
     """The command line that repeats the measurement."""
-    judged_from: str | None = None
-    """Id of the record that these runs were measured for, if they were judged again by other rules; both records stay."""
     measured: Measured
     derived: Derived
     seconds: Seconds

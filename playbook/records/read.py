@@ -22,20 +22,18 @@ from playbook.cards.scope import unmet
 from playbook.errors import FileError, Finding, PlaybookError
 from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
-from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
+from playbook.records.evidence import SCHEMA_VERSION, ClaimRef, Evidence, Measured, Run, stored_sha
 from playbook.records.machine import Here, TrainerPathsOf, kind, revision_changes, told_apart, updates_since
 from playbook.records.trace import TRACE_VERSION, TraceResult
-from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean
 
 Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
 """Claims by id, each with the id of its card, as `playbook.cards.model.by_claim` gives them."""
-Content = Evidence | TraceResult | Baseline
+Content = Evidence | TraceResult
 EVIDENCE, TRACE = SCHEMA_VERSION, TRACE_VERSION
-MODELS: Mapping[str, type[Evidence] | type[TraceResult] | type[Baseline]] = {
+MODELS: Mapping[str, type[Evidence] | type[TraceResult]] = {
     SCHEMA_VERSION: Evidence,
     TRACE_VERSION: TraceResult,
-    BASELINE_VERSION: Baseline,
 }
 MAX_BYTES = 64_000_000
 UNTESTED = "untested"
@@ -176,10 +174,7 @@ class Record:
 
     @property
     def measured(self) -> str:
-        """When its last run started, in ISO format; when it was written where it has no runs.
-
-        Judging a record again does not make it younger.
-        """
+        """When its last run started, in ISO format; when it was written where it has no runs."""
         return max((r.started for r in self.runs), default="") or self.created
 
     @property
@@ -245,7 +240,7 @@ def _tested_otherwise(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
 
 def _variants(claim: ClaimRef | Claim | MechanismCheck) -> list[dict[str, Any]]:
     """Both variants in today's names of keys: a new name is no other test."""
-    return [modern_delta(claim.comparison.baseline), modern_delta(claim.comparison.candidate)]
+    return [claim.comparison.baseline, claim.comparison.candidate]
 
 
 def _backends(measured: Measured) -> tuple[str, ...]:
@@ -275,7 +270,7 @@ class RecordReader:
     """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int], Record | None]] = {}
+        self._known: dict[Path, tuple[tuple[int, int], Record]] = {}
         self._last: tuple[Any, list[Record]] = None, []
 
     def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
@@ -292,8 +287,6 @@ class RecordReader:
                 record = self._record(path)
             except ValueError as e:
                 findings.append(Finding(str(path), 1, 1, str(e)))
-                continue
-            if record is None:
                 continue
             first = by_id.setdefault((record.schema, record.id), record)
             if first.altered or (first.origin and not record.origin):
@@ -312,8 +305,8 @@ class RecordReader:
             self._last = inputs, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
         return self._last[1]
 
-    def _record(self, path: Path) -> Record | None:
-        """The record in a file; None for a stored A/A, which speaks for no claim."""
+    def _record(self, path: Path) -> Record:
+        """The record in a file."""
         try:
             about = path.stat()
         except OSError as e:
@@ -340,18 +333,14 @@ def read_file(path: Path, claims: Claims | None = None, present: Present | None 
         ValueError: the file is no record. The message has no subject: put the file's path before it.
     """
     record = _record(path)
-    if record is None:
-        raise ValueError("is a stored A/A, which gives no verdict")
     return replace(record, present=present or Present(), foreign=_foreign(record, claims), machine=_labels([record])[record.kind])
 
 
-def _record(path: Path) -> Record | None:
+def _record(path: Path) -> Record:
     try:
         content, sha = parse(path)
     except OSError as e:
         raise ValueError(f"cannot be read: {e.strerror or e}") from e
-    if isinstance(content, Baseline):
-        return None
     problems = [] if content.sha256 == sha else [f"its content has the hash {sha[:16]}, and carries {content.sha256[:16] or 'none'}"]
     if isinstance(content, Evidence):
         problems += contradictions(content)

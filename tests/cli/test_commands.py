@@ -82,7 +82,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
             "evidence show",
             "evidence table",
         ),
-        *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench check", "bench trace"),
+        *("bench run", "bench list", "bench replay", "bench aa", "bench check", "bench trace"),
         *("layout check", "layout memory", "layout traffic", "plan check", "plan layouts", "plan run", "config export", "config list"),
         *("skills check", "skills export", "skills index", "skills list", "mcp"),
     }

@@ -306,7 +306,7 @@ def test_a_layout_answer_is_the_layout_modules(library, gpus, degrees):
         assert found["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] == gpus
 
 
-def test_a_plan_counts_launches_and_knows_the_cost_where_noise_is_stored(library):
+def test_a_plan_counts_launches_and_knows_the_cost_where_launches_are_recorded(library):
     plan = answer(library, "plan_confirmation", card_id="moe-dispatcher-choice")
     cases = {c["case"]: c for c in plan["cases"]}
     profiles = {p["profile"]: p for p in cases["moe-dispatcher-allgather-vs-alltoall"]["profiles"]}

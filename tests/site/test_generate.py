@@ -213,21 +213,6 @@ def test_noise_reads_as_under_the_conditions_and_what_pairs_settle_is_counted_fr
     assert "| Least distance from the margin that so many pairs settle | 22.1 % |" in shown
 
 
-def test_runs_that_were_judged_again_are_no_younger_for_it(tree: Path) -> None:
-    def again(data: dict[str, Any]) -> None:
-        data.update(judged_from="01JD0000000000000000000009", created="2026-12-24T10:00:00Z")
-        for run in data["measured"]["runs"]:
-            run["started"] = run["started"].replace("T10", "T09")
-
-    reseal(record(tree), again)
-    generate(tree)
-    shown = page(tree, f"evidence/{ID}.md")
-    assert "| Measured | 2026-11-20T09&#58;00&#58;15Z |" in shown
-    assert "| Judged again | 2026-12-24T10&#58;00&#58;00Z, the runs of <code>01JD0000000000000000000009</code> |" in shown
-    assert "2026-11-20" in page(tree, "cards/fixture-card.md")
-    assert "2026-12-24" not in page(tree, "cards/fixture-card.md") + page(tree, "llms-full.txt")
-
-
 def test_an_interval_between_looks_says_so_wherever_it_is_shown(tree: Path) -> None:
     def stopped(data: dict[str, Any]) -> None:
         data["derived"]["comparison"].update(look=None, pairs=2)

@@ -14,7 +14,7 @@ from playbook.errors import ConfigError, FileError, StoreError
 from playbook.paths import DEFAULT_RESULTS, data_root
 from playbook.records.case import Activation, Case, list_cases, load_case
 from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, seal, stored_sha
-from playbook.records.read import EVIDENCE, read, standings, verdicts
+from playbook.records.read import EVIDENCE, read, standings
 from playbook.skills.export import standing
 from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import claim_answer, evidence_list
@@ -181,48 +181,6 @@ def test_a_figure_off_by_less_than_the_tolerance_is_the_same(record):
     assert replay.replay(altered(record, change, reseal=True))[0]
 
 
-def test_a_record_is_judged_again_only_where_the_rules_moved(record, tmp_path):
-    before = sorted(tmp_path.rglob("*"))
-    assert replay.rejudge(record, tmp_path) is None
-    assert sorted(tmp_path.rglob("*")) == before
-
-    def change(data):
-        data["derived"]["verdict"]["sentence"] = "as an older version worded it"
-
-    older = altered(record, change, reseal=True)
-    newer = store.load(replay.rejudge(older, tmp_path))
-    assert newer.judged_from == store.load(older).evidence_id
-    assert newer.derived == store.load(record).derived
-    assert older.exists()
-
-
-def test_judging_again_makes_no_measurement_younger(record, tmp_path):
-    """The new record is valid as long as its source and speaks instead of it, and not instead of a later measurement."""
-
-    def change(data, status, month):
-        data["derived"]["verdict"]["status"] = status
-        data.update(created=f"2026-{month}-05T00:00:00Z", expires=f"2026-{month}-28", evidence_id=store.new_id())
-        for run in data["measured"]["runs"]:
-            run["started"] = f"2026-{month}-04T23:{50 + run['position']}:00.000000Z"
-
-    old = altered(record, lambda data: change(data, "inconclusive", "01"), reseal=True)
-    folder = tmp_path / "new"
-    source = store.load(old)
-    store.write(source, folder)
-    again = store.load(replay.rejudge(old, folder))
-    assert (again.expires, again.derived.verdict.status) == (source.expires, "confirmed")
-
-    def speaks():
-        (found,) = verdicts(read([folder]), "X1")
-        assert found.stale(date(2026, 3, 29), None)
-        return found.id
-
-    assert speaks() == again.evidence_id
-    later = store.load(altered(record, lambda data: change(data, "refuted", "03"), reseal=True))
-    store.write(later, folder)
-    assert speaks() == later.evidence_id
-
-
 @pytest.mark.parametrize(("key", "value"), [("runs", 5), ("case", {"id": ["x"]}), ("machine", {"name": "cpu", "gpus": "four"})])
 def test_a_record_of_other_types_is_refused_by_name(tmp_path, key, value):
     data = json.loads(RECORDS[0].read_text(encoding="utf-8"))
@@ -236,14 +194,6 @@ def test_an_expiry_date_beyond_the_calendar_is_none(tmp_path):
     data = json.loads(RECORDS[0].read_text(encoding="utf-8")) | {"expires": "2026-13-41"}
     (tmp_path / "far.json").write_text(json.dumps({**data, "sha256": stored_sha(data)}), encoding="utf-8")
     assert read([tmp_path])[0].stale(date(2026, 11, 22), None) == "without expiry date"
-
-
-def test_an_altered_record_is_not_judged_again(record, tmp_path):
-    def change(data):
-        data["measured"]["runs"][0]["samples"][3]["seconds"] *= 1.001
-
-    with pytest.raises(StoreError, match="altered"):
-        replay.rejudge(altered(record, change, reseal=False), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from playbook.records.evidence import FIRST_REVISION as FIRST
-from playbook.renamed_keys import modern
 from playbook_trainer.config.tree import neutral
 
 Value = Callable[[str], Any]
@@ -162,10 +161,9 @@ def paths(config: Mapping[str, Any], ranks: int) -> list[str]:
     """The paths that a run of this resolved configuration takes on so many ranks.
     The configuration may be an old record's, and hold anything.
     """
-    settings = modern(config)
 
     def value(key: str) -> Any:
-        node: Any = settings
+        node: Any = config
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
                 return neutral()[key]

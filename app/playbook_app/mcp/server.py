@@ -235,9 +235,9 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
 
     @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
     def plan_confirmation(card_id: _CardId) -> confirmation.ConfirmationPlan:
-        """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
+        """What confirming a card would run: cases, profiles, launches, and a rough cost from recorded ones. Nothing is run."""
         with _as_tool_error():
-            return bounded(confirmation.plan(library.card(card_id)), "plan its claims one by one on the command line")
+            return bounded(confirmation.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
 
 
 def _layout(out: MCPServer[Any]) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 from pydantic import BaseModel, Field
 
 from playbook.cards.model import Card
-from playbook.paths import data_root, default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
-from playbook.records.evidence import Baseline
+from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU
+from playbook.records.read import Record
 from playbook_bench import metrics
 from playbook_bench.run import schedule
-from playbook_bench.run.store import load_baseline
 from playbook_bench.run.targets import tasks_of_card
 from playbook_bench.variants.resolve import overrides
 
@@ -30,7 +28,7 @@ class PlannedProfile(BaseModel):
     launches_most: int
     """Launches up to the last look, the latest end. A series whose step time drifts starts over once; that is not counted."""
     seconds_per_launch: float | None
-    """Median of the stored A/A runs on this profile; null where none is stored."""
+    """Median of the recorded launches on this profile; null where there are none."""
     seconds_least: float | None
     seconds_most: float | None
     limit_s: float
@@ -60,7 +58,7 @@ class ConfirmationPlan(BaseModel):
     """Ids of claims that have no case."""
 
 
-def plan(card: Card) -> ConfirmationPlan:
+def plan(card: Card, records: Sequence[Record]) -> ConfirmationPlan:
     """What `playbook confirm CARD` would run on each profile, from files alone; no machine is looked at."""
     named: dict[str, list[tuple[str, str]]] = {}
     without = []
@@ -69,27 +67,27 @@ def plan(card: Card) -> ConfirmationPlan:
             without += [task.claim.id] if task.claim else []
         else:
             named.setdefault(task.case, []).append((task.claim.id, task.claim.metric))
-    cases = [_case(load_case(case), claims) for case, claims in named.items()]
+    cases = [_case(load_case(case), claims, records) for case, claims in named.items()]
     return ConfirmationPlan(card_id=card.id, command=f"playbook confirm {card.id} --json", cases=cases, without_case=without)
 
 
-def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
+def _case(case: Case, claims: Sequence[tuple[str, str]], records: Sequence[Record]) -> PlannedCase:
     launched = case.kind in LAUNCHED_KINDS
 
     def exact(profile: str) -> bool:
         return all(metrics.on(metric, gpus=profile != CPU).deterministic for _, metric in claims)
 
-    profiles = [_profile(case, name, exact(name)) for name in case.profiles] if launched else []
+    profiles = [_profile(case, name, exact(name), records) for name in case.profiles] if launched else []
     return PlannedCase(case=case.id, kind=case.kind, claims=[i for i, _ in claims], requires=case.requires, profiles=profiles)
 
 
-def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
-    """Number of launches by the schedule, and their cost by the stored A/A runs of this profile."""
-    stored = _baselines(case.id, profile)
+def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -> PlannedProfile:
+    """Number of launches by the schedule, and their cost by the recorded launches of this case and profile."""
     looks, k = case.budget.looks, len(case.variants)
     # An exact metric is compared in one pair or block, without burn-in.
     least, most = (k, k) if exact else (schedule.launches(looks, None, k), k + k * looks[-1])
-    walls = [r.wall_s for b in stored for r in b.runs if r.outcome == "ok"]
+    found = [r.content.measured for r in records if isinstance(r.content, Evidence) and not r.altered]
+    walls = [r.wall_s for m in found if m.case and (m.case.id, m.profile) == (case.id, profile) for r in m.runs if r.outcome == "ok"]
     each = median(walls) if walls else None
     limit = 60 * case.budget.minutes
     noise = "exact metric, no noise" if exact else "that of the launches that are compared"
@@ -104,10 +102,3 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
         limit_s=limit,
         noise=noise,
     )
-
-
-def _baselines(case: str, profile: str) -> list[Baseline]:
-    """The stored A/A runs of a case on a profile, in any software environment."""
-    folders: list[Path] = [default_results() / "baselines", data_root("baselines")]
-    baselines = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]
-    return [b for b in baselines if b.case == case and b.profile == profile]

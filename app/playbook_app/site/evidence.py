@@ -130,7 +130,7 @@ def _facts(record: Record) -> list[list[str]]:
             f"{code(record.get('measured', 'case', 'id', default='none'))} {text(record.get('measured', 'profile', default=''))}",
         ],
         *([["Data", read]] if (read := _data_read(record)) else []),
-        *_dates(record),
+        ["Measured", text(record.created)],
         ["Valid until", text(record.get("expires", default=""))],
         ["Reason", code(record.get("derived", "verdict", "reason", default=""))],
         [
@@ -169,14 +169,6 @@ def _in_words(data: Any) -> str:
     return f"{_OF_ONES_OWN[kind]} from a data set of the run's own{packed}"
 
 
-def _dates(record: Record) -> list[list[str]]:
-    """When the runs were made; where mended rules judged them again, also when, and from which record they come."""
-    source = record.get("judged_from")
-    if source is None:
-        return [["Measured", text(record.created)]]
-    return [["Measured", text(record.measured)], ["Judged again", f"{text(record.created)}, the runs of {code(source)}"]]
-
-
 def _failed(record: Record) -> list[list[str]]:
     """Launches that failed under earlier commands on the series' journal."""
     failures = record.get("measured", "failed_before", default={})
@@ -202,9 +194,7 @@ def _comparison(record: Record) -> list[list[str]]:
     labels = {
         "deviation": "Deviation of the paired differences",
         "floor": "Deviation of the stored A/A",
-        "hodges_lehmann": "Hodges-Lehmann estimate",
         "mde": "Least distance from the margin that so many pairs settle",
-        "sign_flip_p": "Sign-flip p",
         "pairs_needed": "Pairs needed",
     }
     relative = comparison.get("scale") == "log_ratio"
@@ -217,7 +207,7 @@ def _comparison(record: Record) -> list[list[str]]:
     return rows
 
 
-_ON_LOGARITHMS = ("deviation", "floor", "hodges_lehmann", "mde")
+_ON_LOGARITHMS = ("deviation", "floor", "mde")
 
 
 def _on_logarithms(key: str, value: float) -> str:

@@ -346,15 +346,11 @@ def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[Block], mar
     return Condition(name="carry_over", ok=True, detail=remark or text), remark
 
 
-def as_pair(curve: Curve, rules: Rules, metric: Metric, expect: Expect | None) -> Comparison:
+def as_pair(curve: Curve) -> Comparison:
     """A curve of two variants as the `Comparison` that a pair's record holds."""
     baseline, candidate = (p.value or 0.0 for p in curve.points)
     c = curve.contrasts[0]
     exact = curve.design == "deterministic"
-    figures = {}
-    if c.used is not None and curve.alpha_contrast is not None:
-        claim = None if expect is None else (expect.op, threshold(metric, expect.margin))
-        figures = rules.pair_figures(curve, c.used, curve.alpha_contrast, claim)
     return Comparison(
         metric=curve.metric,
         unit=curve.unit,
@@ -373,7 +369,8 @@ def as_pair(curve: Curve, rules: Rules, metric: Metric, expect: Expect | None) -
         mean=c.mean,
         deviation=c.deviation,
         floor=curve.floor,
-        **figures,
+        mde=None if c.used is None or curve.alpha_contrast is None else statistics.least_effect(curve.blocks, c.used, curve.alpha_contrast),
+        pairs_needed=curve.blocks_needed,
     )
 
 

@@ -13,7 +13,6 @@ from playbook.records.commands import fill
 from playbook.records.evidence import Baseline, Condition, Run, Variant
 from playbook_bench import metrics
 from playbook_bench.judge import statistics
-from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.metrics import Metric, timed
 from playbook_bench.variants.resolve import undeclared
 from playbook_trainer.config.tree import flatten
@@ -49,9 +48,9 @@ def pairs_of(runs: Sequence[Run]) -> list[Pair]:
     return [(b["baseline"], b["candidate"]) for b in blocks_of(runs, ("baseline", "candidate"), failed=True)]
 
 
-def aa_differences(runs: Sequence[Run], metric: Metric, balanced: bool = True) -> list[float]:
+def aa_differences(runs: Sequence[Run], metric: Metric) -> list[float]:
     """The difference of each A/A pair on the metric's scale. Signs alternate (second less first, then first less second), so that a drift
-    over the launches cancels; all are second less first if not `balanced`.
+    over the launches cancels.
     """
     by_number: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r.position):
@@ -59,7 +58,7 @@ def aa_differences(runs: Sequence[Run], metric: Metric, balanced: bool = True) -
             by_number.setdefault(run.pair, []).append(run)
     values = [[metric.value(r) for r in pair] for _, pair in sorted(by_number.items()) if len(pair) == 2]
     differences = [compare(metric, a, b) for a, b in values if a is not None and b is not None]
-    return [-d if balanced and i % 2 else d for i, d in enumerate(differences)]
+    return [-d if i % 2 else d for i, d in enumerate(differences)]
 
 
 def odd_pair(runs: Sequence[Run], metric: Metric) -> int | None:
@@ -198,11 +197,11 @@ def loss(case: Case, pairs: Sequence[Pair]) -> Condition:
     )
 
 
-def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None, balanced: bool = True) -> tuple[Condition, list[float]]:
+def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None) -> tuple[Condition, list[float]]:
     """The A/A condition, and the differences of the stored A/A pairs."""
     name = "a_a"
-    fresh = aa_differences(runs, metric, balanced)
-    stored = aa_differences(aa.runs, metric, balanced) if aa is not None else []
+    fresh = aa_differences(runs, metric)
+    stored = aa_differences(aa.runs, metric) if aa is not None else []
     if len(stored) < 2:
         return Condition(name=name, ok=False, detail="no A/A pairs of this machine are on record for this case"), []
     deviation = statistics.aa_deviation(stored)
@@ -232,12 +231,13 @@ def launch_deviation(blocks: Sequence[Block]) -> float:
     return math.sqrt(2 * squares / max(1, sum(len(x) - 1 for x in values)))
 
 
-def steady(rules: Rules, blocks: Sequence[Block], tolerance: float) -> Condition:
+def steady(blocks: Sequence[Block], tolerance: float) -> Condition:
     """Step time is steady inside the timed window, in every variant; each test spends its part of the error rate."""
     names = list(blocks[0]) if blocks else []
     alpha = statistics.STEADY_ALPHA / max(1, len(names))
-    texts = [rules.unsteady(v, [[s.seconds for s in timed(b[v])] for b in blocks], alpha, tolerance) for v in names]
-    return Condition(name="steady", ok=not any(texts), detail="; ".join(t for t in texts if t))
+    changes = {v: statistics.change([[s.seconds for s in timed(b[v])] for b in blocks], alpha) for v in names}
+    texts = [f"{v} {c}" for v, c in changes.items() if c and c.certain and abs(c.size) > tolerance]
+    return Condition(name="steady", ok=not texts, detail="; ".join(texts))
 
 
 def complete(run: Run, metric: Metric) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any
 from playbook.errors import PlaybookError
 from playbook.records.case import Case, is_shipped, load_case
 from playbook.records.evidence import Check, Measured
-from playbook.renamed_keys import modern
 from playbook_bench.judge.receipt import in_words, judge_case
 from playbook_bench.variants.resolve import resolve
 
@@ -47,7 +46,7 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
         yield "what the case computes"
     if content.delta.environment != today.delta.environment:
         yield "environment variables of the variants"
-    if then.plan is not None and then.plan.rules > 1 and content.budget.pairs != today.budget.pairs:
+    if then.plan is not None and content.budget.pairs != today.budget.pairs:
         yield f"looks {_short(content.budget.pairs)} -> {_short(today.budget.pairs)}"
     predictions = {v.name: v.predicted for v in today.values}
     edited = [
@@ -69,7 +68,7 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
             continue
         if then.plan is not None and then.plan.extended:
             now = now.extended()  # as the harness has done then
-        was = {**modern(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
+        was = {**then.configs.get(run.config_sha, {}), "ranks": run.ranks}
         for key, a, b in _changed(was, {**now.dump, "ranks": now.ranks}):
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
     yield from (_unmet(check) for check in judge_case(today, then.runs) if not check.ok)

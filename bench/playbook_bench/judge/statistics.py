@@ -2,7 +2,7 @@
 
 The launch is the unit of replication: steps of one launch share its memory layout, its clock and its luck, so they never count as
 replicates. The interval is a t interval on log ratios (a percentile bootstrap covers too little at 4 to 12 pairs). It is computed only
-at the looks, which share the error rate. `tools/simulate/verdicts.py` shows what error rates come out.
+at the looks, which share the error rate. `tools/simulate/series.py` shows what error rates come out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPENDING = 1.5
 O'Brien and Fleming (about 3)."""
 _STANDS_OUT_ALPHA = 0.05
 """How often one launch of an A/A stands out where all are alike; what it costs then is one pair more."""
-AGREEING_LAUNCHES = 3
+_AGREEING_LAUNCHES = 3
 """The fewest launches that are asked whether they have a slope in common."""
 _CONTAMINATION_ALPHA = 0.01
 """How often the A/A pairs of an undisturbed series are called contaminated."""
@@ -252,7 +252,7 @@ def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
     shape = shapes[best]
     sizes = y @ shape / length[best] ** 2 * (shape[-1] - shape[0])
     certain = t > t_quantile(alpha / len(shapes), n - 2)
-    if len(sizes) >= AGREEING_LAUNCHES:
+    if len(sizes) >= _AGREEING_LAUNCHES:
         half = t_quantile(_AGREE_SHARE * alpha, len(sizes) - 1) * float(sizes.std(ddof=1)) / math.sqrt(len(sizes))
         certain = certain and abs(float(sizes.mean())) > half
     return Change(float(sizes.mean()), _edge(n) + best - 1 if best else None, certain)

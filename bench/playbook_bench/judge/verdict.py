@@ -22,7 +22,7 @@ from playbook_bench.judge.guards import Block, Pair
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.metrics import METRICS, OUTSIDE, WALL_STEP, Metric
 
-RULES: dict[int, Rules] = {1: verdict_rules.RulesV1(), 2: verdict_rules.RulesV2(), VERSION: Rules()}
+RULES: dict[int, Rules] = {2: verdict_rules.RulesV2(), VERSION: Rules()}
 """The rules of judging, by version; a record's plan names its version."""
 
 STATES: dict[Reason, tuple[str, str]] = {
@@ -45,7 +45,6 @@ STATES: dict[Reason, tuple[str, str]] = {
     "not_steady": ("inconclusive", "step time changes inside the timed steps, after one extension of the warm-up too"),
     "no_claim": ("measured", "the case was run and no claim asks about it"),
     "exact": ("confirmed or refuted", "an exact metric, an arithmetic statement or an invariant meets the claim, or does not"),
-    "fragile": ("inconclusive", "rules of version 1 only: mean and median of the pairs have opposite signs"),
     "margin": ("confirmed or refuted", "at a look, the intervals imply the claim, or its negation"),
     "budget": ("inconclusive", "time or `--pairs` ended the series before its last look, and nothing is settled"),
     "power": ("inconclusive", "the last look is taken, or peak memory was compared, and an interval still contains the margin"),
@@ -158,11 +157,11 @@ class _JudgedSeries:
             conditions.append(Condition(name="repeatable", ok=not moved, detail=moved))
             return self._judged(blocks, conditions, _verdict("environment", moved) if moved else None, [])
         aa = self.measured.aa
-        quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise) if self.rules.has_aa else (None, [])
+        quiet, noise = guards.noise(self.metric, self.measured.runs, aa) if self.rules.has_aa else (None, [])
         # Of the blocks to the first look, at which an unsteady series starts over: a test at each look would reject more often than it
         # promises.
         first = blocks[: self.plan.looks[0]]
-        steady = guards.steady(self.rules, first, guards.step_deviation(aa) if self.rules.has_aa else guards.launch_deviation(first))
+        steady = guards.steady(first, guards.step_deviation(aa) if self.rules.has_aa else guards.launch_deviation(first))
         if self.measured.sharing:
             steady = Condition(name=steady.name, ok=True, detail="not asked: step time says nothing where ranks take turns on one GPU")
         elif self.case.command and self.metric.is_counted:
@@ -172,7 +171,7 @@ class _JudgedSeries:
         if quiet and not quiet.ok:
             bad = _verdict("environment", f"this machine is too noisy for a verdict now: {quiet.detail}")
         elif not steady.ok:
-            bad = _verdict("not_steady", f"{self.rules.not_steady}: {steady.detail}")
+            bad = _verdict("not_steady", f"step time is not steady: {steady.detail}")
         return self._judged(blocks, conditions, bad, noise)
 
     def _launched_once(self) -> str:
@@ -188,7 +187,7 @@ class _JudgedSeries:
         `Curve`.
         """
         curve = effects.measure(self.rules, self.measured.runs, self.case, self.metric, self.expect, self.plan, blocks, noise)
-        pair = effects.as_pair(curve, self.rules, self.metric, self.expect) if self.case.kind == "pair" else None
+        pair = effects.as_pair(curve) if self.case.kind == "pair" else None
         shown = effects.show_effect(pair) if pair else effects.show(curve)
         more = pair.pairs_needed if pair else curve.blocks_needed
         verdict = bad or self._verdict(curve, shown, more)
@@ -223,7 +222,7 @@ class _JudgedSeries:
         margin = effects.threshold(self.metric, expect.margin)
         bands = effects.bands(self.case, self.metric)
         rule = effects.claim_rule(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
-        claimed, interaction = f"claimed {self.rules.claimed(expect, self.case.kind)}", self.case.kind == "interaction"
+        claimed, interaction = f"claimed {in_words(expect, self.case.kind)}", self.case.kind == "interaction"
         if expect.op == "inside":
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
@@ -236,8 +235,6 @@ class _JudgedSeries:
             need = next((look for look in looks if look > n), looks[-1])
             return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
         holds = effects.decide(rule, bounds, interaction)
-        if holds is not None and self.rules.fragile(curve, expect.op):
-            return _verdict("fragile", f"{shown}; the median of the {self.unit}s points the other way")
         if holds is not None:
             return _verdict("margin", f"{shown}; {claimed}", holds)
         more = "" if needed is None else f"; about {needed} {self.unit}s would settle it"
@@ -254,7 +251,7 @@ class _JudgedSeries:
         contradicted = sorted(infeasible & set(ran))
         others = [r.variant for r in launched if r.outcome != "ok" and r.variant not in infeasible]
         missing = [v for v in self.case.variants if v not in ran and v not in out]
-        claimed = f"claimed {self.rules.claimed(expect, self.case.kind)}"
+        claimed = f"claimed {in_words(expect, self.case.kind)}"
         if contradicted:
             verdict = _verdict("exact", f"{', '.join(contradicted)} ran; {claimed}", holds=False)
         elif others:
@@ -286,7 +283,8 @@ def rules_of(plan: Plan) -> Rules:
         ConfigError: a newer playbook made it.
     """
     if plan.rules not in RULES:
-        raise ConfigError(f"this record was judged by rules of version {plan.rules}; this playbook knows {max(RULES)}: upgrade it")
+        known = " and ".join(map(str, RULES))
+        raise ConfigError(f"this record was judged by rules of version {plan.rules}; this playbook knows {known}: run it again, or upgrade")
     return RULES[plan.rules]
 
 
@@ -295,7 +293,7 @@ def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant]) -> bool:
     blocks, times = guards.blocks_of(runs, names), metrics.get("step_seconds")
     if any(guards.complete(run, times) for block in blocks for run in block.values()):
         return True
-    return guards.steady(rules_of(plan), blocks, guards.launch_deviation(blocks)).ok
+    return guards.steady(blocks, guards.launch_deviation(blocks)).ok
 
 
 def pair_conditions(

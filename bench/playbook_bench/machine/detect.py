@@ -323,17 +323,6 @@ def exported() -> dict[str, str]:
     return {k: v for k, v in _steering(os.environ).items() if k != "OMP_NUM_THREADS" and not _PLACE.search(k)}
 
 
-def surroundings(machine: Machine) -> dict[str, str]:
-    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the
-    first node.
-    """
-    rows, ids = (_gpus(), device_ids(machine)) if machine.gpus else ([], [])
-    limits = sorted(
-        row[3] for i, row in enumerate(rows) if any(d == str(i) or (d.startswith("GPU-") and row[-1].startswith(d)) for d in ids)
-    )
-    return {**exported(), **({"power.limit": " ".join(limits)} if limits else {})}
-
-
 def context() -> dict[str, Any]:
     """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their
     surroundings.

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import LAUNCHED_KINDS, load_case
-from playbook.records.evidence import Baseline, Run, Variant, noise_key
+from playbook.records.evidence import Run, Variant
 from playbook_bench import metrics
 from playbook_bench.judge import guards, statistics
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, requirements
 from playbook_bench.metrics import Metric
-from playbook_bench.run import schedule, series, store
+from playbook_bench.run import schedule, series
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Request, Series, Silent
 from playbook_bench.variants import checkout
@@ -27,20 +25,20 @@ from playbook_bench.variants.resolve import resolve_all
 class Noise:
     """Result of an A/A: how much launches of one configuration differ."""
 
-    baseline: Baseline
-    path: Path | None
-    """Where it is stored; None for one that was disturbed, which would blunt every later verdict on this machine."""
+    case: str
+    machine: str
+    runs: Sequence[Run]
     metric: str
     rms_difference: float
     """Root mean square of the paired differences; for ratios of their logarithms, so about a share."""
     mean_difference: float
     """Of differences whose sign alternates from pair to pair, on the metric's scale."""
     contaminated: bool
+    """Whether the pairs differ by more than noise explains."""
 
 
 def run(case_id: str, options: Options | None = None, progress: Progress | None = None) -> Noise:
-    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is
-    contaminated.
+    """Measure a case's baseline, or its first variant, against itself.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
@@ -72,9 +70,8 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
         journal.remove()
     differences = guards.aa_differences(runs, row)
     mean = sum(differences) / len(differences)
-    baseline, contaminated = _baseline(running, runs), statistics.contaminated(differences, None)
-    path = None if contaminated else store.write_baseline(baseline, options.results / "baselines")
-    return Noise(baseline, path, row.name, statistics.aa_deviation(differences), mean, contaminated)
+    deviation, contaminated = statistics.aa_deviation(differences), statistics.contaminated(differences, None)
+    return Noise(case.id, machine.name, runs, row.name, deviation, mean, contaminated)
 
 
 def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
@@ -99,28 +96,6 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     return cleaned
 
 
-def _place() -> str:
-    return detect.digest_of(detect.place())
-
-
-def _differences(runs: Sequence[Run], running: Series) -> list[float]:
-    return guards.aa_differences(runs, metrics.get(running.case.metric or ""))
-
-
-def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
-    return Baseline(
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        machine=running.machine.name,
-        case=running.case.id,
-        profile=running.profile,
-        noise_key=noise_key(runs[0], running.strict),
-        surroundings=detect.surroundings(running.machine),
-        config=running.configs[runs[0].config_sha],
-        place=_place(),
-        runs=list(runs),
-    )
-
-
 def _problem(runs: Sequence[Run], running: Series) -> str:
     """Why a run cannot be used for the noise of the case's metric, or nothing."""
     metric = metrics.get(running.case.metric or "")
@@ -132,6 +107,6 @@ def _check(runs: Sequence[Run], pairs: int, running: Series) -> None:
     if bad is not None:
         raise LaunchError(f"the A/A stopped: run {bad.run_id} ended as {bad.outcome}: {bad.message[:500]}")
     if problem := _problem(runs, running):
-        raise LaunchError(f"the A/A is of no use and is not stored: {problem}")
+        raise LaunchError(f"the A/A is of no use: {problem}")
     if len(runs) < 2 * pairs:
         raise LaunchError(f"the A/A stopped after {len(runs) // 2} of {pairs} pairs: the case's budget is spent")

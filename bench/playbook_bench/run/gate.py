@@ -461,7 +461,7 @@ def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
     """The effect of the working tree, as a `Comparison` like that of a pair's record."""
     rules, blocks = verdict.rules_of(running.plan), guards.blocks_of(runs, schedule.PAIR)
     curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, [])
-    return effects.as_pair(curve, rules, metric, None)
+    return effects.as_pair(curve)
 
 
 def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, effect: Comparison, dearer: str) -> GateResult:

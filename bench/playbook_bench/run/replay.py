@@ -1,4 +1,4 @@
-"""A record judged again: replayed, judged by the rules of today, or taken into the repository."""
+"""A record judged again: replayed, or taken into the repository."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from playbook.cards.model import by_claim
 from playbook.errors import ConfigError, Finding, PlaybookError, StoreError
 from playbook.paths import data_root, default_results, in_package
 from playbook.records.case import LAUNCHED_KINDS
-from playbook.records.consistency import AS_OF_VERSION_1
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook.records.read import FROM, Claims, Record, claim_changes
 from playbook_bench import statements
 from playbook_bench.judge import verdict
-from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import schedule, store
 
 _FIGURE_TOLERANCE = 1e-9
@@ -102,28 +100,6 @@ def _differences(a: Any, b: Any, where: str, tolerance: float = _FIGURE_TOLERANC
         if not [d for x, y in zip(*fractions, strict=True) for d in _differences(x, y, where, tolerance)]:
             return []
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
-
-
-def rejudge(path: Path, results: Path | None = None) -> Path | None:
-    """Judge a record's runs again by the newest rules for its design, as a new record that names the old one; None where verdict and
-    figures are the same.
-
-    A record that was made with an older playbook, and counts for nothing because it claims the rules of that one, is always judged anew.
-
-    Raises:
-        StoreError: the record was altered.
-    """
-    evidence, problems = store.load_checked(path)
-    if altered := [p for p in problems if p != AS_OF_VERSION_1]:
-        raise StoreError(f"{path} was altered: {altered[0]}; only a record as it was written can be judged again")
-    plan = evidence.measured.plan
-    # Those of version 3 judge series that were planned with their looks, in their order and without an A/A.
-    rules = VERSION if plan and plan.rules == VERSION else 2
-    measured = evidence.measured.model_copy(update={"plan": plan.model_copy(update={"rules": rules})}) if plan else evidence.measured
-    rederived = _derive(path, measured)
-    if not problems and not _differences(evidence.derived.model_dump(mode="json"), rederived.model_dump(mode="json"), "derived"):
-        return None
-    return store.write(store.evidence_of(measured, rederived, evidence.command, evidence.seconds, evidence), results or default_results())
 
 
 def accept(path: Path) -> Path:

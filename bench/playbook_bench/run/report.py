@@ -52,6 +52,7 @@ _PLOT = 24
 _PARTS, _LEAST_PART = 8, 0.02
 """Parts of a waterfall that are printed at most, and the share of the largest from which one is."""
 _NOT_AT_A_LOOK = " between looks"
+_CONTAMINATED = ": contaminated, the pairs differ more than noise explains; run it again on a quiet machine"
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -283,20 +284,17 @@ def _lack(measured: Measured) -> str:
 
 
 def print_noise(noise: Noise, out: Console) -> None:
-    """An A/A in one line, and what became of it."""
-    pairs_excluded = sum(r.pair is None for r in noise.baseline.runs) // 2
-    pairs = len(noise.baseline.runs) // 2 - pairs_excluded
+    """An A/A in one line."""
+    pairs_excluded = sum(r.pair is None for r in noise.runs) // 2
+    pairs = len(noise.runs) // 2 - pairs_excluded
     metric = metrics.get(noise.metric)
     if metric.scale == "log_ratio":
         mean, deviation = f"{100 * noise.mean_difference:+.2f} %", f"{100 * noise.rms_difference:.2f} %"
     else:
         mean, deviation = f"{noise.mean_difference:+.4g} {metric.unit}", f"{noise.rms_difference:.4g} {metric.unit}"
-    text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {mean}, deviation {deviation}"
+    text = f"A/A {noise.case} on {noise.machine}: {noise.metric}, {pairs} pairs, mean {mean}, deviation {deviation}"
     text += "; one pair was set aside, since a launch of it stood out" if pairs_excluded else ""
-    out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
-    out.print(
-        Text(f"stored {noise.path}" if noise.path else "not stored: it would blunt every later verdict; run it again on a quiet machine")
-    )
+    out.print(Text(text + (_CONTAMINATED if noise.contaminated else "")))
 
 
 def print_gate(result: GateResult, out: Console) -> None:

@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from playbook import files
 from playbook.errors import StoreError
 from playbook.records.consistency import contradictions
-from playbook.records.evidence import Baseline, Derived, Evidence, Measured, Seconds, seal
+from playbook.records.evidence import Derived, Evidence, Measured, Seconds, seal
 from playbook.records.read import parse
 from playbook_bench.run import schedule
-
-T = TypeVar("T", Evidence, Baseline)
 
 EXPIRY_DAYS = 180
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -52,16 +50,15 @@ def new_id(now: float | None = None) -> str:
     return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
 
 
-def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds, source: Evidence | None = None) -> Evidence:
-    """A sealed record, created now. If its runs come from another record (`source`), it expires with that one."""
+def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds) -> Evidence:
+    """A sealed record, created now."""
     now = datetime.now(UTC)
     return seal(
         Evidence(
             evidence_id=new_id(now.timestamp()),
             created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            expires=source.expires if source else (now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
+            expires=(now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
             command=command,
-            judged_from=source.evidence_id if source else None,
             measured=measured,
             derived=derived,
             seconds=seconds,
@@ -147,7 +144,7 @@ def load(path: Path) -> Evidence:
     Raises:
         StoreError: the file cannot be read or is no evidence record.
     """
-    return _load(path, Evidence)[0]
+    return _load(path)[0]
 
 
 def load_checked(path: Path) -> tuple[Evidence, list[str]]:
@@ -156,27 +153,18 @@ def load_checked(path: Path) -> tuple[Evidence, list[str]]:
     Raises:
         StoreError: as `load`.
     """
-    evidence, sha = _load(path, Evidence)
+    evidence, sha = _load(path)
     altered = [] if sha == evidence.sha256 else ["sha256: the content is not the one that was sealed"]
     return evidence, [*altered, *contradictions(evidence), *schedule.contradictions(evidence.measured)]
 
 
-def load_baseline(path: Path) -> Baseline:
-    """A stored A/A.
-
-    Raises:
-        StoreError: the file cannot be read or is none.
-    """
-    return _load(path, Baseline)[0]
-
-
-def _load(path: Path, model: type[T]) -> tuple[T, str]:
-    """A file as a record of this model, and the hash that its content has.
+def _load(path: Path) -> tuple[Evidence, str]:
+    """A file as a record, and the hash that its content has.
 
     Raises:
         StoreError: the file cannot be read, or holds something else.
     """
-    name = f"{path} is no {model.__name__.lower()} record"
+    name = f"{path} is no evidence record"
     try:
         content, sha = parse(path)
     except FileNotFoundError as e:
@@ -187,13 +175,6 @@ def _load(path: Path, model: type[T]) -> tuple[T, str]:
         raise StoreError(f"{path} cannot be read: {e.strerror or e}") from e
     except ValueError as e:
         raise StoreError(f"{name}: it {e}") from e
-    if not isinstance(content, model):
+    if not isinstance(content, Evidence):
         raise StoreError(f"{name}: it is of {content.schema_version}")
     return content, sha
-
-
-def write_baseline(baseline: Baseline, folder: Path) -> Path:
-    """Store an A/A as `<folder>/<machine>/<case>.<environment>.json`; a newer one of the same environment takes its place."""
-    path = folder / baseline.machine / f"{baseline.case}.{baseline.noise_key}.json"
-    replace(path, json.dumps(baseline.model_dump(mode="json"), ensure_ascii=False, allow_nan=False) + "\n")
-    return path

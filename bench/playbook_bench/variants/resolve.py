@@ -11,7 +11,6 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case
 from playbook.records.evidence import Machine, Missing, Variant, digest
-from playbook.renamed_keys import modern_key
 from playbook.yaml_files import did_you_mean
 from playbook_bench import metrics
 from playbook_bench.launch.outcome import Result
@@ -303,7 +302,7 @@ def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
 
 def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ without the case saying so."""
-    declared = {name for delta in case.variants.values() for key in delta for name in (key, modern_key(key))}
+    declared = {key for delta in case.variants.values() for key in delta}
     if baseline.get("backend") != candidate.get("backend"):
         declared |= set(torch_only())
     return [k for k in differing(baseline, candidate) if not _covered(k, declared)]

@@ -64,7 +64,7 @@ def test_a_setting_of_one_variant_says_whose(record, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"summary": "Other words.", "also": [], "budget": None, "guardrails": None}, []),
+        ({"summary": "Other words.", "also": [], "guardrails": None}, []),
         ({"function": "another"}, ["what the case computes"]),
         ({"candidate": {}, "kind": "sweep"}, ["variants, or its profile"]),
         ({"profiles": {}}, ["variants, or its profile"]),

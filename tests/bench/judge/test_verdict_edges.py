@@ -187,7 +187,7 @@ def test_no_margin_asks_for_a_step_that_takes_no_time(value: float, unit: str) -
 
 
 def test_of_no_launches_nothing_is_unsteady() -> None:
-    assert guards.steady(verdict.RULES[2], [], 0.0).ok
+    assert guards.steady([], 0.0).ok
 
 
 def test_a_curve_from_nothing_has_a_verdict_and_no_figure() -> None:

@@ -9,7 +9,7 @@ import pytest
 from stored import MACHINE, record
 
 from playbook.paths import data_root
-from playbook.records.evidence import Baseline, Evidence, Missing
+from playbook.records.evidence import Evidence, Missing
 from playbook_bench.run import aa, gate, report
 from playbook_bench.run.store import Outcome
 
@@ -51,9 +51,8 @@ def test_two_rules_on_one_count_are_said_once() -> None:
 )
 def test_the_noise_of_a_difference_is_in_the_metrics_unit(metric: str, figures: str) -> None:
     """Only of a ratio is it a percentage."""
-    stored = Baseline(created="", machine="m", case="c", profile="cpu", noise_key="", surroundings={}, config={}, place="", runs=[])
     out = report.console(io.StringIO())
-    report.print_noise(aa.Noise(stored, Path("p"), metric, rms_difference=0.025, mean_difference=0.0125, contaminated=False), out)
+    report.print_noise(aa.Noise("c", "m", [], metric, rms_difference=0.025, mean_difference=0.0125, contaminated=False), out)
     assert figures in out.file.getvalue()
 
 

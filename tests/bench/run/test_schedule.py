@@ -81,30 +81,6 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
     assert detect.place() == found[0][:1]
 
 
-def test_a_noise_is_stored_with_the_power_limits_and_variables_that_it_was_measured_with(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        '#!/bin/sh\nfor limit in $LIMIT 700.00 600.00 600.00; do echo "NVIDIA H200, 143771, 580.1, $limit, GPU-$limit"; done\n',
-        encoding="ascii",
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("LIMIT", "500.00")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which every launch sets anew
-    machine, before = requirements.restrict(four(), "h200x2"), detect.surroundings(requirements.restrict(four(), "cpu"))
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    for place in (
-        "CUDA_CACHE_PATH",
-        "CUDA_MPS_PIPE_DIRECTORY",
-        "NCCL_DEBUG_FILE",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-        "TORCH_EXTENSIONS_DIR",
-    ):
-        monkeypatch.setenv(place, "/scratch/job-1")  # of each job its own
-    now = detect.surroundings(machine)
-    assert now == {**before, "NCCL_ALGO": "Ring", "power.limit": "500.00 700.00"}
-
-
 @pytest.mark.parametrize(
     ("variable", "gpus"),
     [

@@ -210,7 +210,7 @@ def test_a_record_is_readable_line_by_line(tmp_path):
     ],
 )
 def test_a_figure_that_is_none_is_refused_when_it_is_read(tmp_path, change, says):
-    path = store.write(record(runs=[long_run()], plan=Plan(seed=0, looks=[4, 8, 12])), tmp_path)
+    path = store.write(record(runs=[long_run()], plan=Plan(rules=2, seed=0, looks=[4, 8, 12])), tmp_path)
     text = path.read_text()
     assert change[0] in text
     path.write_text(text.replace(*change))

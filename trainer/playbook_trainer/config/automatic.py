@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from playbook.renamed_keys import first_name, modern
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten, neutral, torch_only
 
 # The switches that take a fast path of the torch backend: their values, and the rules by which a fast one is refused. Torch-free.
@@ -69,7 +68,7 @@ def _never(at: At) -> bool:
 
 SWITCHES: Mapping[str, Switch] = {
     # The compiler adds seconds to a start (13.5 for a vision tower, 2 from its cache) and has not shortened a step beside the kernels below
-    # (T5: -0.6 % [-13.2, 13.8]); see docs/experiments/claims-on-one-gpu.md.
+    # (T5: -0.6 % [-9.4, 9.0]); see docs/experiments/claims-on-one-gpu.md.
     "train.compile.vision": Switch(
         True, False, (Rule("{switch}: the model has no vision tower: set it to false", lambda at: not _has_vision(at)),), _never
     ),
@@ -357,20 +356,16 @@ def config_sha(config: TrainerConfig, target: Target) -> str:
 
 
 def sha_of(data: Mapping[str, Any], target: Target) -> str:
-    """The same for a resolved configuration as plain data, such as a record holds, of this version of the tree or an earlier one."""
+    """The same for a resolved configuration as plain data, such as a record holds."""
     line = json.dumps(covered(data, target), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
 def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """The keys that the hash covers, dotted, with their values. Renamed ones go by their first name,
-    so that no hash changes with a name.
-    """
+    """The keys that the hash covers, dotted, with their values."""
     plain = neutral()
-    whole = {**plain, **flatten(modern(data))}
+    whole = {**plain, **flatten(data)}
     resolved = resolve(whole, target)
     watched = {key for key in resolved if any(key == name or key.startswith(f"{name}.") for name in _WATCHING)}
     watched -= set(_SAVING) if resolved["checkpoint.dir"] else set()
-    return dict(
-        first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in plain or value != plain[key])
-    )
+    return {key: value for key, value in resolved.items() if key not in watched and (key not in plain or value != plain[key])}

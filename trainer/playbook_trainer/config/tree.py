@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
@@ -27,7 +26,6 @@ from pydantic.fields import FieldInfo
 
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
-from playbook.renamed_keys import modern, modern_key, old_names
 from playbook.yaml_files import Positions, Strict, did_you_mean, models_in, parse, parse_scalar, read, validate
 from playbook_trainer.config.huggingface import fields_of
 from playbook_trainer.config.model import ModelConfig as ModelConfig
@@ -391,18 +389,15 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     data, marks = _read(path)
     if not isinstance(data, dict):
         raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
-    for line in (*old_names(data), *(f"{key} is now called {modern_key(key)}" for key in overrides if modern_key(key) != key)):
-        warnings.warn(f"{path}: {line}; the old name still works", FutureWarning, stacklevel=3)
     return from_data(data, overrides, str(path), marks)
 
 
 def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Positions) -> TrainerConfig:
     """The resolved configuration of plain data; `file` and `marks` say where it comes from."""
-    data = modern(deepcopy(data))
+    data = deepcopy(data)
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
-        _set(data, modern_key(key), value, file)
-    data = modern(data)  # overrides may have old values
+        _set(data, key, value, file)
     if data.get("model") is None:
         raise FileError([Finding(file, *(marks.get(("model",)) or (1, 1)), f"'model' is missing; add one of: {', '.join(model_names())}")])
     data = {**data, "model": _expand_model(data["model"], marks, file)}

@@ -129,15 +129,6 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
     raise typer.Exit(ExitCode.DONE if all(row["same"] for row in rows) else ExitCode.FAILED)
 
 
-@_bench_app.command("rejudge")
-def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
-    """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
-    from playbook_bench.run import replay
-
-    record_path = replay.rejudge(file, results or default_results())
-    say(f"new record {record_path}" if record_path else f"{file}: today's rules give the same verdict; nothing was written")
-
-
 @_bench_app.command("aa")
 def bench_aa(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
@@ -148,7 +139,7 @@ def bench_aa(
 ) -> None:
     """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine.
 
-    Exit code 3 where it is contaminated, and not stored.
+    Exit code 3 where it is contaminated.
     """
     from playbook_bench.run import aa, options, report
 
@@ -166,9 +157,7 @@ def bench_aa(
             "deviation": noise.rms_difference,
             "contaminated": noise.contaminated,
         }
-        print_json(
-            {"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path) if noise.path else None}
-        )
+        print_json({"case": noise.case, "machine": noise.machine, **figures})
     raise typer.Exit(ExitCode.UNDECIDED if noise.contaminated else ExitCode.DONE)
 
 
