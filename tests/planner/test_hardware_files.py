@@ -17,7 +17,7 @@ from playbook.planner.hardware.networks import on_network
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.runs.check import check
-from playbook.planner.time import collectives
+from playbook.planner.time import collectives, constants
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.time.step import network_share, step_time
 
@@ -51,6 +51,19 @@ def test_the_shipped_calibration_read_as_a_file_is_the_table_s_own_gpu():
     assert "NVIDIA H200" in measured.notes[0]
     assert measured.notes[0].endswith("from the table of GPUs: links")
     assert machine(str(H200)) is measured
+
+
+def test_rings_that_were_measured_between_nodes_are_the_network(tmp_path):
+    sizes = [1 << power for power in range(20, 31, 2)]
+    rows = [
+        {"kind": "collective", "operation": "all_gather", "ranks": 4, "nodes": 4, "bytes": b, "seconds": 40e-6 + b * 0.75 / 20e9}
+        for b in sizes
+    ]
+    data = calibration()
+    measured = machine(written(tmp_path, data | {"rows": [*data["rows"], *rows]}, "nodes.json"))
+    assert measured.nic_bytes_per_s * constants.NIC_RING.value == pytest.approx(20e9)
+    assert measured.rings == cluster("h200").rings  # none of them is within a node
+    assert measured.about_network(64) == ("network: 20 GB/s for each GPU between 4 nodes, measured (nodes.json)",)
 
 
 def test_what_a_calibration_has_no_rows_of_stays_as_the_table_has_it(tmp_path):

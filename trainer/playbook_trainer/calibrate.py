@@ -1,4 +1,4 @@
-"""What one GPU reaches on the kernels that a training step is made of, and several in collectives:
+"""What one GPU reaches on the kernels that a training step is made of, and several in collectives, of one machine or of the nodes of a job:
 `python -m playbook_trainer.calibrate OUT.json`.
 
 Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates
@@ -28,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from playbook.errors import ConfigError
 from playbook_trainer.config.environment import GROUPED_GEMM
+from playbook_trainer.preflight import Place, meeting, place
 
 _LINK_BYTES = tuple(1 << power for power in range(16, 31, 2))
 """Bytes of the whole tensor: 64 KiB to 1 GiB."""
@@ -37,52 +39,87 @@ _SLOWEST_BYTES_PER_S = 50e9
 """Every rank has to repeat a collective equally often, so the repeats are chosen by its size alone."""
 
 
-def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _LINK_BYTES) -> Iterator[dict[str, Any]]:
-    """A row for each operation and size between `degree` ranks, one for each GPU: bytes of the whole tensor, and seconds of one call.
+def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _LINK_BYTES, nodes: int = 1) -> Iterator[dict[str, Any]]:
+    """A row for each operation and size between `degree` ranks of this machine, one for each GPU, as if on so many `nodes`: bytes of the
+    whole tensor, and seconds of one call.
 
     An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal
     parts, and a send carries it from each rank to the next, all at once.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        multiprocessing.spawn(_measure_rank, (degree, device, tuple(sizes), str(out)), nprocs=degree)
+        multiprocessing.spawn(_spawned, (degree, device, tuple(sizes), nodes, str(out)), nprocs=degree)
         yield from json.loads(out.read_text(encoding="utf-8"))
 
 
-def _measure_rank(rank: int, degree: int, device: str, sizes: Sequence[int], out: str) -> None:
-    """Measure every collective at every size on one rank; rank 0 writes the rows, with the slowest rank's seconds, as JSON to `out`."""
-    cuda = device == "cuda"
-    if cuda:
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{out}.store", degree)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=degree)
-    measured = []
-    for size in sizes:
-        whole = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        part = torch.zeros(size // 2 // degree, dtype=torch.bfloat16, device=device)
-        other = torch.zeros_like(whole)
-        for name, run in _collectives(rank, degree, whole, part, other).items():
-            longest = torch.tensor([_collective_seconds(run, size, cuda)], dtype=torch.float64, device=device)
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-            measured.append({"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(longest)})
+def _spawned(rank: int, degree: int, device: str, sizes: Sequence[int], nodes: int, out: str) -> None:
+    """Measure on one rank of this machine; rank 0 writes the rows as JSON to `out`."""
+    node, local = divmod(rank, degree // nodes)
+    _join(Place(rank, degree, local, str(node)), dist.FileStore(f"{out}.store", degree), device)
+    measured = _job_rows(Place(rank, degree, local, str(node)), device, sizes)
     if rank == 0:
         Path(out).write_text(json.dumps(measured), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _collectives(rank: int, degree: int, whole: Tensor, part: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
+def _join(placed: Place, store: dist.Store, device: str) -> None:
+    """Begin the collectives of a job at this rank, on the GPU of its place."""
+    if device == "cuda":
+        torch.cuda.set_device(placed.local % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
+
+
+def _job_rows(placed: Place, device: str, sizes: Sequence[int] = _LINK_BYTES) -> list[dict[str, Any]]:
+    """Rows of collectives within each node of a job, then between the GPUs of one place on every node, all such groups at once; the seconds
+    are the slowest rank's.
+
+    Raises:
+        ConfigError: its nodes have different numbers of ranks.
+    """
+    places: list[tuple[str, int]] = [("", 0)] * placed.ranks
+    dist.all_gather_object(places, (placed.host, placed.local))
+    rows = list[dict[str, Any]]()
+    for key, crosses in ((0, False), (1, True)):
+        members: dict[str | int, list[int]] = {}
+        for rank, place_ in enumerate(places):
+            members.setdefault(place_[key], []).append(rank)
+        degrees = {len(ranks) for ranks in members.values()}
+        if len(degrees) > 1:
+            raise ConfigError(f"nodes with {', '.join(map(str, sorted(degrees)))} ranks; expected equally many: srun --ntasks-per-node=8")
+        groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()] if degrees != {1} else []
+        for ranks, group in groups:
+            if placed.rank in ranks:
+                nodes = {"nodes": len(ranks)} if crosses else {}
+                rows += [row | nodes for row in _group_rows(ranks.index(placed.rank), ranks, group, device, sizes)]
+    return rows
+
+
+def _group_rows(place_: int, ranks: Sequence[int], group: Any, device: str, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A row for each collective of one group at each size."""
+    degree = len(ranks)
+    for size in sizes:
+        whole = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        part = torch.zeros(size // 2 // degree, dtype=torch.bfloat16, device=device)
+        whole = whole[: part.numel() * degree]
+        ahead, behind = ranks[(place_ + 1) % degree], ranks[(place_ - 1) % degree]
+        for name, run in _collectives(ahead, behind, group, whole, part, torch.zeros_like(whole)).items():
+            longest = torch.tensor([_collective_seconds(run, size, device == "cuda")], dtype=torch.float64, device=device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            yield {"kind": "collective", "operation": name, "ranks": degree, "bytes": size, "seconds": float(longest)}
+
+
+def _collectives(ahead: int, behind: int, group: Any, whole: Tensor, part: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
     def send() -> None:
-        ahead, behind = (rank + 1) % degree, (rank - 1) % degree
-        requests = dist.batch_isend_irecv([dist.P2POp(dist.isend, whole, ahead), dist.P2POp(dist.irecv, other, behind)])
-        for request in requests:
+        sent, taken = dist.P2POp(dist.isend, whole, ahead, group), dist.P2POp(dist.irecv, other, behind, group)
+        for request in dist.batch_isend_irecv([sent, taken]):
             request.wait()
 
     return {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "send": send,
     }
 
@@ -352,7 +389,7 @@ def measure(names: Sequence[str], budget_s: float) -> dict[str, Any]:
             missing[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"
         torch.cuda.empty_cache()
         print(f"[{time.monotonic() - began:4.0f} s] {name}: {missing.get(name, 'done')}", file=sys.stderr, flush=True)  # noqa: T201
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -386,8 +423,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU to calibrate on; torch finds no CUDA device", file=sys.stderr)  # noqa: T201
         return 2
-    arguments.out.write_text(json.dumps(measure(arguments.only, arguments.budget), indent=1) + "\n", encoding="utf-8")
+    placed = place(os.environ)
+    found = measure(arguments.only, arguments.budget) if placed is None else _measure_job(placed, arguments.only, arguments.budget)
+    if found is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _measure_job(placed: Place, names: Sequence[str], budget_s: float) -> dict[str, Any] | None:
+    """At rank 0 of a job what its own GPU reaches, while the others wait, and what collectives take within and between nodes; None at the
+    others.
+    """
+    _join(placed, meeting(placed), "cuda")
+    try:
+        found = measure([n for n in names if n != "collectives"], budget_s) if placed.rank == 0 else None
+        dist.all_reduce(torch.zeros(1))  # the others wait on the CPU
+        links = _job_rows(placed, "cuda") if "collectives" in names else []
+        return found | {"rows": [*found["rows"], *links]} if found is not None else None
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

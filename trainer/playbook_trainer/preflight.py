@@ -75,9 +75,7 @@ def readings(seconds: float, placed: Place | None) -> list[dict[str, Any]] | Non
         placed: where a launcher put this process; None starts a process for each GPU of this machine.
     """
     if placed is not None:
-        if "MASTER_ADDR" not in os.environ:
-            os.environ |= _meeting(os.environ)
-        return _rank(placed, meet(placed.rank, placed.ranks), seconds)
+        return _rank(placed, meeting(placed), seconds)
     ranks = torch.cuda.device_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         if ranks == 1:
@@ -86,7 +84,14 @@ def readings(seconds: float, placed: Place | None) -> list[dict[str, Any]] | Non
         return list(json.loads((Path(folder) / "readings.json").read_text(encoding="utf-8")))
 
 
-def _meeting(environment: Mapping[str, str]) -> dict[str, str]:
+def meeting(placed: Place) -> dist.Store:
+    """The store of a job's ranks, once all have come to it; where nobody names an address, the step of Slurm does."""
+    if "MASTER_ADDR" not in os.environ:
+        os.environ |= _address(os.environ)
+    return meet(placed.rank, placed.ranks)
+
+
+def _address(environment: Mapping[str, str]) -> dict[str, str]:
     """Address and port at which the ranks of a step of Slurm meet: its first node, and a port that follows from job and step."""
     shown = subprocess.run(
         ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]], capture_output=True, text=True, check=False

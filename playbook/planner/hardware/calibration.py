@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from playbook.errors import ConfigError
 from playbook.planner.memory import GIB
 from playbook.planner.time.cluster import Cluster, cluster
+from playbook.planner.time.constants import NIC_RING
 from playbook.planner.time.laws import Rows, of_rows
 
 SCHEMA = "calibration/1"
@@ -122,7 +123,8 @@ def calibrated(calibration: Calibration, base: Cluster | None = None) -> Cluster
         host_speed=reference / laws.launch if launch else base.host_speed,
         host_known=launch or base.host_known,
         transferred="linear" not in kinds and base.transferred,
-        rings={**base.rings, **dict(_rings(calibration.rows))},
+        rings={**base.rings, **dict(_rings(_of_nodes(calibration.rows, several=False)))},
+        **_network(calibration),
         bf16_reached=max(base.bf16_reached, _best(calibration.rows, "linear") / base.bf16_flops_per_s),
         fp8_reached=max(base.fp8_reached, _best(calibration.rows, "linear_fp8") / base.fp8_flops_per_s),
         calibrated=True,
@@ -153,6 +155,22 @@ def _words(calibration: Calibration, kinds: Collection[str]) -> str:
     return f"measured, {calibration.label} ({by}): kernels and host" + (
         f"; from the table of GPUs: {', '.join(not_measured)}" if not_measured else ""
     )
+
+
+def _of_nodes(rows: Rows, *, several: bool) -> Rows:
+    """The collectives between nodes, or those within one."""
+    return [row for row in rows if row["kind"] == "collective" and (row.get("nodes", 1) > 1) is several]
+
+
+def _network(calibration: Calibration) -> dict[str, Any]:
+    """The rate of a GPU between nodes by the widest ring that was measured there, in the words of an answer; nothing without one."""
+    measured = dict(_rings(_of_nodes(calibration.rows, several=True)))
+    if not measured:
+        return {}
+    nodes = max(measured)
+    rate = measured[nodes][1]
+    words = f"network: {rate / 1e9:.3g} GB/s for each GPU between {nodes} nodes, measured ({calibration.label})"
+    return {"nic_bytes_per_s": rate / NIC_RING.value, "network": words}
 
 
 def _rings(rows: Rows) -> Iterator[tuple[int, tuple[float, float]]]:
