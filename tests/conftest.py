@@ -6,7 +6,9 @@ Property tests take the time that they take: where a machine does other work too
 from __future__ import annotations
 
 import gc
+import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -17,19 +19,25 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from playbook.cards import load as cards
+from playbook.cards import search as cards_search
 from playbook.paths import data_root
 from playbook.planner.choice import search
 from playbook.records import read as records
+from playbook_app.services import check
 from playbook_bench.judge import design
+from playbook_bench.variants import checkout
 
-# A fixture that a test's examples share is what its author chose; slowness is the machine's.
+# A fixture that a test's examples share is what its author chose; slowness is the machine's. The same examples every time, so more of them find no more.
 settings.register_profile(
     "the same everywhere",
     deadline=None,
+    max_examples=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("the same everywhere")
+
+FULL_MODULE = re.compile(r"^pytestmark = \[?pytest\.mark\.full", re.MULTILINE)
 
 
 def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,17 +66,36 @@ def shipped(kind: str) -> Callable[..., Any]:
     return key
 
 
+def without_code(tree: Path, path: str, trainer: Path, overrides: dict[str, Any]) -> Any:
+    """The key of a configuration that a commit's tree resolves: its text, where the tree has no code of its own, but that of this checkout."""
+    file = tree / "trainer" / "configs" / trainer
+    own = (tree / "trainer/playbook_trainer").exists()
+    return (file.name, file.read_text(), json.dumps(overrides)) if file.is_file() and not own else None
+
+
 # Before any test imports them: a third of the suite's time would go into reading the same records and cards, and into the same searches.
 records._record = remembered(records._record, shipped("results"))
 cards.load = remembered(cards.load, shipped("cards"))  # type: ignore[attr-defined]
+cards_search.index = remembered(cards_search.index, lambda cards, pages=(): (cards_search.load_asked, *map(id, cards.values()), *pages))
 search.search = remembered(search.search, lambda question, count=5, *, prune=True: (question, count, prune))
+checkout.resolve_in = remembered(checkout.resolve_in, without_code)
+check.load = remembered(check.load, shipped("cases"))  # type: ignore[attr-defined]
 design.order = remembered(design.order, lambda seed, variants, looks: (seed, variants, tuple(looks)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests for GPUs are imported only where the marks ask for them: that takes each worker five seconds. A file that is named is read."""
-    asked = config.getoption("markexpr").replace("not gpu", "").replace("not multigpu", "")
-    return True if collection_path == Path(__file__).parent / "gpu" and asked and "gpu" not in asked else None
+    """Tests for GPUs, and modules that are `full` as a whole, are imported only where the marks ask for them: that takes each worker ten seconds. A file that is named is read."""
+    asked = config.getoption("markexpr")
+    gpu = asked.replace("not gpu", "").replace("not multigpu", "")
+    if collection_path == Path(__file__).parent / "gpu" and gpu and "gpu" not in gpu:
+        return True
+    if (
+        "not full" not in asked
+        or collection_path.suffix != ".py"
+        or collection_path in {Path(a.partition("::")[0]).resolve() for a in config.args}
+    ):
+        return None
+    return True if FULL_MODULE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_runtest_setup() -> None:

@@ -144,6 +144,7 @@ FLOORS = (0.85, 0.945, 0.8, 29 / 30)
 
 
 @pytest.mark.parametrize("half", ["tuned", "held out"])
+@pytest.mark.sample("tuned")
 def test_questions_find_their_card(index: search.SearchIndex, half: str) -> None:
     asked = [q for q in [*questions(index), *untouched()] if q.held_out == (half == "held out")]
     found = score(index, asked)
@@ -161,6 +162,7 @@ FIRST_LOOK = {
 
 
 @pytest.mark.parametrize("batch", NEWEST)
+@pytest.mark.sample("tenth")
 def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search.SearchIndex, batch: str) -> None:
     found = score(index, newest(batch))
     print(found)

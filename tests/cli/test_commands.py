@@ -37,7 +37,7 @@ READERS = ("--help", "cards show moe-dispatcher-choice", "cards list --claims", 
 
 
 @pytest.mark.parametrize("words", READERS)
-@pytest.mark.sample("--help", "evidence list")
+@pytest.mark.sample("--help")
 def test_reading_imports_nothing_heavy(words):
     command = [sys.executable, "-X", "importtime", "-m", "playbook", *words.split()]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600)

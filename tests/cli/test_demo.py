@@ -44,6 +44,7 @@ def test_a_block_for_each_claim_then_what_to_do_next(capsys, elsewhere):
 
 
 @pytest.mark.parametrize(("claim", "verdict", "code", "demo"), [("T8", "refuted", 1, 0), ("T5", "not applicable", 4, 4)])
+@pytest.mark.sample("T8-refuted-1-0")
 def test_a_verdict_of_any_kind_is_a_success_and_none_is_not(capsys, claim, verdict, code, demo):
     assert run(capsys, "confirm", f"vlm-real-data/{claim}", "--profile", "cpu")[0] == code
     ended, out, _ = run(capsys, "demo", f"vlm-real-data/{claim}")
@@ -72,6 +73,7 @@ def test_on_a_terminal_the_last_column_of_a_table_is_folded_and_elsewhere_no_lin
     "command",
     [("skills", "list"), ("bench", "list"), ("cards", "list"), ("cards", "list", "--claims"), ("config", "list"), ("evidence", "list")],
 )
+@pytest.mark.sample("command0", "command2")
 def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is_to_be_wide(monkeypatch, command):
     monkeypatch.chdir(repo_root())
     monkeypatch.setenv("COLUMNS", "80")

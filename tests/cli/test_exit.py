@@ -27,6 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["cards", "list"], ["cards", "list", "--json"], ["confirm", "long-context-cp-sizing/L2"]])
+@pytest.mark.sample("words0")
 def test_a_reader_that_left_is_neither_confirmed_nor_refuted(tmp_path, words):
     read, write = os.pipe()
     os.close(read)

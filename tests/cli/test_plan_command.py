@@ -161,6 +161,7 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
 @pytest.mark.parametrize(
     "words", [["mixtral_8x7b", "--gpus", "64"], ["gpt_oss_20b", "--gpus", "2", "--layers", "4"], ["llama3_70b", "--gpus", "64"]]
 )
+@pytest.mark.sample("words0-megatron-lm")
 def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
     asked = [*words, "--gbs", "256"]
     loss = ["--fix", "loss=native"] if target == "megatron-lm" else []  # the only one that its runs have
@@ -263,6 +264,7 @@ def test_the_pages_answer_is_still_among_the_best(run, place: int) -> None:
     assert step_time(again, cluster(found["question"]["hardware"])).tokens_per_s_per_gpu.value > 0.9 * best
 
 
+@pytest.mark.full
 def test_a_published_layout_that_was_faster_leads_the_table(run) -> None:
     asked = ("qwen3_30b_a3b", "--gpus", "16", "--hardware", "h100")
     shown = run(*asked).stdout

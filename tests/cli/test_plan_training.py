@@ -15,6 +15,7 @@ def answered(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_training_takes_its_tokens_over_the_speed_of_all_gpus(capsys):
     found = answered(capsys, "--gpus", "64", "--tokens", "1.5T", "--price", "2")
     speed, whole = found["plans"][0]["tokens_per_s_per_gpu"], found["training"]
@@ -26,6 +27,7 @@ def test_a_training_takes_its_tokens_over_the_speed_of_all_gpus(capsys):
     assert whole["energy_mwh"]["value"] == pytest.approx(whole["gpu_hours"]["value"] * 700 / 1e6)
 
 
+@pytest.mark.full
 def test_energy_is_unknown_where_no_source_says_what_a_gpu_draws(capsys):
     assert exit_codes.run(app, [*QWEN, "--gpus", "64xB300", "--tokens", "300B"]) == 0
     assert "energy unknown: no source says what a b300 may draw" in capsys.readouterr().out

@@ -113,6 +113,7 @@ def test_a_report_of_nsys_is_read_where_nsys_is_and_the_help_says_so(capsys, mon
     assert "--export=sqlite" in run(capsys, *words[:-2])[1]
 
 
+@pytest.mark.full
 def test_all_count_the_same_claims(capsys, elsewhere):
     said = counted(load_all())
     number = said.split()[0]

@@ -146,6 +146,7 @@ def test_what_ships_has_no_finding_and_no_warning():
     assert [str(f) for f in check_all([], TODAY)[2]] == []
 
 
+@pytest.mark.full
 def test_expired_evidence_is_a_warning():
     found = check_all([], "2031-01-01")[2]
     assert "evidence-old" in {f.rule for f in found}

@@ -58,6 +58,7 @@ def test_the_instructions_begin_with_the_plan_and_the_diagnosis(library):
     assert words.index("diagnose") < words.index("list_cards")
 
 
+@pytest.mark.full
 def test_hardware_may_be_the_text_of_a_file_and_the_network_is_named(library, tmp_path):
     asked = {"model": "qwen3_30b_a3b", "gpus": 16, "global_batch_size": 64, "top": 1}
     plain, slow = (answer(library, "plan_layout", hardware="h100", network=n, **asked) for n in ("", "100GbE"))

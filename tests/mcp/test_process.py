@@ -46,6 +46,7 @@ def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, 
     assert skill.startswith("---\nname: confirm-claim\n")
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
     hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}

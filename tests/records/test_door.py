@@ -122,7 +122,7 @@ def model_refuses(model: type[Any], data: Any) -> bool:
     return False
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_schema_and_model_refuse_the_same_files(draw):
     model, data = draw.draw(st.sampled_from(FILES))

@@ -170,6 +170,7 @@ def test_a_forgery_that_was_sealed_again_counts_for_nothing(tmp_path, data, name
     assert replay.unsound([found])
 
 
+@pytest.mark.full
 def test_terminal_server_and_site_refuse_each_with_the_same_words(tmp_path, data, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     said = {store.new_id(): words for _, words in FORGERIES.values()}
@@ -195,6 +196,7 @@ def test_a_forgery_renames_no_machine_of_a_sound_record(tmp_path, data, name):
     assert {r.path: r.machine for r in read([tmp_path]) if not r.altered} == {sound: "cpu"}
 
 
+@pytest.mark.full
 def test_the_check_of_cards_reads_all_evidence(tmp_path, data, monkeypatch):
     """It read none: a forged record was found by whoever happened to replay it."""
     sealed(tmp_path / "cpu", data, FORGERIES["candidate times halved"][0])

@@ -22,6 +22,8 @@ from playbook.errors import ConfigError
 from playbook_trainer.config import checks, tree
 from playbook_trainer.config import megatron_checks as megatron
 
+pytestmark = pytest.mark.full
+
 TINY = [
     "model=qwen3_moe_tiny",
     "data.seq_len=64",
@@ -44,7 +46,6 @@ def compare(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.full
 def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path) -> None:
     said, rows = compare(tmp_path, "--pairs", "1")
     assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said

@@ -41,6 +41,7 @@ def test_the_planted_commit_is_found(repo: Any, tmp_path: Path, plant: dict[str,
     assert json.loads(json.dumps(bisect.as_json(found)))["suspects"] == [history[1]]
 
 
+@pytest.mark.full
 def test_what_cannot_be_judged_leaves_suspects_and_what_is_well_leaves_none(repo: Any, tmp_path: Path) -> None:  # noqa: F811
     repo({"fault": "refused"})
     repo({"fault": "crash"})

@@ -92,6 +92,7 @@ def test_a_value_that_does_not_fit_is_left_out_where_the_claim_allows_it(curve_c
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("crash", "run_error"), ("disable", "not_activated"), ("nan", "run_error")])
+@pytest.mark.sample("nan-run_error")
 def test_a_failing_value_is_an_error_and_never_slower(curve_card, tmp_path, plant, fault, reason):
     plant(seed2={"fault": fault, "slower": 0.5})
     found = confirmed(curve_card("sweep", "{op: best, at: [1], margin: {value: 5, unit: percent}}"), tmp_path)
@@ -118,6 +119,7 @@ def test_a_planted_coupling_is_found(curve_card, tmp_path, plant):
 
 
 @pytest.mark.parametrize(("fault", "status"), [("refused", "confirmed"), ("oom", "confirmed"), (None, "refuted"), ("crash", "error")])
+@pytest.mark.sample("oom-confirmed")
 def test_cells_exclude_each_other_or_do_not(curve_card, tmp_path, plant, fault, status):
     plant(**{"seed2-lr0.2": {"fault": fault}})
     found = confirmed(curve_card("interaction", "{op: excludes, infeasible: [s2+r1]}", "fits"), tmp_path)

@@ -76,7 +76,7 @@ def test_a_series_runs_burn_in_and_pairs_and_its_evidence_replays(case, tmp_path
         ("within", 10, 0.0, "confirmed"),
     ],
 )
-@pytest.mark.sample("<=--3--0.2-refuted", "within-10-0.0-confirmed")
+@pytest.mark.sample("<=--3--0.2-refuted")
 def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
     plant(candidate={"slower": slower})
     found = only(confirm.run([card(op, margin)], options(tmp_path, seed=3)))
@@ -104,6 +104,7 @@ def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plan
         ("silent", "crash", "run_error", 5),
     ],
 )
+@pytest.mark.sample("crash-crash-run_error-5", "oom-oom-oom-3", "nan-nan-run_error-5")
 def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fault, outcome, reason, code):
     plant(candidate={"fault": fault})
     found = only(confirm.run([card("<=", 5)], options(tmp_path)))
@@ -137,15 +138,6 @@ def test_a_short_run_is_an_error(case, tmp_path, plant):
     found = bench(case("dispatch_bytes_per_token_layer"), tmp_path)
     assert found.status == "error"
     assert "8 of 10 steps" in found.evidence.derived.verdict.sentence
-
-
-@pytest.mark.full
-def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
-    plant(candidate={"fault": "short", "launches": [4, 5]})
-    found = bench(case(), tmp_path)
-    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
-    assert "candidate timed 8 of 10 steps" in found.evidence.derived.verdict.sentence
-    assert replay.replay(found.path)[0]
 
 
 @pytest.mark.full
@@ -197,14 +189,6 @@ def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tm
     assert replay.replay(found.path)[0]
 
 
-@pytest.mark.full
-def test_a_drift_is_not_steady_after_one_extension(case, tmp_path, plant):
-    plant(baseline={"drift": 0.04}, candidate={"drift": 0.04})
-    found = bench(case(), tmp_path)
-    assert found.evidence.measured.plan.extended
-    assert found.evidence.derived.verdict.reason == "not_steady"
-
-
 def test_a_spent_budget_is_said(card, tmp_path, plant):
     plant()
     found = only(confirm.run([card(">=", 5)], options(tmp_path, budget_s=0.4)))
@@ -220,15 +204,6 @@ def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
     assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
         "a name longer than its column stays a word of its own"
     )
-
-
-@pytest.mark.full
-def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):
-    plant(baseline={"data": 0.12}, candidate={"data": 0.01})
-    out = io.StringIO()
-    report.print_outcome(bench(case(), tmp_path), report.console(out))
-    assert "the host spends 12 % of the step in baseline on data" in out.getvalue()
-    assert "in candidate on data" not in out.getvalue()
 
 
 @pytest.mark.full
@@ -269,14 +244,6 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
     monkeypatch.setattr("playbook_bench.machine.telemetry.Telemetry.between", lambda self, start, end: {"throttle_reasons": ["0x48"]})
     runs = bench(case(), tmp_path).evidence.measured.runs
     assert [r.telemetry["over"] for r in runs] == ["launch"] * len(runs)
-
-
-@pytest.mark.full
-def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
-    plant(candidate={"slower": -0.5})
-    found = only(confirm.run([card(">=", 5)], options(tmp_path, pairs=2, seed=5)))  # an order whose planted noise has no drift by chance
-    assert found.evidence.derived.verdict.reason == "budget"
-    assert found.evidence.derived.comparison.pairs == 2
 
 
 # The real trainer under the same faults.

@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root, sources
 from playbook.records.case import Activation, Case, Delta, Receipt, Rule
 from playbook.yaml_files import load
-from playbook_bench.judge import slowdown
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
@@ -89,70 +86,18 @@ def test_the_slower_commit_fails(repo, tmp_path, slower, status, code):
 
 
 @pytest.mark.full
-def test_one_odd_launch_of_the_baseline_does_not_let_a_slower_commit_pass(repo, tmp_path):
-    """A launch that takes 10 % longer once made the limit 10 %."""
-    repo({"slower": 0.1, "launches": [4]})
-    repo({"slower": 0.04})
-    found = run(repo, tmp_path)
-    assert found.status != "pass", found.sentence
-
-
-@pytest.mark.full
 def test_uncommitted_changes_are_what_is_tested(repo, tmp_path):
     (repo.root / "plant.json").write_text(json.dumps({"slower": 0.3}))
     assert run(repo, tmp_path, "HEAD").status == "regression"
 
 
 @pytest.mark.parametrize("fault", ["nan", "short", "crash", "silent", "disable_metric"])
-@pytest.mark.sample("crash", "nan", "silent")
+@pytest.mark.sample("crash", "nan")
 def test_it_fails_closed(repo, tmp_path, fault):
     repo({"fault": fault})
     metric = "images_per_s" if fault == "disable_metric" else "useful_tokens_per_s_per_gpu"
     found = run(repo, tmp_path, metric=metric)
     assert (found.status, found.exit_code) == ("error", 5), found.sentence
-
-
-@pytest.mark.parametrize(("options", "pairs"), [({"pairs": 2}, 2), ({"budget_s": 0.01}, 0)])
-@pytest.mark.full
-def test_a_series_that_is_cut_short_shows_nothing(repo, tmp_path, options, pairs):
-    repo({"slower": 0.5})
-    found = run(repo, tmp_path, **options)
-    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
-    assert f"stopped after {pairs} of the 4 pairs" in found.sentence
-    assert "--budget" in found.sentence
-    json.dumps(gate.as_json(found))
-
-
-def test_a_budget_that_holds_no_pair_shows_nothing(repo, tmp_path):
-
-    class Slow(PlannedLauncher):
-        def run(self, spec, on_step=None):
-            return replace(super().run(spec, on_step), wall_s=70.0)
-
-    found = run(repo, tmp_path, "HEAD", launcher=Slow, budget_s=100.0)
-    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
-    assert "stopped after 0 of the 4 pairs" in found.sentence
-
-
-@pytest.mark.full
-def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):
-    """A slowdown of a little less than the limit: passing it would let it through, and calling it a regression would be a guess."""
-    repo({"slower": 0.018})
-    found = run(repo, tmp_path, pairs=4)
-    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
-    assert 4 < found.pairs_needed <= slowdown.MOST_PAIRS
-    assert f"--pairs {found.pairs_needed}" in found.sentence
-    told = gate.as_json(found)
-    assert (told["status"], told["pairs_needed"], told["comparison"]["pairs"]) == ("undecided", found.pairs_needed, 4)
-
-
-@pytest.mark.full
-def test_pairs_beyond_the_last_look_are_looked_at_and_share_the_error_rate(repo, tmp_path):
-    repo({"slower": 0.03})
-    found = run(repo, tmp_path, pairs=16)
-    assert (found.status, found.comparison.pairs, found.comparison.look) == ("undecided", 16, 7), found.sentence
-    assert 0.05 / 7 < found.comparison.alpha_look < 0.05, "what earlier looks have caught is not paid for twice"
-    assert (found.pairs_needed, "it lies about there" in found.sentence) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -176,37 +121,6 @@ def test_a_deterministic_metric_takes_one_pair(repo, tmp_path):
     assert (found.status, len(found.runs)) == ("pass", 2)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "allowed", "status"),
-    [
-        (100, 0, {}, "pass"),
-        (0, 100, {}, "regression"),
-        (0, 0, {}, "pass"),
-        (100, 50, {}, "pass"),
-        (100, 200, {}, "regression"),
-        (1000, 1009, {}, "regression"),
-        (1000, 1009, {"metric": 0.01}, "pass"),
-        (1000, 1011, {"metric": 0.01}, "regression"),
-    ],
-)
-def test_an_exact_metric_passes_only_where_it_is_no_worse_than_allowed(repo, tmp_path, before, after, allowed, status):
-    """+0.99 % a commit used to pass, commit after commit."""
-    repo({"bytes": before})
-    repo({"bytes": after})
-    found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer", limits=gate.Limits(allowed=allowed))
-    assert found.status == status, found.sentence
-
-
-@pytest.mark.full
-def test_noise_does_not_lift_the_limit(repo, tmp_path):
-    """A machine whose launches differ by a tenth hid a slowdown of a twentieth behind a limit of its own making."""
-    repo({"noise": 0.1})
-    repo({"noise": 0.1, "slower": 0.05})
-    found = run(repo, tmp_path)
-    assert (found.status, found.exit_code, found.limit) == ("too_noisy", 3, 0.03), found.sentence
-    assert "launches of one commit differ by" in found.sentence
-
-
 @pytest.mark.full
 def test_small_slowdowns_add_up_since_the_anchor(repo, tmp_path):
     """Four commits of +1.5 % each pass one by one; against the commit that was accepted they do not."""
@@ -219,49 +133,6 @@ def test_small_slowdowns_add_up_since_the_anchor(repo, tmp_path):
     assert {r.variant for r in found.runs} == {"baseline", "candidate", "anchor"}
     told = json.loads(json.dumps(gate.as_json(found)))
     assert (told["exit_code"], told["anchor"]["status"]) == (1, "regression")
-
-
-@pytest.mark.parametrize(
-    ("plant", "status", "says"),
-    [
-        ({"memory": 1 << 21}, "regression", "peak memory .100.0 %"),
-        ({"grad_norm": 1e6}, "error", "grad_norm of step 1 is 1e.06, and 1 before"),
-        ({"skips": True}, "error", "6 steps without a finite loss, 0 before|and the other none at 5 of them"),
-        ({"stands": 4.99}, "error", "loss of step|mean losses differ"),
-        ({"loss": 0.1}, "error", "loss of step|mean losses differ"),
-    ],
-)
-@pytest.mark.parametrize("metric", ["useful_tokens_per_s_per_gpu", "dispatch_bytes_per_token_layer"])
-@pytest.mark.sample(
-    "dispatch_bytes_per_token_layer-plant0-regression-peak memory .100.0 %",
-    "dispatch_bytes_per_token_layer-plant1-error-grad_norm of step 1 is 1e.06, and 1 before",
-    "dispatch_bytes_per_token_layer-plant2-error-6 steps without a finite loss, 0 before|and the other none at 5 of them",
-    "dispatch_bytes_per_token_layer-plant3-error-loss of step|mean losses differ",
-    "dispatch_bytes_per_token_layer-plant4-error-loss of step|mean losses differ",
-    "useful_tokens_per_s_per_gpu-plant0-regression-peak memory .100.0 %",
-)
-def test_a_commit_that_trains_otherwise_or_costs_more_does_not_pass(repo, tmp_path, plant, status, says, metric):
-    repo(plant)
-    found = run(repo, tmp_path, metric=metric, pairs=4)
-    assert found.status == status, found.sentence
-    counted, timed = says.split("|") if "|" in says else (says, says)
-    assert re.search(timed if metric == "useful_tokens_per_s_per_gpu" else counted, found.sentence), found.sentence
-
-
-@pytest.mark.full
-def test_losses_agree_step_by_step_as_closely_as_launches_of_one_commit_do(repo, tmp_path):
-    """The mean loss differs by a fiftieth of a percent, which the case's band of 1 % lets pass."""
-    repo({"loss": 0.001})
-    found = run(repo, tmp_path)
-    assert (found.status, "loss of step" in found.sentence) == ("error", True), found.sentence
-    assert run(repo, tmp_path, limits=gate.Limits(allowed={"loss": 0.001})).status == "pass"
-
-
-@pytest.mark.parametrize("fault", ["nan", "short"])
-def test_what_cannot_be_used_ends_the_series_at_the_first_launch_that_shows_it(repo, tmp_path, fault):
-    repo({"fault": fault})
-    found = run(repo, tmp_path)
-    assert (found.status, len(found.runs)) == ("error", 2), found.sentence
 
 
 @pytest.mark.full

@@ -70,6 +70,7 @@ def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.sample("15-143")
 def test_a_stopped_harness_leaves_no_process_and_no_half_written_file(case, tmp_path, signum, code):
     mark = uuid.uuid4().hex
     harness = start(case(), tmp_path, mark, {"baseline": {"fault": "wait"}})

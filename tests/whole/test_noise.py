@@ -96,6 +96,7 @@ def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tm
     assert found.rms_difference > 0.04
 
 
+@pytest.mark.full
 def test_a_stopped_noise_goes_on_from_the_launches_that_had_ended(case, tmp_path, plant):
     plant(baseline={"noise": 0.01})
     calls = []

@@ -113,6 +113,7 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
         ({"noise": 0.0, "step_noise": 0.1}, "let each launch make more steps: four times as many halve it"),
     ],
 )
+@pytest.mark.sample("noise0-quieten the machine")
 def test_after_the_first_look_it_is_said_what_effect_shows_at_all_and_what_would_show_a_smaller_one(run, invented, noise, says):
     invented(**noise)
     _, found, err = run("--", *COMMAND, "--vs", *COMMAND)

@@ -89,6 +89,7 @@ def test_a_timer_that_does_not_wait_is_named_where_both_commands_have_it(ab):
     assert "not vouched for: data, the log's clock" in sentence
 
 
+@pytest.mark.full
 def test_an_honest_gain_stays_one(ab):
     code, verdict, sentence = ab("--", *COMMAND, "--takes", "0.03", "--vs", *COMMAND, "--takes", "0.01")
     assert (code, verdict) == (0, "faster"), sentence

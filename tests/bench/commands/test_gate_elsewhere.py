@@ -135,6 +135,7 @@ def test_a_case_of_the_baseline_that_cannot_be_read_is_said(repo):
     assert run(baseline="HEAD").sentence.startswith("the case has changed since HEAD; as it was: ")
 
 
+@pytest.mark.full
 def test_the_same_files_are_said_to_be_the_same(repo):
     """A clean tree against its own commit passed without a word."""
     found = run(baseline="HEAD")

@@ -68,6 +68,7 @@ def test_the_planted_version_among_five_is_named(
     assert len(answer["judged"]) <= 3, "halves, not one version after the other"
 
 
+@pytest.mark.full
 def test_versions_are_ordered_as_numbers_and_both_ends_are_asked_for(index: Path) -> None:
     for version in VERSIONS:
         wheel(index, version, 0.001)

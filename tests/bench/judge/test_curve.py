@@ -322,6 +322,7 @@ EDGE = math.log(1.05)
     "deviations",
     [pytest.param([0.01] * 4, id="equal"), pytest.param([0.01, 0.01, 0.01, 0.03], id="one noisy", marks=pytest.mark.full)],
 )
+@pytest.mark.sample("equal-wanted1-gains1-False", "equal-wanted6-gains6-True")
 def test_at_the_margin_a_verdict_of_either_kind_is_rare(wanted, gains, interaction, deviations):
     confirmed, refuted = simulate(gains, wanted, deviations, seed=7, interaction=interaction, drift=0.0005)
     print(f"{wanted.op}: confirmed {confirmed:.3f}, refuted {refuted:.3f} at the margin")

@@ -110,6 +110,7 @@ def test_a_drift_and_a_carry_over_of_any_size_move_no_difference(pairs):
 
 @pytest.mark.parametrize("variants", [3, 4])
 @pytest.mark.parametrize("blocks", [4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.sample("4-4")
 def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
     """The last variant is five times as noisy as the rest: its contrast has no more degrees of freedom than its own blocks give it."""
     rng, alpha, series = np.random.default_rng(5), ALPHA / len(LOOKS), 2000

@@ -327,6 +327,7 @@ def test_two_commands_do_not_share_a_journal(tmp_path):
         (None, None, "n2", False),
     ],
 )
+@pytest.mark.sample("7-1-n2-True", "7-1-n1-False")
 def test_a_job_that_was_queued_again_takes_its_journal_from_a_node_that_died(job, restart, host, goes_on, tmp_path, monkeypatch):
     """A file server may hold the lock of a node that is gone."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")

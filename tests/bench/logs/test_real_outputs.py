@@ -107,6 +107,7 @@ def test_torchtitan_writes_what_is_read(tmp_path: Path) -> None:
         assert {s.memory_bytes for s in log.steps} <= {9 * 2**30, 9.5 * 2**30}
 
 
+@pytest.mark.full
 def test_a_plain_loops_lines_are_read_without_options(tmp_path: Path) -> None:
     text, _ = run("train_loop.py", folder=tmp_path)
     log = read(text, steps=STEPS)

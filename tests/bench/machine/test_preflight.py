@@ -146,6 +146,7 @@ def test_ranks_of_torchrun_give_one_answer_with_their_link():
     assert [(r["gpu"], r["other"][1]) for r in answer["readings"] if r["metric"] == "link_bytes_per_s"] == [(0, 1), (1, 0)]
 
 
+@pytest.mark.full
 def test_the_command_checks_a_machine_without_gpus_and_says_what_it_compares():
     words = [sys.executable, "-m", "playbook", "preflight", "--seconds", "0.1"]
     done = subprocess.run(

@@ -280,6 +280,7 @@ def test_a_record_that_was_changed_does_not_replay(tune, playbook, launches):
 
 @pytest.mark.sample("9")
 @pytest.mark.parametrize("at", [3, 9, 30])
+@pytest.mark.sample("9")
 def test_ctrl_c_leaves_a_valid_answer_and_resume_goes_on(tune, launches, at):
     launches.stop_at, launches.stop = at, Interrupted(2)
     done = tune("--resume")

@@ -153,6 +153,7 @@ def test_a_file_that_goes_away_is_missing(tmp_path: Path) -> None:
     assert caught.value.kind == "missing"
 
 
+@pytest.mark.full
 def test_fifty_megapixels_are_decoded_where_allowed_and_refused_where_not(tmp_path: Path) -> None:
     Image.new("L", (8000, 6250), 77).save(tmp_path / "large.png")
     assert (decode(ImageRef(tmp_path / "large.png", 32, 32)) == 77).all()
@@ -229,6 +230,7 @@ def test_the_cache_holds_pixels_and_no_encoded_images(tmp_path: Path) -> None:
     assert decoder.take_counts() == {"images_decoded": 1, "images_cached": 1}
 
 
+@pytest.mark.full
 def test_the_cache_changes_no_pixel_and_decodes_each_image_once(tmp_path: Path) -> None:
     overrides = {"data__path": None, "data__seq_len": 128, "data__num_workers": 1, "data__max_image_pixels": 8192}
     plain, without = run(config(tmp_path, **overrides), 20)

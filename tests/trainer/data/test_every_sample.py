@@ -94,6 +94,7 @@ def of_rows(given: TrainerConfig, rows: Iterator[int]) -> Counter[bytes]:
 @example(lengths=[3000], batch=8, seq_len=31, buffer=32, pack=True)
 @example(lengths=[2000, 1], batch=13, seq_len=17, buffer=1, pack=False)
 @example(lengths=[5] * 40, batch=3, seq_len=64, buffer=32, pack=True)
+@pytest.mark.sample("txt")
 def test_an_epoch_reads_every_piece_of_every_text_once(
     layout: str, lengths: list[int], batch: int, seq_len: int, buffer: int, pack: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -139,6 +140,7 @@ def test_rows_of_a_step_are_other_places_of_one_text(
 
 
 @pytest.mark.parametrize("texts", [1, 2, 5, 9])
+@pytest.mark.sample("2")
 def test_few_long_texts_hold_out_a_tenth_of_their_pieces(texts: int, tmp_path: Path) -> None:
     lengths = [1590 + n for n in range(texts)]
     path = text_file(tmp_path, letters(lengths), "txt")
@@ -279,6 +281,7 @@ def conversation(number: int, turns: Spoken, form: str) -> tuple[dict[str, Any],
     batch=st.integers(1, 9),
     pack=st.booleans(),
 )
+@pytest.mark.sample("a.jsonl")
 def test_an_epoch_reads_every_conversation_once(
     name: str, spoken: list[Spoken], size: tuple[int, int], batch: int, pack: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -305,7 +308,7 @@ def test_an_epoch_reads_every_conversation_once(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [1, 7])
-@pytest.mark.sample("1-2", "7-0")
+@pytest.mark.sample("7-0")
 def test_a_run_over_epochs_goes_on_where_it_stood_on_other_ranks(workers: int, at: int, tmp_path: Path) -> None:
     path = text_file(tmp_path, letters([40 + 31 * i % 200 for i in range(60)]), "jsonl")
     given = settings_of(path, data__seq_len=64, train__global_batch_size=4, train__epochs=3, data__num_workers=workers)

@@ -139,27 +139,27 @@ def test_batches_without_images_have_no_vision() -> None:
 @pytest.mark.sample("2-1-0")
 def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: int, mbs: int, workers: int) -> None:
     overrides = {"train__global_batch_size": 8, "data__max_image_pixels": 16_384}
-    expected = steps(config(VL, **overrides), 3)
+    expected = steps(config(VL, **overrides), 2)
     cfg = config(VL, **overrides, train__micro_batch_size=mbs, data__num_workers=workers)
-    ranks = [steps(cfg, 3, dp_rank=rank, dp_size=dp) for rank in range(dp)]
-    for s in range(3):
+    ranks = [steps(cfg, 2, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+    for s in range(2):
         # Micro-batch j of rank r comes before micro-batch j of rank r + 1, and that before micro-batch j + 1.
         found = [[ranks[r][s][j]] for j in range(8 // (dp * mbs)) for r in range(dp)]
         assert rows_of(found) == rows_of([expected[s]])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.sample("2")
+@pytest.mark.sample("0")
 def test_resuming_equals_going_on(workers: int) -> None:
     cfg = config(VL, data__max_image_pixels=16_384, data__num_workers=workers)
-    whole = steps(cfg, 7)
+    whole = steps(cfg, 4)
     loader = build_loader(cfg, dp_rank=0, dp_size=1)
-    list(itertools.islice(loader, 3))
+    list(itertools.islice(loader, 2))
     state = json.loads(json.dumps(loader.state()))
     loader.close()
-    rest = steps(cfg, 4, start_row=state["row"])
-    assert [[fingerprint(b) for b in s] for s in rest] == [[fingerprint(b) for b in s] for s in whole[3:]]
-    assert fingerprint(whole[0][0]) != fingerprint(whole[3][0])
+    rest = steps(cfg, 2, start_row=state["row"])
+    assert [[fingerprint(b) for b in s] for s in rest] == [[fingerprint(b) for b in s] for s in whole[2:]]
+    assert fingerprint(whole[0][0]) != fingerprint(whole[2][0])
 
 
 def test_resuming_in_a_later_epoch() -> None:
@@ -169,6 +169,7 @@ def test_resuming_in_a_later_epoch() -> None:
     assert [fingerprint(b) for b in rest[0]] == [fingerprint(b) for b in whole[5]]
 
 
+@pytest.mark.full
 def test_iterating_again_starts_again() -> None:
     loader = build_loader(config(VL, data__num_workers=1, data__max_image_pixels=16_384), dp_rank=0, dp_size=1, split="eval")
     first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
@@ -233,6 +234,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.timeout(2000)
+@pytest.mark.full
 def test_workers_die_with_a_killed_rank() -> None:
     program = (
         "import os, sys; from pathlib import Path; from playbook_trainer.config.tree import load\n"

@@ -146,6 +146,7 @@ def test_plain_text_is_split_at_two_blank_lines(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "book.txt") == ["One.\n\nStill one.", "Two.", "Three."]
 
 
+@pytest.mark.full
 def test_train_and_eval_share_nothing_and_eval_is_a_tenth() -> None:
     seen = {}
     for split in ("train", "eval"):
@@ -258,7 +259,8 @@ def test_fixed_images_all_have_the_given_size() -> None:
 
 def test_mock_rows_are_full_and_cut_at_real_lengths() -> None:
     rows = make_rows(config(VL, data__kind="mock"), "train")
-    real = {len(d.tokens) for k in range(60) for d in make_rows(config(VL), "train").row(k)}
+    real_rows = make_rows(config(VL), "train")
+    real = {len(d.tokens) for k in range(60) for d in real_rows.row(k)}
     for k in range(10):
         row = rows.row(k)
         assert sum(len(d.tokens) for d in row) == 512

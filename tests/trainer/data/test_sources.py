@@ -73,7 +73,7 @@ def batches_of(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[lis
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "parquet", "vqav2", "generated"])
-@pytest.mark.sample("parquet", "generated")
+@pytest.mark.sample("parquet")
 def test_resuming_on_other_ranks_and_workers_goes_on_to_the_last_bit(tmp_path: Path, kind: str) -> None:
     common = {
         **vqa_source(kind, tmp_path),
@@ -206,6 +206,7 @@ def test_generated_text_has_natural_lengths_and_frequencies() -> None:
     assert not np.array_equal(text[7][:20], GeneratedText(GeneratedConfig(seed=1), 256)[7][:20])
 
 
+@pytest.mark.full
 def test_generated_samples_are_like_vqa_over_photographs_like_coco(tmp_path: Path) -> None:
     cfg = GeneratedConfig(pool_images=400)
     samples = [GeneratedVqa(cfg, tmp_path)[i] for i in range(1500)]

@@ -137,6 +137,7 @@ def test_a_new_field_is_listed_until_somebody_maps_it(monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("start", [{}, {"backend": "megatron"}], ids=["torch", "megatron"])
 @pytest.mark.parametrize("path", [LARGE, VISION], ids=["text", "vision"])
+@pytest.mark.sample("text-torch-megatron-lm", "vision-megatron-megatron-bridge", "text-torch-torchtitan")
 def test_another_value_changes_what_is_printed_unless_it_is_named_as_without_bearing_or_unsayable(path, start, target):
     config = load(path, {**start, **({"model": "qwen3_30b_a3b"} if path == LARGE else {})})
     plain = export(config, target)

@@ -47,8 +47,9 @@ def test_the_fetched_releases_are_those_that_exports_name() -> None:
 
 
 @pytest.mark.timeout(6000)
-@pytest.mark.parametrize("count", [FEW, pytest.param(EACH, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [FEW, EACH])
 @pytest.mark.parametrize("target", CHECKERS)
+@pytest.mark.sample("megatron-lm-10", "playbook-10")
 def test_random_plans_are_accepted_and_read_back_to_the_same_layout(target: str, count: int) -> None:
     exports = drawn(target, count, seed=count, refused=[])
     assert len(exports) == count

@@ -66,6 +66,7 @@ def saved(request, tmp_path_factory):
     indirect=["saved"],
     ids=lambda v: v if isinstance(v, str) else "-".join(f"{k}{n}" for k, n in v.items()),
 )
+@pytest.mark.sample("text-moe-tp2-ep2", "vl-moe-ep2-etp2", "vl-dense-tied-tp2-pp2")
 def test_a_rank_reads_its_own_part_and_not_one_byte_more(saved, layout):
     config, state, folder = saved
     seen = set()

@@ -29,6 +29,8 @@ from playbook_trainer.config.tree import TrainerConfig, dump, load
 from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference, read_index, reading
 
+pytestmark = pytest.mark.full
+
 FORM = "torch_dist"
 READERS = [dcp.FileSystemReader, CachedMetadataFileSystemReader]
 
@@ -206,7 +208,6 @@ def test_a_hostile_checkpoint_runs_no_code(planted: str, reader: type, whole: Ca
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reader", READERS, ids=lambda r: r.__name__)
 @pytest.mark.parametrize("sums", [True, False])
-@pytest.mark.sample("True-CachedMetadataFileSystemReader", "False-FileSystemReader")
 def test_flipped_bits_are_refused_or_change_nothing(sums: bool, reader: type, whole: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "step_00000002"
     if not sums:  # as older versions wrote it; there the index has no checksum

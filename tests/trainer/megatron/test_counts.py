@@ -14,6 +14,8 @@ from ranks import ROOT, SUPPORT, environment
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import load, parse_overrides
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("megatron.core")
 
 COMMON = ("backend=megatron", "train.dtype=bf16", "data.pack=false", "train.device=cuda")
@@ -68,7 +70,6 @@ def built() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.full
 def test_the_dry_run_says_what_the_real_model_holds(name: str, built: dict[str, list[dict[str, Any]]]) -> None:
     for stage in built[name]:
         assert stage["parameters"] == stage["expected_parameters"]
@@ -76,14 +77,12 @@ def test_the_dry_run_says_what_the_real_model_holds(name: str, built: dict[str, 
         assert 0 <= stage["allocated_bytes"] - stage["expected_bytes"] < 0.005 * stage["expected_bytes"] + 16_384
 
 
-@pytest.mark.full
 def test_a_fused_dispatcher_is_built_as_another_and_that_is_said(built: dict[str, list[dict[str, Any]]]) -> None:
     assert "built with alltoall: hybridep" in built["gradients in 16 bits"][0]["notes"][0]
     assert built["experts"][0]["notes"] == []
 
 
 @pytest.mark.timeout(4000)
-@pytest.mark.full
 def test_recipes_hold_at_full_size_what_the_dry_run_says() -> None:
     files = [r.file for r in recipes.index().recipes if load(recipes.folder() / r.file).backend == "megatron"]
     found = answers("megatron_full_size.py", files)

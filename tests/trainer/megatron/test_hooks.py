@@ -8,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 
 from playbook_trainer.observe.ranges import listening
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("megatron.core")
 
 

@@ -17,6 +17,8 @@ from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export.megatron import sheet_of
 from playbook_trainer.megatron import settings
 
+pytestmark = pytest.mark.full
+
 BF16 = {"train.dtype": "bf16"}
 
 

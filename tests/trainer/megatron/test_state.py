@@ -10,6 +10,8 @@ import torch
 
 from playbook_trainer.megatron.wrap import hold_state
 
+pytestmark = pytest.mark.full
+
 
 class Adam(torch.optim.AdamW):
     """Of Transformer Engine's optimizer, what makes its state."""

@@ -17,6 +17,8 @@ from playbook.paths import data_root
 from playbook_trainer.config.tree import ModelConfig, load
 from playbook_trainer.huggingface import weights
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("megatron.core")
 
 MOE, DENSE = "qwen3_vl_moe_tiny", "qwen3_vl_tiny"
@@ -71,7 +73,6 @@ def far(folder: Path, name: str) -> dict[str, float]:
 
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.full
 def test_loss_and_gradients_equal_those_of_the_torch_backend(name: str, trained: Path) -> None:
     loss, expected = found(trained, name)["loss"], found(trained, f"reference-{JOBS[name][0]}")["loss"]
     assert loss == pytest.approx(expected, rel=1e-6)
@@ -83,7 +84,6 @@ def test_loss_and_gradients_equal_those_of_the_torch_backend(name: str, trained:
 
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.full
 def test_weights_come_back_bit_by_bit(saved: str, trained: Path) -> None:
     found(trained, saved)
     config = model(JOBS[saved][0])
@@ -146,7 +146,6 @@ def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.full
 def test_training_on_photographs_equals_the_torch_backend(run: str, streamed: tuple[Path, dict[str, str | None]]) -> None:
     (root, errors), expected = streamed, reference(run).name
     assert errors[run] is None, errors[run]

@@ -64,7 +64,7 @@ DENSE = {"model": "qwen3_tiny"}
     ],
     ids=["dense", "moe", "vision", "frozen tower", "frozen tower and projector", "core_attn again"],
 )
-@pytest.mark.sample("moe", "vision")
+@pytest.mark.sample("moe")
 def test_the_ledger_agrees_with_pytorch(config: str, changes: dict[str, Any]) -> None:
     book, totals, counted = one_step(config, **changes)
     found = book.hardware(totals)

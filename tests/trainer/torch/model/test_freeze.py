@@ -43,6 +43,7 @@ def test_every_part_has_parameters():
 @pytest.mark.parametrize(
     "frozen", [["vision"], ["projector"], ["vision", "projector"], ["language_model"], ["vision", "language_model"]], ids="+".join
 )
+@pytest.mark.sample("vision", "language_model")
 def test_what_is_trained_gets_the_same_gradients(frozen):
     whole, _, _ = observed([])
     found, _, _ = observed(frozen)

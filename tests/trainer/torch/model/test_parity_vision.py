@@ -42,6 +42,7 @@ def towers():
 
 
 @pytest.mark.parametrize("grids", [[g] for g in SIZES] + [list(p) for p in itertools.permutations(SIZES, 3)][:6] + [[(3, 4, 6), (1, 2, 4)]])
+@pytest.mark.sample("grids0", "grids3", "grids6", "grids9")
 def test_embeddings_and_gradients_equal_those_of_transformers(towers, grids):
     config, tower, model = towers
     vision = batch(config, grids)
@@ -87,6 +88,7 @@ def test_bfloat16_stays_close_to_float32(towers):
     assert (found.float() - exact).norm() < 0.03 * exact.norm()
 
 
+@pytest.mark.full
 def test_the_compiled_parts_of_a_block_hold_no_break_and_give_the_same(towers):
     config, tower, _ = towers
     vision = batch(config, SIZES[1:3])

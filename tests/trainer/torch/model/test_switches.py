@@ -77,6 +77,7 @@ MODELS = {
     ],
 )
 @pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.sample("True-moe-modules0", "True-moe-modules3", "False-dense-modules4", "False-vision-modules5", "True-moe-modules7")
 def test_selective_recompute_keeps_less_and_changes_no_bit(model, modules, grouped):
     config = MODELS[model]()
     batch = document_batch(config, [(1, 4, 6)] if model == "vision" else [])
@@ -308,6 +309,7 @@ LENGTHS = [(40, 23), (31, 8), (50, 50), (12, 61), (44, 9)]
 
 @pytest.mark.parametrize("model", ["moe", "vision"])
 @pytest.mark.sample("moe")
+@pytest.mark.full
 def test_marked_shapes_compile_once_and_static_ones_for_ever(model):
     config = MODELS[model]()
     grown = {}

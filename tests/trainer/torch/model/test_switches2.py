@@ -36,6 +36,7 @@ def observed(config, batch, options):
 
 @pytest.mark.parametrize("model", ["moe", "dense", "vision"])
 @pytest.mark.parametrize("recompute", [[], ["layernorm", "core_attn"], ["full"]])
+@pytest.mark.sample("recompute0-moe", "recompute1-vision")
 def test_offloaded_activations_leave_the_device_and_change_no_bit(model, recompute):
     config = MODELS[model]()
     batch = document_batch(config, [(1, 4, 6)] if model == "vision" else [])

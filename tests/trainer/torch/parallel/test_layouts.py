@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from ranks import ROOT, run, steps, summary
 
 TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_moe_tiny.yaml"
 COMMON = ["train.steps=6", "train.warmup_steps=1"]
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
+# Eight ranks on two cores take half of the time of all: four of those layouts are trained here, and every one for the published table (`make parity`).
+OF_EIGHT = [layout for layout in LAYOUTS if layout.ranks == 8]
+BY_NAME = {x.name: x for x in LAYOUTS if x.ranks < 8 or x in OF_EIGHT[:4] or os.environ.get("PLAYBOOK_PARITY")}
 
 
 def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[str, float]]:
@@ -41,7 +44,7 @@ def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.timeout(8000)
 @pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.sample("moe-tp2", "moe-fsdp-pp2+vpp-ep2-dedup")
+@pytest.mark.sample("moe-fsdp-ep2")
 def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, float] | str]) -> None:
     found = differences[name]
     assert isinstance(found, dict), found
@@ -55,7 +58,7 @@ def test_the_table_covers_every_legal_pair_of_choices() -> None:
     legal, covered = every_pair(), set().union(*map(pairs_of, LAYOUTS))
     assert len(legal) > 500
     assert sorted(map(str, legal - covered)) == []
-    assert len(LAYOUTS) == len(BY_NAME) <= 40
+    assert len(LAYOUTS) == len({x.name for x in LAYOUTS}) <= 40
 
 
 @pytest.mark.full
