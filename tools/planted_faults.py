@@ -235,9 +235,7 @@ FAULTS = (
         "TP with experts and no SP is accepted",
         ("planner",),
     ),
-    Fault(
-        PLANNER + "exclusions.py", 'bool(c.graphed) and "full" in c.again', "False", "graphs with full recompute are accepted", ("planner",)
-    ),
+    Fault(PLANNER + "layout.py", 'bool(c.graphed) and "full" in c.again', "False", "graphs with full recompute are accepted", ("planner",)),
     Fault(
         PLANNER + "memory.py",
         "+ 2 * plan.moment_bytes) * each(trained, over)",

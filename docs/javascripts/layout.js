@@ -327,7 +327,7 @@ var PlaybookLayout = (function () {
 
   const RULES = [labels, splitSequence, widths, expertsGrid, pipeline, dispatcher, context, sharding, recompute, graphs, offload, overlap, states];
 
-  // --- the nearest legal layouts: playbook/planner/nearest_layouts.py ------------------------------------------------------------------------------
+  // --- the nearest legal layouts: playbook/planner/plan.py ------------------------------------------------------------------------------
 
   const round9 = (x) => Math.round(x * 1e9) / 1e9;
   const apart = (a, b) => round9(Math.abs(Math.log2(a) - Math.log2(b)));

@@ -9,7 +9,7 @@ from typing import Any
 
 from playbook.diagnosis.seen import changed, composition
 from playbook.diagnosis.setting import Setting
-from playbook.planner.choice import space, unknowns
+from playbook.planner.choice import space
 from playbook.planner.choice.search import Choice
 from playbook.planner.plan import Plan
 from playbook.planner.time import spread
@@ -76,8 +76,8 @@ def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
     """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
     if on.broken():
         return None
-    peak_bytes = unknowns.held(on)
-    if peak_bytes > max(where.question.capacity, unknowns.held(off)):  # a layout that runs fits, whatever the estimate says
+    peak_bytes = space.held(on)
+    if peak_bytes > max(where.question.capacity, space.held(off)):  # a layout that runs fits, whatever the estimate says
         return None
     cluster = where.question.cluster
     before, after = step_time(off, cluster).parts, step_time(on, cluster).parts

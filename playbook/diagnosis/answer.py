@@ -6,20 +6,115 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
-from playbook.diagnosis import likely_walls, published
+from playbook.diagnosis import published
 from playbook.diagnosis import seen as sight
 from playbook.diagnosis.actions import Action, Gain, actions
 from playbook.diagnosis.claims import Knowledge, Said
 from playbook.diagnosis.setting import Measured, Setting
-from playbook.planner.choice import plain_data, unknowns
+from playbook.planner.choice import plain_data, space
 from playbook.planner.choice.anchored import anchored, scale_of, scaled
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
+
+_LEAST = 0.01
+"""A share under this is not told by its name."""
+
+
+@dataclass(frozen=True)
+class Wall:
+    """A share of the step, predicted or traced; None where nothing tells. `beyond`: above the threshold from which on it is worth work."""
+
+    name: str
+    share: float | None
+    threshold: float
+    sign: str
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the share is above its threshold."""
+        return self.share is not None and self.share > self.threshold
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a wall is known: the parts of a predicted step, the share of a trace, the least share that counts, and its sign."""
+
+    parts: tuple[str, ...]
+    traced: str
+    threshold: float
+    sign: str
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "host-bound": _Kind(("host",), "host_idle", 0.10, "the GPU is idle until the next kernel is launched"),
+    "exposed communication": _Kind(("tp", "ep", "cp", "pp", "dp"), "exposed", 0.15, "collectives run and nothing is computed beside them"),
+    "data wait": _Kind((), "data_wait", 0.10, "the GPU is idle while the host fetches a batch"),
+    "idle of unknown cause": _Kind(
+        (), "unknown_idle", 0.10, "the GPU is idle though the next kernel was launched, or its launch is not in the trace"
+    ),
+    "bubble": _Kind(
+        ("bubble",), "", 0.05, "the first and the last stage are idle at the ends of a step; more micro-batches make tokens faster"
+    ),
+    "stragglers": _Kind(("stragglers",), "", 0.10, "the same collective takes longer on some ranks: trace two of them"),
+    "memory": _Kind((), "", 0.05, "layers are computed again in the backward pass, or state travels to the host, so that the run fits"),
+    "memory-bound kernels": _Kind(("elementwise", "optimizer"), "", 0.25, "most kernels move bytes and multiply nothing"),
+    "compute-bound": _Kind(("products", "grouped", "attention"), "", 1.0, "products and attention fill the step"),
+}
+"""The thresholds of what a trace shows are those of `playbook bench trace --file`; a predicted share is held against the same."""
+
+
+def predicted_walls(time: StepTime, plan: Plan, cluster: Cluster, shares_seen: Mapping[str, float] = MappingProxyType({})) -> list[Wall]:
+    """The walls of a plan, the largest that count first; what was `seen` goes before what is predicted. What the host fetches is not
+    predicted.
+    """
+    parts = sight.composition(time.parts, shares_seen)
+    shares = {name: sum(parts.get(p, 0.0) for p in kind.parts) for name, kind in _KINDS.items() if kind.parts}
+    lean = sight.changed(parts, time.parts, step_time(_lean(plan), cluster).parts)
+    shares["memory"] = max(0.0, sum(parts.values()) - sum(lean.values()))
+    seen_walls = sight.walls(shares_seen)
+    return _ordered(
+        {name: max(seen_walls[name], shares.get(name, 0.0)) if name in seen_walls else shares.get(name) for name in _KINDS}, shares_seen
+    )
+
+
+def seen_walls(shares_seen: Mapping[str, float]) -> list[Wall]:
+    """The walls that were seen, of a run of which nothing is predicted."""
+    return _ordered(sight.walls(shares_seen), shares_seen)
+
+
+def traced_walls(trace: Mapping[str, Any]) -> list[Wall]:
+    """The walls of a trace as `playbook bench trace --file FILE --json` gives them."""
+    shares = {name: trace.get(kind.traced) for name, kind in _KINDS.items() if kind.traced}
+    shares["compute-bound"] = trace["computing"]
+    return _ordered(shares, sight.of_trace(trace))
+
+
+def _ordered(shares: Mapping[str, float | None], shares_seen: Mapping[str, float]) -> list[Wall]:
+    """Those beyond their thresholds first, each by its share; what nothing tells last."""
+    walls = [Wall(name, share, _KINDS[name].threshold, f"{_KINDS[name].sign}{_of_it(name, shares_seen)}") for name, share in shares.items()]
+    return sorted(walls, key=lambda w: (not w.beyond, w.share is None, -(w.share or 0.0)))
+
+
+def _of_it(wall: str, shares_seen: Mapping[str, float]) -> str:
+    """What was seen of a wall under names of its own, the largest first."""
+    named = {
+        name: share for name, share in shares_seen.items() if sight.KINDS[name].wall == wall and name != "communication" and share >= _LEAST
+    }
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(named.items(), key=lambda n: -n[1]))
+    return f" (seen: {listed})" if listed else ""
+
+
+def _lean(plan: Plan) -> Plan:
+    """The plan with nothing computed again and nothing on the host, whether it fits or not."""
+    return replace(plan, options=replace(plan.options, recompute=(), optimizer_offload=0, offload=False, offload_modules=()))
+
 
 SCHEMA = "diagnosis/1"
 _CLAIMS = 3
@@ -85,7 +180,7 @@ def diagnose(where: Setting, speed: Measured | None, knowledge: Knowledge, expor
         },
         "measured": speed and asdict(speed),
         "predicted": {
-            "yours": current and {**_predicted(current, where.plan), "fits": where.plan is not None and unknowns.fits(where.plan,
+            "yours": current and {**_predicted(current, where.plan), "fits": where.plan is not None and space.fits(where.plan,
             q.cluster.memory_gib)},
             "best": best and _predicted(best.time, best.plan),
             "nothing_fits": _obstacle(planned),
@@ -124,7 +219,7 @@ def _time(where: Setting) -> StepTime | None:
 
 def _peak(plan: Plan | None) -> float:
     """GiB of the fullest rank."""
-    return unknowns.held(plan) / GIB if plan else 0.0
+    return space.held(plan) / GIB if plan else 0.0
 
 
 def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
@@ -179,13 +274,13 @@ def _range(runs: published.Published) -> str:
     return f"{low if low == high else f'{low} to {high}'} {unit}"
 
 
-def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[likely_walls.Wall]:
+def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[Wall]:
     """The walls of what runs; none where neither its layout is known nor anything was seen of it."""
     if observed.trace:
-        return likely_walls.traced(observed.trace)
+        return traced_walls(observed.trace)
     if where.plan and current:
-        return likely_walls.predicted(current, where.plan, where.question.cluster, where.seen)
-    return likely_walls.only(where.seen)
+        return predicted_walls(current, where.plan, where.question.cluster, where.seen)
+    return seen_walls(where.seen)
 
 
 def _walls_from(where: Setting, observed: Seen) -> str:
@@ -329,7 +424,7 @@ def _confidence(
         first, last = (n / GIB for n in observed.grown)
         warnings.append(f"memory grew from {first:.1f} to {last:.1f} GiB within the log: a run that goes on so ends out of memory")
     doubts = []
-    over = unknowns.over(where.plan, where.question.cluster.memory_gib) if where.plan else ""
+    over = space.over(where.plan, where.question.cluster.memory_gib) if where.plan else ""
     if over:
         doubts.append(f"your layout {over}: is it what runs?")
     if current and speed and speed.tokens_per_s_per_gpu > current.tokens_per_s_per_gpu.high:

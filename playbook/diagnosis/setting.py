@@ -8,11 +8,11 @@ from math import isfinite
 
 from playbook.errors import ConfigError
 from playbook.planner import flops
-from playbook.planner.choice import unknowns
+from playbook.planner.choice import space
 from playbook.planner.choice.routing import Routing
 from playbook.planner.choice.space import Question
-from playbook.planner.frameworks import FRAMEWORKS
-from playbook.planner.hardware.named import machine
+from playbook.planner.hardware import machine
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan, idle, parse, whole
 from playbook.planner.runs import spelling
 from playbook.planner.shapes import Shape
@@ -162,8 +162,8 @@ def _own(question: Question, words: Sequence[str]) -> tuple[Plan, tuple[str, ...
     nothing = idle(plan, names)
     if nothing:
         raise ConfigError(f"layout: {nothing[0]}")
-    plan, chunked = unknowns.chunked(plan, names)
-    plan, filled = unknowns.fitted(plan.require(), question.cluster.memory_gib, names)
+    plan, chunked = space.chunked(plan, names)
+    plan, filled = space.fitted(plan.require(), question.cluster.memory_gib, names)
     return plan, (*chunked, *filled)
 
 

@@ -9,7 +9,6 @@ import yaml
 from planted_case import bench
 
 from playbook.paths import repo_root
-from playbook.planner.choice.scaled import scaled
 from playbook.planner.memory import GIB, stages
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
@@ -17,6 +16,7 @@ from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
 from playbook_app.cli import exit_codes
 from playbook_app.cli.app import app
+from playbook_app.services.predicted_case import scaled
 from playbook_bench.run import prove, replay
 from playbook_bench.variants.resolve import configurations
 from playbook_trainer.config.dry_run import dry_run, predicted

@@ -7,19 +7,19 @@ from datetime import UTC, datetime
 import pytest
 
 from playbook.cards.load import load_all
+from playbook.cards.search import diagnosis_of
 from playbook.cards.terms import Facts
-from playbook.diagnosis import likely_walls, published
+from playbook.diagnosis import published
 from playbook.diagnosis.actions import actions
-from playbook.diagnosis.answer import Seen, diagnose
+from playbook.diagnosis.answer import Seen, diagnose, predicted_walls, traced_walls
 from playbook.diagnosis.claims import Knowledge
-from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.choice.search import Choice
-from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.memory import stages
 from playbook.planner.models import MODELS
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.time.step import step_time
 from playbook.records.read import read
 from playbook_app.cli import app
@@ -280,17 +280,17 @@ def test_a_trace_goes_before_the_prediction(known):
 def test_predicted_walls_are_shares_of_the_step():
     where = of(MOE, "h100", 64, "ep=8", "recompute=full")
     time = step_time(where.plan, where.question.cluster)
-    told = {w.name: w for w in likely_walls.predicted(time, where.plan, where.question.cluster)}
+    told = {w.name: w for w in predicted_walls(time, where.plan, where.question.cluster)}
     assert told["host-bound"].share == pytest.approx(time.parts["host"] / time.seconds.value)
     assert told["memory"].beyond  # whole layers are computed again
     assert told["data wait"].share is None
     plain = replace(where.plan, options=replace(where.plan.options, recompute=()))
-    lean = likely_walls.predicted(step_time(plain, where.question.cluster), plain, where.question.cluster)
+    lean = predicted_walls(step_time(plain, where.question.cluster), plain, where.question.cluster)
     assert {w.name: w.share for w in lean}["memory"] == 0.0
 
 
 def test_thresholds_are_those_of_a_trace():
-    limits = {w.name: w.threshold for w in likely_walls.traced(TRACE)}
+    limits = {w.name: w.threshold for w in traced_walls(TRACE)}
     assert limits["host-bound"] == HOST_BOUND
     assert limits["exposed communication"] == EXPOSED
     assert limits["data wait"] == DATA_WAIT

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from playbook.diagnosis import likely_walls, published
+from playbook.diagnosis import answer, published
 from playbook.diagnosis.actions import actions
 from playbook.diagnosis.seen import composition, of_trace, parsed
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
-from playbook.planner.choice import plain_data, unknowns
+from playbook.planner.choice import plain_data, space
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
-from playbook.planner.hardware.networks import on_network
+from playbook.planner.hardware import on_network
 from playbook.planner.memory import GIB, verdict
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
@@ -61,11 +61,11 @@ def test_empty_chunks_of_llama_3_405b_are_those_that_balance_its_layers(tmp_path
 
 
 def test_chunks_are_one_where_layers_divide_or_the_trainer_splits_them():
-    assert unknowns.chunks(parse("llama3_70b", ["gpus=64", "tp=4", "pp=4", "gbs=128"])) == (1, 20)
+    assert space.chunks(parse("llama3_70b", ["gpus=64", "tp=4", "pp=4", "gbs=128"])) == (1, 20)
     uneven = ("gpus=512", "tp=8", "pp=8", "gbs=256")
-    assert unknowns.chunks(parse("llama3_405b", [*uneven, "backend=torch"])) == (1,)
-    assert unknowns.chunks(parse("llama3_405b", [*uneven])) == (16,)
-    assert unknowns.chunks(parse("llama3_405b", ["gpus=512", "tp=8", "pp=8", "gbs=72", "mbs=1"])) == (1,)  # nine micro-batches
+    assert space.chunks(parse("llama3_405b", [*uneven, "backend=torch"])) == (1,)
+    assert space.chunks(parse("llama3_405b", [*uneven])) == (16,)
+    assert space.chunks(parse("llama3_405b", ["gpus=512", "tp=8", "pp=8", "gbs=72", "mbs=1"])) == (1,)  # nine micro-batches
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def large():
     """A plan of 309 GiB, and its words."""
     words = ("gpus=256", "pp=4", "vpp=1", "ep=32", "mbs=1", "gbs=4096")
     lengths = range(4096, 131072, 128)
-    first = bisect_left(lengths, 308.5 * GIB, key=lambda n: unknowns.held(parse("deepseek_v3", [*words, f"seq_len={n}"])))
+    first = bisect_left(lengths, 308.5 * GIB, key=lambda n: space.held(parse("deepseek_v3", [*words, f"seq_len={n}"])))
     plan = parse("deepseek_v3", [*words, f"seq_len={lengths[first]}"])
-    assert unknowns.held(plan) < 309.5 * GIB
+    assert space.held(plan) < 309.5 * GIB
     return plan, [*words[1:], f"seq_len={plan.seq_len}", "recompute=none", "grad_bytes=4"]
 
 
@@ -83,10 +83,10 @@ def test_a_run_of_309_gib_on_276_does_not_fit(tmp_path, large):
     plan, stated = large
     gb300 = cluster("gb300")
     assert gb300.memory_gib == pytest.approx(275.9)
-    assert verdict(unknowns.held(plan), gb300.memory_gib) == "does not fit"
+    assert verdict(space.held(plan), gb300.memory_gib) == "does not fit"
     where = setting(MODELS["deepseek_v3"], "deepseek_v3", "gb300", 256, seq_len=None, gbs=None, known=stated)
-    assert unknowns.held(where.plan) == pytest.approx(309 * GIB, rel=0.002)
-    assert not unknowns.fits(where.plan, gb300.memory_gib)
+    assert space.held(where.plan) == pytest.approx(309 * GIB, rel=0.002)
+    assert not space.fits(where.plan, gb300.memory_gib)
     header = "id,model,hardware,gpus,precision,seq_len,mbs,gbs,pp,ep,vpp,recompute"
     row = f"a,deepseek_v3,GB300,256,bf16,{plan.seq_len},1,4096,4,32,1,{{}}"
     for recompute, fits, says in (("none", False, "does not fit: "), ("", True, "recompute unknown: the least that fits")):
@@ -109,15 +109,15 @@ def test_the_least_recompute_that_fits_is_taken_where_none_is_stated():
     words = ("tp=2", "ep=8", "mbs=8", "gbs=1024")
     plain = parse(MOE, ["gpus=64", *words])
     room = cluster("h100").memory_gib
-    assert not unknowns.fits(plain, room)
+    assert not space.fits(plain, room)
     where = of(MOE, "h100", 64, *words)
-    assert unknowns.fits(where.plan, room)
-    rungs = unknowns.ladder(MODELS[MOE], "megatron")
+    assert space.fits(where.plan, room)
+    rungs = space.recompute_ladder(MODELS[MOE], "megatron")
     lighter = rungs[: rungs.index(where.plan.options.recompute)]
     assert lighter
     for rung in lighter:
         other = of(MOE, "h100", 64, *words, f"recompute={'+'.join(rung) or 'none'}", "grad_bytes=4")
-        assert not unknowns.fits(other.plan, room)
+        assert not space.fits(other.plan, room)
     assert sum("recompute unknown" in w for w in where.assumed) == 1
 
 
@@ -138,7 +138,7 @@ def test_95_percent_is_refused(capsys):
 
 def test_a_bubble_of_44_percent_has_more_micro_batches_as_its_remedy():
     where = of("llama3_405b", "h100", 16384, "tp=8", "pp=16", "vpp=1", seq_len=8192, gbs=2048)
-    told = likely_walls.predicted(step_time(where.plan, where.question.cluster), where.plan, where.question.cluster)
+    told = answer.predicted_walls(step_time(where.plan, where.question.cluster), where.plan, where.question.cluster)
     assert (told[0].name, round(told[0].share, 2)) == ("bubble", 0.44)
     batch = next(a for a in actions(where, None) if a.id == "batch")
     assert batch.walls == ("bubble",)

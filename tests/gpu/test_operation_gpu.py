@@ -145,7 +145,7 @@ def test_utilisation_names_its_peak(recompute: str, tmp_path: Path) -> None:
     print(
         json.dumps({k: found[k] for k in ("peak", "mfu", "hfu", "flops_per_step")}), [r["ranks"] for r in steps(tmp_path) if "ranks" in r]
     )
-    assert found["peak"] is not None, "the peak of this GPU is not in playbook/planner/peaks.py"
+    assert found["peak"] is not None, "the peak of this GPU is not in playbook/planner/flops.py"
     assert 0.02 < found["mfu"] <= found["hfu"] < 1
     if recompute == "full":
         assert 1.15 < found["hfu"] / found["mfu"] < 1.5

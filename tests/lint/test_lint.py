@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from playbook.cards.load import read_cards
 from playbook.cards.model import Expect, Quantity
 from playbook.errors import ConfigError
-from playbook.lint import table
 from playbook.lint.base import gpus_named, overlap
 from playbook.lint.conflicts import effect
 from playbook.lint.figures import is_text_number, rounding
-from playbook.lint.labels import label_problems, table_for, tables
-from playbook.lint.layout import evaluate, layout_problems
+from playbook.lint.labels import evaluate, label_problems, layout_problems, table_for, tables
 from playbook.paths import repo_root
 from playbook.records.evidence import stored_sha
 from playbook_app.cli.app import main
@@ -97,7 +95,7 @@ def test_contradictions_are_found_across_separate_checks():
     """A new card is judged against the cards that are there, not only against those named beside it."""
     second = FIXTURES / "13-one-key-two-values" / "planted"
     cards, shelf = read_cards([second / "domain-ranks.yaml"]), read_cards([second])
-    assert [f.rule for f in table.run(cards, shelf, TODAY)] == ["conflict-decisions"]
+    assert [f.rule for f in check.lint(cards, shelf, TODAY)] == ["conflict-decisions"]
 
 
 def test_a_relation_that_says_so_excuses_opposite_claims(tmp_path):
@@ -138,7 +136,7 @@ def test_a_decision_for_a_metric_that_a_claim_denies_is_found(tmp_path):
     (tmp_path / "two.yaml").write_text(memory_card("two", "Y2", "<=", "core_attn"), encoding="utf-8")
     cards = read_cards([tmp_path])
     assert not cards.findings
-    found = table.run(cards, cards, TODAY)
+    found = check.lint(cards, cards, TODAY)
     assert [(f.rule, Path(f.file).name) for f in found] == [("conflict-evidence", "one.yaml")]
 
 
@@ -189,7 +187,7 @@ def test_a_figure_with_a_source_of_the_future_is_found(tmp_path):
     figure = "{name: mfu, value: {value: 20, unit: percent}, sources: [{title: Test, origin: ours, date: 2031-01}]}"
     (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", f"figures: [{figure}]\n"), encoding="utf-8")
     cards = read_cards([tmp_path])
-    assert [f.rule for f in table.run(cards, cards, TODAY)] == ["source-date"]
+    assert [f.rule for f in check.lint(cards, cards, TODAY)] == ["source-date"]
 
 
 @pytest.mark.parametrize(("model", "rules"), [("kimi_k2", []), ("deepseek_v3", []), ("qwen3_30b_a3b", ["label-incompatible"])])
@@ -198,7 +196,7 @@ def test_up_projections_are_recomputed_where_attention_is_latent(tmp_path, model
     family = f"families: [{{name: row, hardware: H200, model: {model}, gpus: 8, layout: {{tp: 1}}, settings: {settings}}}]\n"
     (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", family), encoding="utf-8")
     cards = read_cards([tmp_path])
-    assert [f.rule for f in table.run(cards, cards, TODAY)] == rules
+    assert [f.rule for f in check.lint(cards, cards, TODAY)] == rules
 
 
 def test_the_command_prints_the_rule_and_leaves_with_2(capsys):
@@ -236,7 +234,7 @@ def test_every_rule_has_a_fixture_or_a_test_here():
         "claim-unsettled",
         "family-recipe",
     }
-    assert {r.id for r in table.RULES} | {i for i, _ in CASE_RULES} == tested
+    assert {r.id for r in check.RULES} | {i for i, _ in CASE_RULES} == tested
 
 
 @pytest.mark.parametrize(
@@ -254,7 +252,7 @@ def test_a_claim_that_compares_nothing_or_unequal_work_is_found(tmp_path, compar
     (tmp_path / "one.yaml").write_text(text, encoding="utf-8")
     cards = read_cards([tmp_path])
     assert not cards.findings
-    assert rule in {f.rule for f in table.run(cards, cards, TODAY)}
+    assert rule in {f.rule for f in check.lint(cards, cards, TODAY)}
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from playbook.paths import repo_root
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.search import plan_layouts, search
 from playbook.planner.choice.space import Question, layouts
-from playbook.planner.hardware.named import counted, machine, of_text
-from playbook.planner.hardware.networks import on_network
+from playbook.planner.hardware import counted, machine, of_text, on_network
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.runs.check import check

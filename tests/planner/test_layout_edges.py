@@ -11,9 +11,8 @@ import pytest
 
 from playbook.planner import layout
 from playbook.planner.models import MODELS
-from playbook.planner.nearest_layouts import nearest
 from playbook.planner.options import Options
-from playbook.planner.plan import Plan, parse
+from playbook.planner.plan import Plan, nearest, parse
 
 A, B, V3, QWEN = "qwen3_30b_a3b", "llama3_8b", "deepseek_v3", "qwen3_next_80b_a3b"
 ORDER = "rank_order=tp-cp-pp-ep-dp"

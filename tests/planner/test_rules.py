@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.models import MODELS
-from playbook.planner.nearest_layouts import nearest
 from playbook.planner.options import Options
-from playbook.planner.plan import KEYS, Plan, parse
+from playbook.planner.plan import KEYS, Plan, nearest, parse
 
 # Each row: a model, a plan that breaks one rule, what the rule says, and the same plan repaired.
 BROKEN = [

@@ -16,12 +16,10 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner import flops, memory, traffic
 from playbook.planner.choice.search import plan_layouts
-from playbook.planner.choice.space import Question
-from playbook.planner.choice.unknowns import held
-from playbook.planner.frameworks import FRAMEWORKS
-from playbook.planner.hardware.named import machine
+from playbook.planner.choice.space import Question, held
+from playbook.planner.hardware import machine
 from playbook.planner.models import MODELS
-from playbook.planner.options import Options
+from playbook.planner.options import FRAMEWORKS, Options
 from playbook.planner.parameters import adapter_parameters, decoder, embedding
 from playbook.planner.plan import Plan, parse
 from playbook.planner.runs.predict import Prediction, predict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playbook.records import confidential
+from playbook.records import commands
 
 TOKEN = "hf_" + "aB3" * 12
 DRAWN = "x7Kq9-zz41LmPq"
@@ -12,7 +12,7 @@ DRAWN = "x7Kq9-zz41LmPq"
 
 @pytest.mark.parametrize("name", ["DB_PASS", "AUTH", "WANDB_KEY", "HF_TOKEN", "HFTOKEN", "aws.secret_access_key", "--api-key", "SMTP_PWD"])
 def test_a_name_of_a_secret_is_known(name: str) -> None:
-    assert confidential.is_secret(name)
+    assert commands.is_secret(name)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_a_name_of_a_secret_is_known(name: str) -> None:
     ["TOKENIZERS_PARALLELISM", "max_tokens", "tokens", "PWD", "key", "sort_key", "AUTHOR", "KeyError", "pass", "token_count", "keyboard"],
 )
 def test_a_name_of_something_else_is_none(name: str) -> None:
-    assert not confidential.is_secret(name)
+    assert not commands.is_secret(name)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_name_of_something_else_is_none(name: str) -> None:
     ],
 )
 def test_words_that_hold_a_secret_are_found_and_not_repeated(words: list[str]) -> None:
-    found = confidential.of_words(words, {"WANDB_KEY": DRAWN})
+    found = commands.of_words(words, {"WANDB_KEY": DRAWN})
     assert found
     assert DRAWN not in found
     assert TOKEN not in found
@@ -53,7 +53,7 @@ def test_words_that_hold_a_secret_are_found_and_not_repeated(words: list[str]) -
     ],
 )
 def test_words_without_one_are_kept(words: list[str]) -> None:
-    assert confidential.of_words(words, {"AUTH": "disabled", "SSH_AUTH_SOCK": "/tmp/agent.7", "MAX_TOKEN": "131072"}) == ""
+    assert commands.of_words(words, {"AUTH": "disabled", "SSH_AUTH_SOCK": "/tmp/agent.7", "MAX_TOKEN": "131072"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_words_without_one_are_kept(words: list[str]) -> None:
     ],
 )
 def test_a_log_is_kept_without_its_secrets(line: str, kept: str) -> None:
-    assert confidential.hidden(line, {"WANDB_KEY": "a1b2c3d4e5"}) == kept
-    assert confidential.hidden(kept, {}) == kept
+    assert commands.hidden(line, {"WANDB_KEY": "a1b2c3d4e5"}) == kept
+    assert commands.hidden(kept, {}) == kept
 
 
 def test_a_private_key_is_hidden_to_its_end_or_that_of_the_log() -> None:
     pem = "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----\nafter"
-    assert confidential.hidden(pem, {}) == "[hidden]\nafter"
-    assert confidential.hidden(pem[:40], {}) == "[hidden]"
+    assert commands.hidden(pem, {}) == "[hidden]\nafter"
+    assert commands.hidden(pem[:40], {}) == "[hidden]"

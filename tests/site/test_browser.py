@@ -21,9 +21,9 @@ from site_tree import CARD
 
 from playbook.cards import search
 from playbook.cards.load import load_all, read_cards
+from playbook.cards.search import diagnosis_of
 from playbook.cards.terms import Facts, load_asked
 from playbook.diagnosis.published import nearest
-from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import setting
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS

@@ -14,9 +14,8 @@ from playbook.paths import repo_root
 from playbook.planner import flops, memory, parameters, pipeline
 from playbook.planner.layout import min_gpus
 from playbook.planner.models import MODELS, from_file
-from playbook.planner.nearest_layouts import nearest
 from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, LABELS, OFFLOAD_MODULES, RECOMPUTE
-from playbook.planner.plan import Plan, parse
+from playbook.planner.plan import Plan, nearest, parse
 from playbook_app.site.calculator import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]

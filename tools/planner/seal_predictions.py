@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
 
 from playbook.paths import data_root  # noqa: E402
 from playbook.planner.memory import GIB  # noqa: E402
-from playbook.planner.runs import sealed  # noqa: E402
+from playbook.planner.runs import table  # noqa: E402
 from playbook.planner.runs.anchor import Anchor  # noqa: E402
 from playbook.planner.runs.predict import predict  # noqa: E402
 from playbook.planner.runs.published import scaling  # noqa: E402
@@ -48,10 +48,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "asked.csv")
         path.write_text(
-            _text([{k: v for k, v in row.items() if k not in (*sealed.COLUMNS, "predicted_gib")} for row in rows]), encoding="utf-8"
+            _text([{k: v for k, v in row.items() if k not in (*table.COLUMNS, "predicted_gib")} for row in rows]), encoding="utf-8"
         )
         runs = [run for run, _ in read_runs(path)]
-    before = sealed.FIRST
+    before = table.FIRST
     for row, run in zip(rows, runs, strict=True):
         if not row["sha256"]:
             row |= {"predicted_on": datetime.now(UTC).date().isoformat(), **predicted(run)}

@@ -7,7 +7,7 @@ import re
 import typer
 
 from playbook.errors import PlaybookError
-from playbook.planner.hardware.named import counted, machine
+from playbook.planner.hardware import counted, machine
 from playbook.planner.runs.spelling import number, said
 
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -23,10 +23,9 @@ from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.frameworks import FRAMEWORKS
-from playbook.planner.hardware.named import counted, of_text
+from playbook.planner.hardware import counted, of_text
 from playbook.planner.models import MODELS, from_fields, named, not_known
-from playbook.planner.nearest_layouts import nearest
-from playbook.planner.plan import Plan, cut, parse
+from playbook.planner.plan import Plan, cut, nearest, parse
 from playbook.planner.shapes import Shape
 from playbook.yaml_files import did_you_mean
 from playbook_app.mcp.answers import (

@@ -23,10 +23,9 @@ from pydantic import BaseModel, Field, ValidationError
 from playbook import __version__
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, guidance
-from playbook.cards.search import load_sections
+from playbook.cards.search import diagnosis_of, load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.claims import Knowledge
-from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
 from playbook.records.read import earlier, with_status

@@ -10,8 +10,8 @@ from typing import Any
 from playbook.diagnosis.actions import Action
 from playbook.diagnosis.answer import Changed
 from playbook.errors import PlaybookError
-from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan
 from playbook_trainer.config.tree import from_data
 from playbook_trainer.export.plan_megatron import environment, flag_lines, override_lines, platform_of

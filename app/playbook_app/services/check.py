@@ -1,6 +1,7 @@
 """`playbook cards check` from end to end: cards, then cases, then the trainer's keys, then all evidence.
 
-Each package judges what it owns; here their answers are put side by side.
+Each package judges what it owns; here their answers are put side by side. The linter is one table of rules over cards, each a pure function;
+adding one is adding a row.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from playbook.cards import scope
 from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
 from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, by_claim, near_metric
 from playbook.errors import ConfigError, FileError, Finding
-from playbook.lint import table as lint
+from playbook.lint import conflicts, figures, labels
+from playbook.lint.base import LintInput, LintRule
 from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
@@ -32,6 +34,27 @@ from playbook_bench.variants.resolve import configurations, resolve_all, trainer
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.tree import trainer_keys
+
+RULES: Sequence[LintRule] = (
+    *labels.LAYOUT_RULES,
+    *labels.RULES,
+    *figures.RULES,
+    *conflicts.RULES,
+    *conflicts.DECISION_RULES,
+    *conflicts.WORK_RULES,
+)
+"""Every rule over cards alone; `playbook_app.services.check` adds those that need cases or evidence."""
+
+
+def lint(cards: Cards, shelf: Cards, today: str | None = None) -> list[Finding]:
+    """What the rules find in `cards`, also against the other cards of `shelf`; `today` is YYYY-MM-DD."""
+    checked = {e.path.resolve() for e in cards.loaded}
+    replaced = {e.card.id for e in cards.loaded}
+    others: list[LoadedCard] = [e for e in shelf.loaded if e.path.resolve() not in checked and e.card.id not in replaced]
+    view = LintInput(cards.loaded, [*others, *cards.loaded], today or datetime.now(UTC).strftime("%Y-%m-%d"))
+    findings = [finding for rule in RULES for finding in rule.run(view)]
+    return sorted(dict.fromkeys(findings), key=lambda f: (f.file, f.line, f.column))
+
 
 NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
 """The variables that a formula for a count may use; see `playbook.records.case.Rule`."""
@@ -106,7 +129,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
             findings += check_case(loaded)
     cases |= {loaded.case.id: loaded for loaded in brought.values()}
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
-    problems += lint.run(cards, shelf, day)
+    problems += lint(cards, shelf, day)
     problems += _recipes(cards)
     records, unreadable = _records(data_root("results"))
     if not paths:  # a check of one's own cards does not judge everybody's records anew
@@ -440,5 +463,5 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
 
 def rule_rows() -> list[dict[str, str]]:
     """Every rule: its id, whether it is an error or a warning, and what it finds."""
-    rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in lint.RULES]
+    rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in RULES]
     return rows + [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]

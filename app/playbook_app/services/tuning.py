@@ -17,7 +17,7 @@ from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import folders
 from playbook.planner import memory
 from playbook.planner.time.cluster import cluster
-from playbook.records import confidential
+from playbook.records import commands
 from playbook.records.case import Budget, Case, Guardrails, Loss, case_problems, load_case
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
@@ -57,7 +57,7 @@ def case_of_command(words: Sequence[str], machine: Machine, steps: Steps, metric
     Raises:
         ConfigError: a word looks like a secret.
     """
-    if secret := confidential.of_words(words):
+    if secret := commands.of_words(words):
         raise ConfigError(f"{secret} looks like a secret and would be kept in the record; export it as a variable instead")
     return Case(
         id=CASE_ID,

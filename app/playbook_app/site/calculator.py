@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from playbook.planner import activations, flops, memory, nearest_layouts, plan, shapes
+from playbook.planner import activations, flops, memory, plan, shapes
 from playbook.planner import options as options_
 from playbook.planner.models import MODELS
 from playbook.planner.options import FLEX, FP8, LABELS, Options
@@ -124,7 +124,7 @@ def tables() -> dict[str, Any]:
         "widths": plan.WIDTHS,
         "largest": shapes.LARGEST,
         "deepest": shapes.DEEPEST,
-        "nearest": {"choices": nearest_layouts.CHOICES, "other_gpus": nearest_layouts.OTHER_GPUS, "uneven": nearest_layouts.UNEVEN},
+        "nearest": {"choices": plan.CHOICES, "other_gpus": plan.OTHER_GPUS, "uneven": plan.UNEVEN},
         "bf16": activations.BF16,
         "fp32": activations.FP32,
         "chunk": activations.CHUNK,

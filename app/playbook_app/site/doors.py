@@ -14,7 +14,7 @@ from playbook.planner.choice.anchored import scale_of, scaled
 from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
-from playbook.planner.hardware.named import machine
+from playbook.planner.hardware import machine
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters

@@ -11,7 +11,7 @@ from statistics import median
 from markupsafe import Markup
 
 from playbook.planner import memory
-from playbook.planner.choice.explain import PARTS
+from playbook.planner.choice.plain_data import PARTS
 from playbook.planner.memory import GIB
 from playbook.planner.plan import parse
 from playbook.planner.runs.published import link as source_link

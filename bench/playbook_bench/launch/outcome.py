@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from playbook.records import confidential
+from playbook.records import commands
 from playbook.records.evidence import Fingerprint, Observed, RunOutcome, Sample, Seconds
 from playbook.records.machine import TIMED_STEPS
 from playbook_trainer import exit_codes
@@ -110,7 +110,7 @@ def tail(log: Path) -> str:
     try:
         with log.open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = confidential.hidden(f.read().decode("utf-8", "replace").strip())
+            text = commands.hidden(f.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""
     home = os.environ.get("HOME", "").rstrip("/")

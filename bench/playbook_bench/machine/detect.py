@@ -24,7 +24,7 @@ from typing import Any
 from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
-from playbook.records import confidential
+from playbook.records import commands
 from playbook.records.evidence import Machine
 from playbook.records.machine import CPU as CPU
 from playbook.records.machine import Here, label
@@ -315,7 +315,7 @@ def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict
 
 
 def _steering(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not confidential.of_variables({k: v})}
+    return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not commands.of_variables({k: v})}
 
 
 def exported() -> dict[str, str]:

@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError, ExitCode, LaunchError
-from playbook.records import confidential
 from playbook.records.case import Budget, Case, Delta, Guardrails, Loss
-from playbook.records.commands import Steps, Traced, fill
+from playbook.records.commands import Steps, Traced, fill, of_variables, of_words
 from playbook.records.evidence import Derived, Measured, Variant
 from playbook.yaml_files import did_you_mean
 from playbook_bench import metrics
@@ -117,8 +116,8 @@ def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[
     for setting in settings:
         candidate = _with_setting(candidate, *_key_value(setting, "--set"))
     environment = dict(_key_value(text, "--env") for text in variables)
-    of_env = confidential.of_variables(environment)
-    if secret := f"--env {of_env}" if of_env else confidential.of_words(first) or confidential.of_words(candidate):
+    of_env = of_variables(environment)
+    if secret := f"--env {of_env}" if of_env else of_words(first) or of_words(candidate):
         raise ConfigError(f"{secret} looks like a secret and would be kept in the record; export it for both commands instead")
     pair = CommandPair(first, candidate, environment, **more)
     if pair.loss == 0:

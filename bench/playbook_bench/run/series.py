@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from playbook.records import confidential
+from playbook.records import commands
 from playbook.records.case import Case
 from playbook.records.evidence import (
     CaseRef,
@@ -286,7 +286,7 @@ class Series:
         try:
             files = outcome.read_run(folder)
         except ValueError as e:
-            text = confidential.hidden(f"the run's files cannot be read: {e}")
+            text = commands.hidden(f"the run's files cannot be read: {e}")
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
         if not base["steps_wanted"]:  # the first launch of a command that does not say how many steps it has
             base["steps_wanted"] = sum(s.timed for s in files.fields["samples"])
@@ -302,7 +302,7 @@ class Series:
             **base,
             outcome=result.outcome,
             returncode=result.returncode,
-            message=confidential.hidden(result.message),
+            message=commands.hidden(result.message),
             strict_sha=sha,
             **files.fields,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from playbook.diagnosis import rl_step
 from playbook.paths import data_root
-from playbook.planner import flops, parameters, peaks
+from playbook.planner import flops, parameters
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS, find
 from playbook.planner.runs import check
@@ -74,7 +74,7 @@ def published_utilization(*, rows: Sequence[Mapping[str, Any]], at_least: float,
     """Whether published rates, as shares of the data sheet's dense BF16 peak, lie within the two bounds."""
     computed = []
     for row in rows:
-        peak = peaks.dense_bf16(row["gpu"])
+        peak = flops.dense_bf16(row["gpu"])
         if peak is None:
             raise ValueError(f"the peak of '{row['gpu']}' is not in the table")
         computed.append({**row, "peak": peak.name, "share": row["tflops_per_gpu"] * 1e12 / peak.flops_per_s})

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from playbook.errors import ConfigError
-from playbook.records import confidential
+from playbook.records import commands
 from playbook.records.case import Rule
 from playbook.records.evidence import digest
 from playbook.yaml_files import Strict, did_you_mean, load, read
@@ -122,7 +122,7 @@ class Knobs(Strict):
                 if other not in self.knobs or other == name:
                     raise ValueError(f"'{name}' excludes '{other}', which is no other knob{did_you_mean(other, self.knobs)}")
             variables = [{k[1:]: text_of(v)} for text in knob.texts for k, v in knob.changes(text).items() if k.startswith("$")]
-            if secret := next(filter(None, map(confidential.of_variables, variables)), None):
+            if secret := next(filter(None, map(commands.of_variables, variables)), None):
                 raise ValueError(f"'{name}': {secret} looks like a secret and would be kept in records")
         return self
 

@@ -12,10 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.planner.choice import unknowns
-from playbook.planner.frameworks import FRAMEWORKS, Framework, column
+from playbook.planner.choice import space
 from playbook.planner.models import file_of, from_file, named, nearest, published
-from playbook.planner.options import ATTENTION, BACKENDS, BASES, DEEPSPEED, DISPATCHERS, HYBRID, NODE, SHARDING_WORDS, Options
+from playbook.planner.options import (
+    ATTENTION,
+    BACKENDS,
+    BASES,
+    DEEPSPEED,
+    DISPATCHERS,
+    FRAMEWORKS,
+    HYBRID,
+    NODE,
+    SHARDING_WORDS,
+    Framework,
+    Options,
+    column,
+)
 from playbook.planner.plan import LOSSES, Plan, cut
 from playbook.planner.runs import spelling
 from playbook.planner.runs.table import Run
@@ -303,7 +315,7 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
 def _spread(plan: Plan, machine: Cluster, words: list[str]) -> Plan:
     """The plan with the least expert parallelism from 8 on that fits; the most, where none does."""
     degrees = [n for n in (8, 16, 32, 64) if plan.shape.experts % n == 0 and plan.gpus % (n * plan.etp * plan.pp) == 0] or [1]
-    ep = next((n for n in degrees if unknowns.fits(replace(plan, ep=n), machine.memory_gib)), degrees[-1])
+    ep = next((n for n in degrees if space.fits(replace(plan, ep=n), machine.memory_gib)), degrees[-1])
     words.append(f"ep unknown: {ep}")
     return replace(plan, ep=ep)
 
@@ -339,7 +351,7 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
     if not mbs:
         mbs = 1
         if plan.options.sharding == "fsdp2" and run.count("gbs") is None:
-            mbs = next((n for n in (8, 4, 2) if unknowns.fits(replace(plan, mbs=n), machine.memory_gib)), 1)
+            mbs = next((n for n in (8, 4, 2) if space.fits(replace(plan, mbs=n), machine.memory_gib)), 1)
         _assume(words, "mbs", mbs)
     gbs, vpp = run.count("gbs"), run.count("vpp") if plan.pp > 1 else 1
     dp = max(plan.dp, 1)
@@ -361,7 +373,7 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
         words.append(f"mbs {run.word('mbs')} is more than the global batch holds: {mbs}")
     chunks = [vpp or 1]
     if plan.pp > 1 and vpp is None:
-        chunks = list(unknowns.chunks(replace(plan, mbs=mbs, gbs=gbs)))
+        chunks = list(space.chunks(replace(plan, mbs=mbs, gbs=gbs)))
         if chunks != [1]:
             (tried if len(chunks) > 1 else words).append(f"vpp unknown: {' or '.join(map(str, chunks))}")
     return [replace(plan, mbs=mbs, gbs=gbs, vpp=v) for v in chunks]
@@ -425,8 +437,8 @@ def _offloaded(run: Run, words: list[str]) -> int:
 def _fitted(run: Run, plans: list[Plan], machine: Cluster, words: list[str]) -> list[Plan]:
     """The plans that fit, with what the table leaves open of memory; all of them where none does."""
     stated = ("recompute",) if run.word("recompute") else ()
-    candidates = [unknowns.fitted(plan, machine.memory_gib, stated) for plan in plans]
-    candidates = [f for f in candidates if unknowns.fits(f[0], machine.memory_gib)] or candidates
+    candidates = [space.fitted(plan, machine.memory_gib, stated) for plan in plans]
+    candidates = [f for f in candidates if space.fits(f[0], machine.memory_gib)] or candidates
     first, assumptions = candidates[0]
-    words += [word for word in (*assumptions, unknowns.over(first, machine.memory_gib)) if word]
+    words += [word for word in (*assumptions, space.over(first, machine.memory_gib)) if word]
     return [plan for plan, _ in candidates]

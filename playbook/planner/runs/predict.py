@@ -13,8 +13,7 @@ from playbook.errors import ConfigError, FileError
 from playbook.planner import flops, memory
 from playbook.planner.plan import Plan
 from playbook.planner.runs.assumed import Unexpressed, assumed
-from playbook.planner.runs.sealed import Sealed
-from playbook.planner.runs.table import Measured, Run
+from playbook.planner.runs.table import Measured, Run, Sealed
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.spread import QUANTILE, weights
 from playbook.planner.time.step import Estimate, step_time

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from playbook.errors import ConfigError
-from playbook.planner.frameworks import FRAMEWORKS
-from playbook.planner.options import GRAPH_MODULES, RECOMPUTE
+from playbook.planner.options import FRAMEWORKS, GRAPH_MODULES, RECOMPUTE
 
 COUNTS = frozenset(
     {"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads", "lora", "ulysses"}

@@ -1,22 +1,75 @@
-"""A table of runs as people keep it: one row a run, empty cells unknown, what was measured apart from what was set."""
+"""A table of runs as people keep it: one row a run, empty cells unknown, what was measured apart from what was set. Predictions that were
+written down before there was a figure are sealed, so that a later change of them shows.
+"""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import isfinite
 from pathlib import Path
 
 from playbook.errors import ConfigError
 from playbook.files import read_bytes
 from playbook.paths import data_root
-from playbook.planner.runs import sealed, spelling
-from playbook.planner.runs.sealed import Sealed
+from playbook.planner.runs import spelling
 from playbook.yaml_files import did_you_mean, read
+
+COLUMNS = ("predicted_on", "predicted_low", "predicted", "predicted_high", "sha256")
+"""What a table of such predictions has beside what was set: a date, tokens per second and GPU with their 80 % interval, and the seal."""
+_MEMORY = "predicted_gib"
+"""Beside these, where it was predicted: the peak of the fullest rank, in GiB."""
+FIRST = ""
+"""What the seal of the first row follows."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What was predicted, in tokens per second and GPU, on a day."""
+
+    day: str
+    low: float
+    value: float
+    high: float
+    seal: str
+    memory_gib: float | None = None
+
+
+def seal(before: str, cells: Mapping[str, str], columns: tuple[str, ...]) -> str:
+    """The SHA-256 of what a row states and predicts and of the seal `before` it, so that no row can be changed, left out or moved; measured
+    cells are free.
+    """
+    stated = {name: cells[name].strip() for name in (*columns, *COLUMNS[:-1], _MEMORY) if cells.get(name, "").strip()}
+    return hashlib.sha256(json.dumps([before, stated], sort_keys=True).encode()).hexdigest()
+
+
+def opened(before: str, cells: Mapping[str, str], columns: tuple[str, ...]) -> Sealed:
+    """What a row predicted.
+
+    Raises:
+        ValueError: a cell is missing, or is not what was sealed.
+    """
+    day, *numbers, written = (cells.get(name, "").strip() for name in COLUMNS)
+    if written != seal(before, cells, columns):
+        raise ValueError(
+            "it was changed after it was sealed, or a row before it was; restore the file: only what was measured may be filled in"
+        )
+    try:
+        low, value, high = map(float, numbers)
+    except ValueError:
+        low = value = high = 0.0
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or not 0 < low < value < high or not isfinite(high):
+        raise ValueError(f"{', '.join(COLUMNS[:-1])} are {[day, *numbers]}; expected a date and three rising numbers above 0")
+    memory = cells.get(_MEMORY, "").strip()
+    return Sealed(day, low, value, high, written, float(memory) if re.fullmatch(r"[0-9]{1,6}\.[0-9]{1,3}", memory) else None)
+
 
 _MAX_BYTES = 20_000_000
 _MAX_ROWS = 20_000
@@ -115,7 +168,7 @@ def read_runs(path: Path) -> Table:
     if not body:
         raise ConfigError(f"{path}: a header and no run; add a row for each run")
     runs = [_run(path, names, line, cells, vtrain) for line, cells in body]
-    if sealed.COLUMNS[-1] in names:
+    if COLUMNS[-1] in names:
         runs = _opened(path, runs, [dict(zip(names, cells, strict=True)) for _, cells in body])
     line_of: dict[str, int] = {}
     for run, _ in runs:
@@ -126,15 +179,15 @@ def read_runs(path: Path) -> Table:
 
 def stated(cells: Mapping[str, str], before: str) -> str:
     """The seal of a row of such a table, after the seal of the row before it."""
-    return sealed.seal(before, cells, _SET)
+    return seal(before, cells, _SET)
 
 
 def _opened(path: Path, table: Table, cells: Iterable[Mapping[str, str]]) -> Table:
     """The runs with what was predicted for them before they were measured."""
-    rows, before = [], sealed.FIRST
+    rows, before = [], FIRST
     for (run, measured), row in zip(table, cells, strict=True):
         try:
-            written = sealed.opened(before, row, _SET)
+            written = opened(before, row, _SET)
         except ValueError as e:
             raise ConfigError(f"{path}: line {run.line}: {e}") from e
         rows.append((replace(run, sealed=written), measured))

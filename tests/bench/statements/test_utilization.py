@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playbook.planner import flops, peaks
+from playbook.planner import flops
 from playbook.planner.models import MODELS
 from playbook_bench.statements.utilization import published_runs_predicted, published_utilization, vision_left_out
 
@@ -34,7 +34,7 @@ def test_text_alone_leaves_nothing_out_and_a_text_model_is_refused() -> None:
 
 
 def test_a_peak_belongs_to_a_whole_name() -> None:
-    found = {name: peaks.dense_bf16(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA RTX A1000 Laptop GPU")}
+    found = {name: flops.dense_bf16(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA RTX A1000 Laptop GPU")}
     assert [p and p.flops_per_s for p in found.values()] == [312e12, 989.5e12, None]
 
 

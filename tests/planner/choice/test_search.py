@@ -9,7 +9,7 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.planner import memory
-from playbook.planner.choice import explain, plain_data
+from playbook.planner.choice import plain_data
 from playbook.planner.choice.search import plan_layouts, search, tied_indices
 from playbook.planner.choice.space import ALLOWED, Question
 from playbook.planner.models import MODELS
@@ -110,7 +110,7 @@ def test_ties_are_told_from_plans_that_lose() -> None:
     best, worst = found.choices[0], search(asked("llama3_8b", gbs=256), 500).choices[-1]
     assert 0 in found.tied_indices
     assert tied_indices(found.question, replace(search(found.question, 2), choices=[best, worst])) == [0]
-    assert "slower" in explain.lost(best, worst)
+    assert "slower" in plain_data.lost(best, worst)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from playbook.errors import ConfigError
-from playbook.planner.choice.unknowns import held
-from playbook.planner.frameworks import FRAMEWORKS
-from playbook.planner.hardware.named import machine
+from playbook.planner.choice.space import held
+from playbook.planner.hardware import machine
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan, parse
 from playbook.planner.runs.predict import Prediction, predict
 from playbook.planner.runs.table import read_runs

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from playbook.planner import flops, parameters, peaks
+from playbook.planner import flops, parameters
 from playbook.planner.models import MODELS
 from playbook_trainer.axes import Axes
 from playbook_trainer.config.model import shape_of
@@ -126,5 +126,5 @@ def test_classes_add_up_to_the_formula() -> None:
     ],
 )
 def test_peaks_go_by_the_name_of_the_device(device: str, expected: tuple[str, float] | None) -> None:
-    found = peaks.dense_bf16(device)
+    found = flops.dense_bf16(device)
     assert (None if found is None else (found.name, found.flops_per_s)) == expected

@@ -9,8 +9,8 @@ from dataclasses import replace
 from playbook.errors import ConfigError
 from playbook.planner import memory
 from playbook.planner.choice.plain_data import words
-from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.models import MODELS
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.text import key_of, keys_of

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from playbook.planner import flops, peaks
+from playbook.planner import flops
 from playbook_trainer.config.model import shape_of
 from playbook_trainer.config.tree import TrainConfig, TrainerConfig
 from playbook_trainer.data.batch import Batch, to_device
@@ -151,9 +151,9 @@ def recomputed(train: TrainConfig) -> frozenset[str]:
     return frozenset().union(*(names.get(module, set()) for module in train.recompute_modules))
 
 
-def peak(device: torch.device) -> peaks.Peak | None:
+def peak(device: torch.device) -> flops.Peak | None:
     """The dense BF16 peak of this rank's GPU; None on a CPU, or for a GPU that is not in the table."""
-    return peaks.dense_bf16(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return flops.dense_bf16(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def _times(forward: Mapping[str, float], factors: Mapping[str, int]) -> dict[str, float]:

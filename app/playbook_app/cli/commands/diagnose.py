@@ -25,9 +25,9 @@ from playbook.planner import memory
 from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.routing import Routing, of_run
 from playbook.planner.choice.routing import measured as measured_routing
-from playbook.planner.frameworks import FRAMEWORKS
-from playbook.planner.hardware.named import machine
+from playbook.planner.hardware import machine
 from playbook.planner.models import find, named
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import cut, idle, parse
 from playbook.planner.time.cluster import Cluster
 from playbook.text import count, key_of, keys_of

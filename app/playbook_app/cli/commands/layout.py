@@ -10,11 +10,10 @@ import typer
 
 from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice.plain_data import pipeline_string
-from playbook.planner.hardware.named import machine
+from playbook.planner.hardware import machine
 from playbook.planner.memory import GIB, StageBytes, estimate, verdict
 from playbook.planner.models import find, named
-from playbook.planner.nearest_layouts import Near, nearest
-from playbook.planner.plan import Plan, idle, parse
+from playbook.planner.plan import Near, Plan, idle, nearest, parse
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.traffic import traffic
 from playbook.text import count, key_of

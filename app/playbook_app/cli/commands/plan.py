@@ -17,13 +17,12 @@ from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
-from playbook.planner.choice.explain import PARTS, lost, next_run
-from playbook.planner.choice.plain_data import pipeline_string, words
+from playbook.planner.choice.plain_data import PARTS, lost, next_run, pipeline_string, words
 from playbook.planner.choice.routing import measured
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.choice.training import Training, training
-from playbook.planner.hardware.named import machine
+from playbook.planner.hardware import machine
 from playbook.planner.memory import GIB
 from playbook.planner.models import find, named
 from playbook.planner.plan import Plan, cut

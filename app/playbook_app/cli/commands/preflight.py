@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from playbook.errors import NO_TORCH, ConfigError, ExitCode, PlaybookError
-from playbook.planner.hardware.named import machine as named
+from playbook.planner.hardware import machine as named
 from playbook.planner.time.cluster import Cluster
 from playbook.text import count
 from playbook_app.cli.options import commands

@@ -12,7 +12,7 @@ from playbook import schemas
 from playbook.cards.model import Card
 from playbook.errors import ExitCode
 from playbook.paths import data_root, in_package
-from playbook.planner.hardware.named import Hardware
+from playbook.planner.hardware import Hardware
 from playbook.records.case import Case
 from playbook.records.evidence import Evidence, Machine, Run
 from playbook.text import count

@@ -10,9 +10,8 @@ import typer
 from playbook.cards import load
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim
-from playbook.cards.search import Hit, load_sections
+from playbook.cards.search import Hit, diagnosis_of, load_sections
 from playbook.cards.terms import stated
-from playbook.diagnosis.question import diagnosis_of
 from playbook.records.read import UNTESTED, with_status
 from playbook.records.standing import stands
 from playbook_app.cli.options import commands

@@ -12,7 +12,7 @@ import typer
 
 from playbook.errors import ConfigError, PlaybookError
 from playbook.planner.choice.routing import measured
-from playbook.planner.hardware.named import machine
+from playbook.planner.hardware import machine
 from playbook.planner.memory import GIB, StageBytes, verdict
 from playbook.planner.time.step import StepTime
 from playbook_app.cli.options import ClusterFile, Imbalance, JobId, LauncherName, Network, Nodes, NoWait, Print, commands
