@@ -14,7 +14,7 @@ from mkdocs.exceptions import PluginError
 from playbook.errors import PlaybookError
 from playbook_app.cli.commands.site import reference
 from playbook_app.site import build
-from playbook_app.site.searching import shortened
+from playbook_app.site.indexes import shortened
 
 RESULTS = "PLAYBOOK_SITE_RESULTS"
 RECORD = re.compile(r"`(01[0-9A-Z]{24})`")

@@ -27,8 +27,7 @@ from playbook.cards.load import load_all
 from playbook.cards.terms import load_asked
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root, sources
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import server
 from playbook_app.services.check import check_all
@@ -97,7 +96,7 @@ def test_a_hostile_question_is_answered_or_refused_at_once(query: str) -> None:
 @pytest.mark.parametrize("command", [command for _, command in DECISIONS])
 def test_a_plan_takes_seconds(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
-    assert exit_codes.run(app, [*command.split()[1:], "--json"]) == 0
+    assert run_command(app, [*command.split()[1:], "--json"]) == 0
     assert time.process_time() - began < 5 * slower()
 
 

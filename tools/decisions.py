@@ -31,8 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "t
 from plan_page import DECISIONS  # noqa: E402
 
 from playbook.paths import sources  # noqa: E402
-from playbook_app.cli import exit_codes  # noqa: E402
-from playbook_app.cli.app import app  # noqa: E402
+from playbook_app.cli.app import app, run_command  # noqa: E402
 
 TASKS = ROOT / "tests" / "mcp" / "decisions.yaml"
 MOST_CALLS = 4
@@ -167,7 +166,7 @@ async def on_the_command_line(tool: str, arguments: Mapping[str, Any]) -> dict[s
     """The answer of the command in the shape of the tool's, an error as `error`; KeyError where no command asks this."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        exit_codes.run(app, command(tool, arguments))
+        run_command(app, command(tool, arguments))
     if not out.getvalue():
         return {"error": err.getvalue()}
     answer: Any = json.loads(out.getvalue())

@@ -19,10 +19,9 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "app"), str(ROOT / "bench"), str(ROOT / "trainer")]
 
-from playbook_app.cli import exit_codes  # noqa: E402
-from playbook_app.cli.app import app  # noqa: E402
+from playbook_app.cli.app import app, run_command  # noqa: E402
 from playbook_app.cli.output import folded  # noqa: E402
-from playbook_app.site import diagnosed, doors  # noqa: E402
+from playbook_app.site import doors, published  # noqa: E402
 
 TABLES = ROOT / "docs" / "plans.jsonl"
 CHOICES = ROOT / "docs" / "decisions.jsonl"
@@ -53,7 +52,7 @@ def answer(command: str) -> str:
     """What the command prints, in a process that has it loaded."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        exit_codes.run(app, shlex.split(command)[1:])
+        run_command(app, shlex.split(command)[1:])
     return shown.getvalue().rstrip()
 
 
@@ -97,5 +96,5 @@ if __name__ == "__main__":
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
     if not page_alone:
-        TABLES.write_text("".join(f"{diagnosed.line(diagnosed.ask(asked))}\n" for asked in diagnosed.questions()), encoding="utf-8")
+        TABLES.write_text("".join(f"{published.line(published.ask(asked))}\n" for asked in published.questions()), encoding="utf-8")
         CHOICES.write_text("".join(f"{doors.line(doors.ask(asked))}\n" for asked in doors.questions()), encoding="utf-8")

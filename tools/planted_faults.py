@@ -216,13 +216,13 @@ FAULTS = (
         ("bench/trace/test_ranks.py",),
     ),
     Fault(
-        TRACE + "flight.py",
+        TRACE + "dumps.py",
         "if last[rank] < sequence",
         "if last[rank] > sequence",
         "a hang is laid to a rank that waits",
         ("bench/trace/test_flight.py",),
     ),
-    Fault(TRACE + "snapshot.py", "if i > most_at:", "if i >= most_at:", "the peak misses what makes it", ("bench/trace/test_snapshot.py",)),
+    Fault(TRACE + "dumps.py", "if i > most_at:", "if i >= most_at:", "the peak misses what makes it", ("bench/trace/test_snapshot.py",)),
     # The planner.
     Fault(
         PLANNER + "layout.py", "pp * lcm(tp * cp, ep * etp)", "pp * max(tp * cp, ep * etp)", "too few GPUs are called enough", ("planner",)

@@ -84,7 +84,7 @@ def predicted_walls(time: StepTime, plan: Plan, cluster: Cluster, shares_seen: M
     )
 
 
-def seen_walls(shares_seen: Mapping[str, float]) -> list[Wall]:
+def _seen_walls(shares_seen: Mapping[str, float]) -> list[Wall]:
     """The walls that were seen, of a run of which nothing is predicted."""
     return _ordered(sight.walls(shares_seen), shares_seen)
 
@@ -280,7 +280,7 @@ def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[Wal
         return traced_walls(observed.trace)
     if where.plan and current:
         return predicted_walls(current, where.plan, where.question.cluster, where.seen)
-    return seen_walls(where.seen)
+    return _seen_walls(where.seen)
 
 
 def _walls_from(where: Setting, observed: Seen) -> str:

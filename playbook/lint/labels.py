@@ -221,7 +221,7 @@ RULES = (
 )
 
 
-CARD_DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
+_CARD_DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
 _PROBES = (
     {"gpus": 64, "tp": 2, "pp": 2, "cp": 2, "ep": 8, "etp": 1},
     {"gpus": 256, "tp": 1, "pp": 8, "cp": 4, "ep": 32, "etp": 1},
@@ -243,8 +243,8 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
 
     Source: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py`.
     """
-    unknown = [k for k in degrees if k not in CARD_DEGREES]
-    yield from (f"unknown degree '{k}'{did_you_mean(k, CARD_DEGREES)}" for k in unknown)
+    unknown = [k for k in degrees if k not in _CARD_DEGREES]
+    yield from (f"unknown degree '{k}'{did_you_mean(k, _CARD_DEGREES)}" for k in unknown)
     low = [k for k, v in degrees.items() if v < 1]
     yield from (f"degree '{k}' is {degrees[k]}; expected 1 or more" for k in low)
     if unknown or low:
@@ -339,7 +339,7 @@ def formulas(shelf: LintInput) -> Iterator[Problem]:
     for entry in shelf.checked:
         for i, formula in enumerate(entry.card.formulas):
             where = ("formulas", i, "expression")
-            rows = [(f"family '{f.name}'", f.gpus, f.layout) for f in entry.card.families if f.gpus and set(f.layout) <= set(CARD_DEGREES)]
+            rows = [(f"family '{f.name}'", f.gpus, f.layout) for f in entry.card.families if f.gpus and set(f.layout) <= set(_CARD_DEGREES)]
             rows += [("a layout that divides", p["gpus"], p) for p in _PROBES]
             try:
                 message = next((m for row in rows for m in _disagrees(formula.quantity, formula.expression, *row)), None)

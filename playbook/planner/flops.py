@@ -1,5 +1,5 @@
-"""Model FLOPs, by class of operation, and the peak rates of GPUs that utilisation is a share of. Recompute is not counted: it is work of the
-system, not of the model.
+"""Model FLOPs, by class of operation, and the peak rates of GPUs that utilisation is a share of. Recompute is not counted: it is work of
+the system, not of the model.
 
 Source: Megatron-LM, `megatron/training/training.py`, `num_floating_point_operations`: causal attention counts half of the square,
 routers and norms count nothing. Sliding windows: Megatron Bridge, `training/utils/flop_utils.py`.

@@ -23,7 +23,7 @@ from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster
 from playbook_app.mcp.planning import plan_answer
-from playbook_app.site import searching
+from playbook_app.site import indexes
 
 PLACES = (
     "llama3_8b 8 h200", "llama3_8b 64 h100", "llama3_8b 64 gb200", "llama3_70b 64 h100", "llama3_70b 64 h200", "llama3_70b 128 gb200",
@@ -135,7 +135,7 @@ Promise.all(process.argv.slice(4).map((q) => form.playbookAsk(q))).then((all) =>
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
 def test_the_question_box_gives_the_same_answer(tmp_path):
-    (tmp_path / "cards.json").write_text(searching.question_box(load_all()))
+    (tmp_path / "cards.json").write_text(indexes.question_box(load_all()))
     (tmp_path / "page.js").write_text(_PAGE)
     queries = [
         "context parallel size for qwen3_30b_a3b at 128k on h100",

@@ -11,7 +11,7 @@ from in_process import run
 from playbook.cards.load import load_all
 from playbook.paths import repo_root
 from playbook_app.cli import app
-from playbook_app.cli.commands import demo
+from playbook_app.cli.commands import confirm
 from playbook_app.cli.output import print_table
 from playbook_bench.run import targets
 
@@ -24,7 +24,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_the_four_claims_can_be_tested_on_a_cpu():
     cards = load_all()
-    for target in demo.DEMO:
+    for target in confirm.DEMO:
         card, _, claim = target.partition("/")
         (found,) = [c for c in cards[card].claims if claim in (c.id, c.mechanism_check and c.mechanism_check.id)]
         assert claim == found.mechanism_check.id if claim.endswith(".m") else found.cpu_scope
@@ -48,7 +48,7 @@ def test_a_block_for_each_claim_then_what_to_do_next(capsys, elsewhere):
 def test_a_verdict_of_any_kind_is_a_success_and_none_is_not(capsys, claim, verdict, code, demo):
     assert run(capsys, "confirm", f"vlm-real-data/{claim}", "--profile", "cpu")[0] == code
     ended, out, _ = run(capsys, "demo", f"vlm-real-data/{claim}")
-    assert ended == demo
+    assert ended == confirm
     assert verdict in out
 
 

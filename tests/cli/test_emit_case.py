@@ -14,10 +14,9 @@ from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.services.predicted_case import scaled
-from playbook_bench.run import prove, replay
+from playbook_bench.run import aa, replay
 from playbook_bench.variants.resolve import configurations
 from playbook_trainer.config.dry_run import dry_run, predicted
 
@@ -28,7 +27,7 @@ ON_GPUS = ("fused", "compile", "apply_probs_on")
 def emitted(tmp_path, *words, code=0):
     """The case that the command writes."""
     path = tmp_path / "mine.yaml"
-    assert exit_codes.run(app, ["plan", "--emit-case", str(path), "--hardware", "h200", *words]) == code
+    assert run_command(app, ["plan", "--emit-case", str(path), "--hardware", "h200", *words]) == code
     return load_case(path) if code == 0 else None
 
 
@@ -83,17 +82,17 @@ def test_the_kernel_of_attention_is_the_one_that_the_dry_run_works_out(tmp_path,
 def test_a_dry_run_says_what_hardware_makes_of_it(capsys, words, verdict, predicted_at_all):
     config = str(repo_root() / "trainer/configs/qwen3_tiny.yaml")
     command = ["train", "--dry-run", "--gpus", "1", "--hardware", "h200", config, *words]
-    assert exit_codes.run(app, [*command, "--json"]) == 0
+    assert run_command(app, [*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == verdict
     speed = told["tokens_per_s_per_gpu"]
     assert (speed is not None) == predicted_at_all
     assert speed is None or speed["low"] < speed["value"] < speed["high"]
-    assert exit_codes.run(app, command) == 0
+    assert run_command(app, command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(verdict) for line in lines)
     assert any(line.startswith("predicted: ") for line in lines) == predicted_at_all
-    assert exit_codes.run(app, ["train", "--hardware", "h200", config]) == 2
+    assert run_command(app, ["train", "--hardware", "h200", config]) == 2
 
 
 def test_a_layout_of_ones_own_is_set_against_the_best(tmp_path):
@@ -124,7 +123,7 @@ def test_what_cannot_be_run_here_is_refused(tmp_path, capsys, words):
 
 
 def test_what_speaks_of_a_case_needs_one(capsys):
-    assert exit_codes.run(app, ["plan", "qwen3_8b", "--gpus", "8", "--gbs", "64", "--case-gpus", "2"]) == 2
+    assert run_command(app, ["plan", "qwen3_8b", "--gpus", "8", "--gbs", "64", "--case-gpus", "2"]) == 2
     assert "--emit-case" in capsys.readouterr().err
 
 
@@ -142,7 +141,7 @@ def test_a_rank_keeps_what_it_holds_of_a_layer():
 
 @pytest.mark.full
 def test_an_emitted_case_trains_as_its_proofs_say(tmp_path):
-    proofs = prove.prove([str(on_cpu(tmp_path))], profile="cpu")
+    proofs = aa.prove([str(on_cpu(tmp_path))], profile="cpu")
     assert [p.variant for p in proofs] == ["first-mbs4-recompute-none", "second-mbs2-recompute-full"]
     assert all(p.ok and p.checks for p in proofs)
 

@@ -11,7 +11,7 @@ import pytest
 from in_process import run
 
 from playbook.paths import repo_root, sources
-from playbook_app.cli import exit_codes
+from playbook_app.cli.app import READER_LEFT, run_command
 from playbook_app.cli.commands import train
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
@@ -35,7 +35,7 @@ def test_a_reader_that_left_is_neither_confirmed_nor_refuted(tmp_path, words):
         done = subprocess.run([*PLAYBOOK, *words], env=ENV, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600)
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (exit_codes.READER_LEFT, "")
+    assert (done.returncode, done.stderr) == (READER_LEFT, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -66,7 +66,7 @@ def test_no_accident_has_the_code_of_a_verdict(capsys, fault, code, says):
     def app(*words, **options):
         raise fault
 
-    assert exit_codes.run(app, []) == code
+    assert run_command(app, []) == code
     assert says in capsys.readouterr().err
 
 

@@ -22,8 +22,7 @@ from playbook.planner.runs.check import check
 from playbook.planner.runs.published import RUNS
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
 from playbook_trainer.export.plans import TARGETS
@@ -44,7 +43,7 @@ class Shown(NamedTuple):
 @pytest.fixture
 def run(capsys) -> Callable[..., Shown]:
     def ran(*words: str, command: str = "plan") -> Shown:
-        code = exit_codes.run(app, [command, *words])
+        code = run_command(app, [command, *words])
         return Shown(code, *capsys.readouterr())
 
     return ran
@@ -109,12 +108,12 @@ def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
     ],
 )
 def test_where_no_layout_is_legal_the_rule_is_named_that_most_break(capsys, words: list[str], says: str) -> None:
-    code = exit_codes.run(app, ["plan", "qwen3_30b_a3b", *words])
+    code = run_command(app, ["plan", "qwen3_30b_a3b", *words])
     shown = capsys.readouterr()
     assert (code, shown.out) == (2, "")
     assert "What most layouts break:\n  - " in shown.err
     assert says in shown.err
-    exit_codes.run(app, ["plan", "qwen3_30b_a3b", *words, "--json"])
+    run_command(app, ["plan", "qwen3_30b_a3b", *words, "--json"])
     assert any(says in sentence for sentence in json.loads(capsys.readouterr().out)["broken"])
 
 
@@ -197,7 +196,7 @@ def test_a_model_is_cut_in_layers_to_be_tried_on_few_gpus(run) -> None:
     ],
 )
 def test_what_cannot_be_exported_ends_with_one_message_and_exit_code_2(capsys, words: list[str]) -> None:
-    assert exit_codes.run(app, ["plan", *words, "--gpus", "8", "--gbs", "64"]) == 2
+    assert run_command(app, ["plan", *words, "--gpus", "8", "--gbs", "64"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.strip().splitlines()) == 1
@@ -296,7 +295,7 @@ def test_an_id_of_a_published_run_resolves(run, capsys) -> None:
     row = next(r for r in check(data_root("tables") / RUNS, leave_out="configuration") if r.run.id == "r294")
     assert found["predicted"] == pytest.approx(row.prediction.tokens_per_s_per_gpu)
     assert found["scaled"] == pytest.approx(row.interval.value, rel=1e-3)
-    assert exit_codes.run(app, ["plan", "run", "r29"]) == ExitCode.USAGE
+    assert run_command(app, ["plan", "run", "r29"]) == ExitCode.USAGE
     assert "no published run 'r29'; expected an id" in capsys.readouterr().err
     assert "not known" in json.loads(run("run", "r003", "--json").stdout)["why"]
 

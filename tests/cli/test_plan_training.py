@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 
 QWEN = ["plan", "qwen3_30b_a3b", "--no-published", "--top", "1"]
 
 
 def answered(capsys, *words):
-    assert exit_codes.run(app, [*QWEN, *words, "--json"]) == 0
+    assert run_command(app, [*QWEN, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -29,7 +28,7 @@ def test_a_training_takes_its_tokens_over_the_speed_of_all_gpus(capsys):
 
 @pytest.mark.full
 def test_energy_is_unknown_where_no_source_says_what_a_gpu_draws(capsys):
-    assert exit_codes.run(app, [*QWEN, "--gpus", "64xB300", "--tokens", "300B"]) == 0
+    assert run_command(app, [*QWEN, "--gpus", "64xB300", "--tokens", "300B"]) == 0
     assert "energy unknown: no source says what a b300 may draw" in capsys.readouterr().out
 
 
@@ -55,5 +54,5 @@ def test_the_curve_has_the_plan_of_each_number_of_gpus(capsys):
     ],
 )
 def test_what_cannot_be_asked_is_said(capsys, words, says):
-    assert exit_codes.run(app, [*QWEN, *words]) == 2
+    assert run_command(app, [*QWEN, *words]) == 2
     assert says in " ".join(capsys.readouterr().err.replace("│", "").split())

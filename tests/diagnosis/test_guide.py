@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from playbook.paths import repo_root
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import ANSWERED, DIAGNOSIS, diagnosis
@@ -25,7 +24,7 @@ def test_the_console_blocks_run_and_the_answer_is_todays(tmp_path, monkeypatch, 
             (tmp_path / title).write_text(text, encoding="utf-8")
         elif language == "console":
             for line in text.splitlines():
-                code = exit_codes.run(app, line.split()[1:])
+                code = run_command(app, line.split()[1:])
                 assert code == 0, capsys.readouterr().err
                 ran += 1
     assert ran == 2

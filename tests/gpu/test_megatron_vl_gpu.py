@@ -16,7 +16,7 @@ from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps
 
 from playbook_app.site.curves import ALLOWED, distances, series_of
-from playbook_app.site.parity import CURVES
+from playbook_app.site.reference import CURVES
 from playbook_trainer.config.tree import load, parse_overrides
 
 pytest.importorskip("megatron.core")

@@ -9,8 +9,7 @@ import pytest
 from plan_page import DECISIONS
 
 from playbook.planner.plan import Plan
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.mcp.planning import plan_answer, plan_of
 from playbook_trainer.export.plans import SETTINGS
 from tests.support.targets.checkers import CHECKERS, differences, exportable
@@ -61,7 +60,7 @@ def test_every_decision_is_exported_by_the_command_line_as_by_mcp(capsys, export
             (e for p, hardware, e in each if words[0] == p.model and words[words.index("--hardware") + 1] == hardware and _asks(words, p)),
             None,
         )
-        code = exit_codes.run(app, ["plan", *words, "--export", target])
+        code = run_command(app, ["plan", *words, "--export", target])
         shown = capsys.readouterr().out
         assert (code == 0) == (found is not None), (target, code)
         assert found is None or shown.rstrip() == found.text().rstrip()

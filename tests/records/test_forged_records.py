@@ -23,7 +23,7 @@ from playbook_app.services import check
 from playbook_app.site.cards import Shelf
 from playbook_app.site.evidence import evidence_page
 from playbook_app.site.text import text
-from playbook_bench.judge import outdated
+from playbook_bench.judge import receipt
 from playbook_bench.run import replay, store
 
 CPU = "01M80142Q87YRVRJJAXCMBK0K2"
@@ -351,5 +351,5 @@ def test_other_looks_in_plan_and_case_are_not_those_of_the_case_that_ships(data)
 
     changed = copy.deepcopy(data["measured"])
     looks(changed)
-    assert any("looks" in text for text in outdated.case_changes(Measured.model_validate(changed)))
-    assert not any("looks" in text for text in outdated.case_changes(Measured.model_validate(data["measured"])))
+    assert any("looks" in text for text in receipt.case_changes(Measured.model_validate(changed)))
+    assert not any("looks" in text for text in receipt.case_changes(Measured.model_validate(data["measured"])))

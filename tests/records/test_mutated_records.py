@@ -15,7 +15,7 @@ from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import Evidence, Measured
-from playbook_bench.judge import outdated
+from playbook_bench.judge import receipt
 from playbook_bench.run import replay, schedule, series, store
 from playbook_bench.statements.rules import planted
 
@@ -147,7 +147,7 @@ def test_no_field_of_all_launches_makes_another_verdict(undecided, monkeypatch):
 
 def foreign(evidence):
     """What sets its claim and its case apart from today's."""
-    return replay.of_another_claim(evidence, by_claim(load_all())), outdated.case_changes(evidence.measured)
+    return replay.of_another_claim(evidence, by_claim(load_all())), receipt.case_changes(evidence.measured)
 
 
 def accepted(data, paths):

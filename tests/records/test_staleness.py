@@ -15,7 +15,7 @@ from playbook.records.machine import Here, updates_since
 from playbook.records.read import read
 from playbook_app.mcp.answers import library_here
 from playbook_app.mcp.server import claim_answer
-from playbook_bench.judge import outdated
+from playbook_bench.judge import receipt
 from playbook_bench.machine import detect
 from playbook_trainer import revision
 
@@ -63,7 +63,7 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     monkeypatch.setattr(
         revision, "numbers", lambda: dict.fromkeys(revision.BACKENDS, ran.get("measured", "runs")[0]["performance_revision"])
     )
-    monkeypatch.setattr(outdated, "case_changes", lambda _: [])
+    monkeypatch.setattr(receipt, "case_changes", lambda _: [])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
     monkeypatch.setattr(detect, "here", lambda: current)
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]

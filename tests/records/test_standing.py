@@ -14,7 +14,7 @@ from playbook.records.read import DECIDED, read, verdicts
 from playbook.records.standing import bases, basis, in_words, standing, stands
 from playbook_app.cli.commands.cards import card_lines
 from playbook_app.site.cards import Shelf, card_page
-from playbook_app.site.llms import plain_card
+from playbook_app.site.indexes import plain_card
 
 CARDS = load_all()
 CLAIMS = by_claim(CARDS)

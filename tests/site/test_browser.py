@@ -28,7 +28,7 @@ from playbook.diagnosis.setting import setting
 from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import cluster, clusters
-from playbook_app.site.diagnosed import read
+from playbook_app.site.published import read
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

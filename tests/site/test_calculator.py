@@ -16,7 +16,7 @@ from playbook.planner.layout import min_gpus
 from playbook.planner.models import MODELS, from_file
 from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, LABELS, OFFLOAD_MODULES, RECOMPUTE
 from playbook.planner.plan import Plan, nearest, parse
-from playbook_app.site.calculator import tables
+from playbook_app.site.models import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
 

@@ -17,12 +17,11 @@ from playbook.paths import data_root
 from playbook.planner.models import MODELS
 from playbook.records.read import read
 from playbook_app.site import build
-from playbook_app.site.cards import changes
+from playbook_app.site.cards import DECIDED, Shelf, anchor, changes
 from playbook_app.site.evidence import trace_page
+from playbook_app.site.indexes import llms
 from playbook_app.site.lists import facts, one_gpu_page, travel_page
-from playbook_app.site.llms import llms
 from playbook_app.site.models import plan_of, settings
-from playbook_app.site.shelf import DECIDED, Shelf, anchor
 from playbook_app.site.text import NBSP
 
 TODAY = date(2026, 11, 21)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from playbook_app.site.curves import distance, distances, section
-from playbook_app.site.parity import CURVES, parity_page
+from playbook_app.site.reference import CURVES, parity_page
 
 
 def row(run: str, repeat: int, *loss: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from playbook.errors import FileError
 from playbook.paths import repo_root
-from playbook_app.site.parity import LAYOUTS, MEGATRON, parity_page, read_rows
+from playbook_app.site.reference import LAYOUTS, MEGATRON, parity_page, read_rows
 
 FOLDER = repo_root() / "docs" / "parity"
 

@@ -15,9 +15,8 @@ from playbook.paths import repo_root
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters
 from playbook_app.site import doors
-from playbook_app.site.diagnosed import PlanQuestion, ask, data, form, questions, read
 from playbook_app.site.doors import read as read_doors
-from playbook_app.site.published import published_page, tables_page, worked
+from playbook_app.site.published import PlanQuestion, ask, data, form, published_page, questions, read, tables_page, worked
 
 sys.path.insert(0, str(repo_root() / "tools"))
 from plan_page import README, readme

@@ -11,7 +11,7 @@ from playbook.paths import repo_root
 from playbook.records.case import load_case
 from playbook_bench import logs
 from playbook_bench.machine import requirements
-from playbook_bench.run import prove
+from playbook_bench.run import aa
 from playbook_bench.variants import program
 from playbook_bench.variants.resolve import resolve_all
 
@@ -34,7 +34,7 @@ def test_transformers_experts_run_in_both_ways_and_prove_it(tmp_path, monkeypatc
     text = (repo_root() / "tools" / "cases" / "transformers-grouped-mm.yaml").read_text()
     path = tmp_path / "transformers-grouped-mm.yaml"
     path.write_text(text.replace("[python,", f"[{sys.executable},"))
-    assert [(proof.variant, proof.ok) for proof in prove.prove([str(path)], profile="cpu")] == [("baseline", True), ("candidate", True)]
+    assert [(proof.variant, proof.ok) for proof in aa.prove([str(path)], profile="cpu")] == [("baseline", True), ("candidate", True)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -90,4 +90,4 @@ def test_a_real_trainer_is_launched_and_its_log_is_read(tmp_path, script):
         f"command: [{sys.executable}, {EXAMPLES / script}, --output, '{{run}}/out', --steps, '12']\n"
         f"steps: {{file: '{file}'}}\nmetric: step_seconds\nprofiles: {{cpu: {{}}}}\n"
     )
-    assert [proof.outcome for proof in prove.prove([str(path)], profile="cpu")] == ["ok", "ok"]
+    assert [proof.outcome for proof in aa.prove([str(path)], profile="cpu")] == ["ok", "ok"]

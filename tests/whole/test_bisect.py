@@ -14,7 +14,7 @@ import pytest
 from test_gate import case, options, repo, worktrees  # noqa: F401
 
 from playbook.errors import ConfigError, LaunchError
-from playbook_bench.judge import bisection
+from playbook_bench.judge import slowdown
 from playbook_bench.launch import local
 from playbook_bench.run import bisect, gate
 from playbook_bench.statements.rules import bisect_finds_the_commit
@@ -23,7 +23,7 @@ EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""
 
 
-def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> bisection.BisectResult:  # noqa: F811
+def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> slowdown.BisectResult:  # noqa: F811
     return bisect.run(case(metric), good, bad, options(tmp_path), root=repo.root)
 
 
@@ -54,8 +54,8 @@ def test_what_cannot_be_judged_leaves_suspects_and_what_is_well_leaves_none(repo
 
 def test_a_commit_that_the_gate_leaves_undecided_is_passed_over() -> None:
     open_ = gate.GateResult("undecided", "s", "c", "r", "cpu", 0.01)
-    assert bisect.trouble_of(open_) == bisection.UNKNOWN
-    assert bisect.trouble_of(dataclasses.replace(open_, status="pass")) == bisection.NONE
+    assert bisect.trouble_of(open_) == slowdown.UNKNOWN
+    assert bisect.trouble_of(dataclasses.replace(open_, status="pass")) == slowdown.NONE
 
 
 def test_a_signal_between_two_gates_leaves_no_files(repo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -103,7 +103,7 @@ def test_a_good_commit_that_fails_once_by_chance_costs_that_judgement_alone(
 
     monkeypatch.setattr(gate, "run", unlucky)
     found = run(repo, tmp_path, "HEAD~3")
-    assert [j.trouble for j in found.judged].count(bisection.UNKNOWN) == 1
+    assert [j.trouble for j in found.judged].count(slowdown.UNKNOWN) == 1
     assert history[1] in found.suspects
 
 
@@ -118,13 +118,13 @@ def test_commits_that_do_not_follow_each_other(repo: Any, good: str, bad: str, s
 
 def test_the_invariant_holds_and_notices_a_search_that_errs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bisect_finds_the_commit()[0]
-    real = bisection.search
+    real = slowdown.search
 
-    def late(history: Any, judge: Any, told: Any = None) -> bisection.BisectResult:
+    def late(history: Any, judge: Any, told: Any = None) -> slowdown.BisectResult:
         found = real(history, judge, told)
-        return bisection.BisectResult(found.suspects[-1:], found.trouble, found.judged)
+        return slowdown.BisectResult(found.suspects[-1:], found.trouble, found.judged)
 
-    monkeypatch.setattr(bisection, "search", late)
+    monkeypatch.setattr(slowdown, "search", late)
     holds, sentence, _ = bisect_finds_the_commit()
     assert not holds
     assert "wrong" in sentence

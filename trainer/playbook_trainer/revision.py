@@ -60,7 +60,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             FIRST,
             _always,
             (
-                "__main__.py", "axes.py", "engine.py", "loop.py", "data/batch.py", "data/collate.py", "data/document.py", "data/loader.py",
+                "__main__.py", "axes.py", "engine.py", "loop.py", "data/batch.py", "data/collate.py", "data/loader.py",
                 "data/rows.py", "observe/",
             ),
         ),
@@ -69,7 +69,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             FIRST,
             lambda value, ranks: value("data.kind") != "mock",
             (
-                "data/packing.py", "data/reader.py", "data/tokenizer.py", "data/sources/",
+                "data/packing.py", "data/tokenizer.py", "data/sources/",
             ),
         ),
         "images": Path(
@@ -140,10 +140,10 @@ PATHS: Mapping[str, Path] = MappingProxyType(
 )  # fmt: skip
 NEUTRAL = (
     # What they decide stands in the resolved configuration, which a record holds.
-    "config/checks.py", "config/dry_run.py", "config/huggingface.py", "config/megatron_checks.py", "config/model.py", "config/recipes.py",
+    "config/checks.py", "config/dry_run.py", "config/huggingface.py", "config/megatron_checks.py", "config/recipes.py",
     "config/sections.py", "config/tree.py",
     # Before the first step and after the last.
-    "data/resume.py", "exit_codes.py", "fork_server.py", "huggingface/", "join.py", "torch/weights.py",
+    "exit_codes.py", "fork_server.py", "huggingface/", "join.py", "torch/weights.py",
     # No part of a training run.
     "calibrate.py", "export/", "megatron/probe.py", "preflight.py", "revision.py",
 )  # fmt: skip

@@ -6,10 +6,13 @@ fault that a check found; 3 inconclusive or undecided; 4 not applicable on this 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +21,75 @@ import typer
 from typer.core import TyperGroup
 
 from playbook import __version__
-from playbook_app.cli import exit_codes
-from playbook_app.cli.output import say
+from playbook.errors import ExitCode, FileError, PlaybookError
+from playbook_app.cli.output import complain, say
+
+_INTERRUPTED = 130
+READER_LEFT = 141
+"""128 + SIGPIPE, the code of a command whose reader has closed the pipe."""
+
+
+def run_command(app: Callable[..., Any], argv: Sequence[str]) -> int:
+    """Run a command and return its exit code.
+
+    Errors become one message; a crash ends with 5, since Python's own code for it, 1, means `refuted`.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, who does not want to hear
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lives)
+    try:
+        code = _code(app, argv)
+        sys.stdout.flush()
+    except PlaybookError as e:
+        _tell(str(e) if isinstance(e, FileError) else f"error: {e}")
+        return ExitCode.USAGE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except OSError as e:
+        if e.errno == errno.EPIPE:
+            return _without_reader()
+        _tell(f"error: {e.filename or 'the output'} cannot be read or written: {e.strerror or e}; free some space, or name another place")
+        _abandon(sys.stdout)
+        return ExitCode.USAGE
+    except Exception:
+        _tell(f"{traceback.format_exc()}error: this is a fault of playbook, not of what it was given; please report the lines above")
+        return ExitCode.FAILED
+    return code
+
+
+def _code(app: Callable[..., Any], argv: Sequence[str]) -> int:
+    code: Any
+    try:
+        code = app(list(argv), prog_name="playbook", standalone_mode=True)
+    except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError):  # typer ends with 1 then, which would read as `refuted`
+            return _without_reader()
+        code = e.code
+    if isinstance(code, str):
+        _tell(code)
+        return ExitCode.FAILED
+    return code or 0
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        complain(text)
+
+
+def _without_reader() -> int:
+    """Give up the output after the reader has closed the pipe, as in `playbook cards list | head -1`."""
+    for stream in (sys.stdout, sys.stderr):
+        _abandon(stream)
+    return READER_LEFT
+
+
+def _abandon(stream: Any) -> None:
+    """Redirect the stream to the null device, so that flushing the rest of its buffer at exit cannot fail."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, as in a test, has nothing to flush to
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
 
 COMMANDS = {
     "search": "Find the cards that answer a question.",
@@ -45,7 +115,9 @@ COMMANDS = {
     "schemas": "JSON Schemas of the files.",
     "version": "Print the version.",
 }
-"""Each command in the order of the work, with its line in the help. Its module in `playbook_app.cli.commands` has its name."""
+"""Each command in the order of the work, with its line in the help."""
+BESIDE = {"demo": "confirm", "bisect": "gate"}
+"""Commands in the module of the command that they build on; every other has a module of its name in `playbook_app.cli.commands`."""
 
 _GROUPS = {
     "Find": ("search", "cards", "evidence"),
@@ -74,7 +146,9 @@ class Commands(TyperGroup):  # type: ignore[misc]
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, or None."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            command = typer.main.get_group(import_module(f"playbook_app.cli.commands.{cmd_name}").app).commands[cmd_name]
+            command = typer.main.get_group(import_module(f"playbook_app.cli.commands.{BESIDE.get(cmd_name, cmd_name)}").app).commands[
+                cmd_name
+            ]
             command.help = command.help or COMMANDS[cmd_name]
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
@@ -126,4 +200,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     gc.set_threshold(
         50_000, 20, 20
     )  # records and cards are many small objects that stay: looking for cycles among them took a sixth of the time
-    sys.exit(exit_codes.run(app, sys.argv[1:] if argv is None else argv))
+    sys.exit(run_command(app, sys.argv[1:] if argv is None else argv))

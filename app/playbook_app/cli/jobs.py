@@ -21,7 +21,6 @@ from playbook import yaml_files
 from playbook.errors import ConfigError, ExitCode, LaunchError, PlaybookError, UnmetRequirement
 from playbook.paths import default_results
 from playbook_app.cli import app as root
-from playbook_app.cli import exit_codes
 from playbook_app.cli.output import complain, print_json, say
 from playbook_bench.launch import local, slurm
 from playbook_bench.launch.local import Spec
@@ -183,7 +182,7 @@ class Job:
 
         answer = io.StringIO()
         with contextlib.redirect_stdout(answer):
-            code = exit_codes.run(app, self.words)
+            code = root.run_command(app, self.words)
         if code in _STOPPED:
             raise SystemExit(code)
         lines = [line for line in answer.getvalue().splitlines() if line.startswith("{")]

@@ -1,4 +1,6 @@
-"""The tools that plan: which layouts are legal, what they hold, and which are fastest. Each is the function behind a command."""
+"""The tools that plan (which layouts are legal, what they hold, and which are fastest), each the function behind a command; and
+`tune_next`, a tuning whose launches an agent makes: the procedure decides, and whoever launches cannot keep what it did not prove.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from playbook.diagnosis.answer import diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.published import of_plan
 from playbook.diagnosis.seen import parsed
 from playbook.diagnosis.setting import Figures, measured, setting
-from playbook.errors import PlaybookError
+from playbook.errors import ConfigError, PlaybookError
 from playbook.planner import layout, memory
 from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
-from playbook.planner.frameworks import FRAMEWORKS
 from playbook.planner.hardware import counted, of_text
 from playbook.planner.models import MODELS, from_fields, named, not_known
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan, cut, nearest, parse
 from playbook.planner.shapes import Shape
 from playbook.yaml_files import did_you_mean
@@ -40,6 +42,7 @@ from playbook_app.mcp.answers import (
 )
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
+from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observation, Setup, Tuning, percent
 from playbook_trainer.export.plans import as_run, kept, launchable
 
 _MOST_TEXT = 100_000
@@ -236,4 +239,118 @@ def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: K
         actions=diagnosis["actions"],
         confidence=diagnosis["confidence"],
         assumptions=diagnosis["assumptions"],
+    )
+
+
+_KNOB = re.compile(r"([\w.$-]{1,64})=([^|]{1,64}(?:\|[^|]{1,64}){1,15})")
+_RUN = re.compile(r"(?P<value>[0-9.eE+-]{1,24})(?: loss=(?P<loss>[0-9.eE+-]{1,24}))?(?: tokens=(?P<tokens>[0-9.eE+-]{1,24}))?")
+_ENDINGS = ("oom", "crash", "nan", "hang", "killed", "refused")
+
+Knobs = Annotated[
+    list[Annotated[str, Field(max_length=1200)]],
+    Field(min_length=1, max_length=32, description="name=today|other|..., in the order to try, such as fuse=off|on."),
+]
+Seen = Annotated[
+    list[Annotated[str, Field(max_length=100)]],
+    Field(
+        max_length=600,
+        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang,"
+        " or 'time up' to try no more.",
+    ),
+]
+
+
+class TuneRow(BaseModel):
+    """What became of a value. Percentages are of speed."""
+
+    knob: str
+    value: str
+    reason: str
+    low: float | None
+    effect: float | None
+    high: float | None
+
+
+class TuneAnswer(BaseModel):
+    """What to launch next, or what is proven."""
+
+    launch: dict[str, str] | None
+    """Values other than today's, for one launch; null once the tuning has ended."""
+    why: str
+    kept: list[TuneRow]
+    refused: list[TuneRow]
+    launches: int
+    at_least: int
+    """Launches that the proof of what looks better now would take."""
+
+
+def tune_answer(knobs: Sequence[str], seen: Sequence[str], seed: int, false_keep_percent: float) -> TuneAnswer:
+    """The state of a tuning after these launches.
+
+    Raises:
+        ConfigError: a knob or a launch is not of the form.
+    """
+    choices = [_choice(text) for text in knobs]
+    if len({choice.name for choice in choices}) < len(choices):
+        raise ConfigError("two knobs have one name; expected each once")
+    candidates = [(choice.name, value) for choice in choices for value in choice.values[1:]]
+    tuning = Tuning(Setup(choices, candidates, seed, false_keep_percent / 100))
+    for number, text in enumerate(seen, 1):
+        if tuning.due is None:
+            raise ConfigError(f"the tuning has ended after {number - 1} launches; expected no more")
+        tuning.add(_event(text))
+    due, why = tuning.due, ""
+    if due is not None:
+        why = {
+            "warm_up": "discarded",
+            "start": "the start, for its noise",
+            "best": "the best so far",
+            "candidate": "a candidate",
+            "proof": "proof",
+        }[due.why]
+    elif tuning.problem:
+        why = f"the start does not run: {tuning.problem}"
+    else:
+        why = "ended; compare the kept set with the start by playbook ab" if tuning.kept else "ended; nothing is proven to help"
+    rows = [[_row(d) for d in tuning.decisions.values() if d.kept is kept] for kept in (True, False)]
+    launch = None if due is None else dict(due.settings)
+    return TuneAnswer(launch=launch, why=why, kept=rows[0], refused=rows[1], launches=len(tuning.launched), at_least=tuning.to_prove)
+
+
+def _choice(text: str) -> Choice:
+    match = _KNOB.fullmatch(text)
+    if match is None or len(set(match[2].split("|"))) < len(match[2].split("|")):
+        raise ConfigError(f"knob {text[:60]!r} is not known; expected name=today|other, with different values")
+    return Choice(match[1], tuple(match[2].split("|")))
+
+
+def _event(text: str) -> Event:
+    """What an agent says of one launch, as the procedure takes it.
+
+    Raises:
+        ConfigError: the text is neither figures nor one of the endings.
+    """
+    if text == "time up":
+        return Hurry()
+    for ending in _ENDINGS:
+        if text == ending:
+            return Observation(ending)  # type: ignore[arg-type]
+    match = _RUN.fullmatch(text)
+    try:
+        numbers = {name: float(word) for name, word in match.groupdict().items() if word} if match else {}
+    except ValueError:
+        numbers = {}
+    if not numbers:
+        raise ConfigError(
+            f"launch {text[:60]!r} is not known; expected seconds of a step, such as '0.512 loss=2.31', or one of {', '.join(_ENDINGS)}"
+        )
+    return Observation("ok", numbers["value"], numbers.get("loss"), numbers.get("tokens"))
+
+
+def _row(decision: Decision) -> TuneRow:
+    low, effect, high = (
+        (None, None, None) if decision.effect is None else (decision.effect.low, decision.effect.value, decision.effect.high)
+    )
+    return TuneRow(
+        knob=decision.knob, value=decision.value, reason=decision.reason, low=percent(low), effect=percent(effect), high=percent(high)
     )

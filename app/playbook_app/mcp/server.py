@@ -33,8 +33,9 @@ from playbook.records.standing import in_words, stands
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
 from playbook.skills.model import FILE, Skill, claim_ids
 from playbook.yaml_files import did_you_mean
-from playbook_app.mcp import planning, tuning
+from playbook_app.mcp import planning
 from playbook_app.mcp.answers import (
+    SUMMARIES,
     CardAnswer,
     CardList,
     CardRow,
@@ -51,8 +52,9 @@ from playbook_app.mcp.answers import (
     SearchAnswer,
     SearchHit,
     Standing,
+    shallow,
+    shortened,
 )
-from playbook_app.mcp.brief import SUMMARIES, shallow, shortened
 from playbook_app.services import confirmation
 
 MAX_CHARS = 60_000
@@ -335,16 +337,16 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
 def _tuning(out: MCPServer[Any]) -> None:
     @out.tool(title="Tune: what to launch next", annotations=ToolAnnotations(**_READ_ONLY))
     def tune_next(
-        knobs: tuning.Knobs,
-        seen: tuning.Seen = [],  # noqa: B006
+        knobs: planning.Knobs,
+        seen: planning.Seen = [],  # noqa: B006
         seed: Annotated[int, _number("The same in every call.", 0)] = 0,
         false_keep_percent: Annotated[
             float, Field(ge=0.1, le=50, description="Percent: the chance that what is kept holds a change that does not help.")
         ] = 5.0,
-    ) -> tuning.TuneAnswer:
+    ) -> planning.TuneAnswer:
         """The next launch of a tuning, or what is proven to make the run faster. Keep nothing that is not in `kept`."""
         with _as_tool_error():
-            return bounded(tuning.tune_answer(knobs, seen, seed, false_keep_percent), "name fewer knobs")
+            return bounded(planning.tune_answer(knobs, seen, seed, false_keep_percent), "name fewer knobs")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:

@@ -1,7 +1,7 @@
 """`playbook cards check` from end to end: cards, then cases, then the trainer's keys, then all evidence.
 
-Each package judges what it owns; here their answers are put side by side. The linter is one table of rules over cards, each a pure function;
-adding one is adding a row.
+Each package judges what it owns; here their answers are put side by side. The linter is one table of rules over cards, each a pure
+function; adding one is adding a row.
 """
 
 from __future__ import annotations

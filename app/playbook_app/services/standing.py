@@ -42,7 +42,7 @@ def present(machine: Here | None) -> Present:
 
 def _case_changes(measured: Measured) -> list[str]:
     """As the harness says it; its modules are read once a verdict is asked about, which half of the commands never do."""
-    from playbook_bench.judge.outdated import case_changes
+    from playbook_bench.judge.receipt import case_changes
 
     return case_changes(measured)
 

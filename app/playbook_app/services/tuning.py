@@ -27,9 +27,7 @@ from playbook_bench.run.store import replace
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import walls
 from playbook_bench.tune import knobs as files
-from playbook_bench.tune import order
-from playbook_bench.tune.knobs import Knobs
-from playbook_bench.tune.order import Predicted, Ranked
+from playbook_bench.tune.knobs import Knobs, Predicted, Ranked
 from playbook_bench.tune.procedure import Setup
 from playbook_bench.tune.session import Plan
 from playbook_bench.tune.subject import CASE_ID, Subject, goal
@@ -103,7 +101,7 @@ def planned(
         for value in choice.values[1:]:
             _check(subject, choice.name, value)
     of_each = _predicted(subject, start, machine, by_memory=request.goal == "peak_memory")
-    rows = order.ranked(knobs, of_each, _small_walls(request.trace, machine))
+    rows = files.ranked(knobs, of_each, _small_walls(request.trace, machine))
     candidates = [(row.knob, row.value) for row in rows if not row.skipped]
     if not candidates:
         raise ConfigError(f"nothing is left to try: {rows[0].knob}={rows[0].value}: {rows[0].why}")
@@ -137,7 +135,7 @@ def _small_walls(trace: Path | None, machine: Machine) -> Mapping[str, str]:
     return {
         name: f"{name} is {100 * share:.1f} % of the traced step"
         for name, share in parts.items()
-        if share is not None and share < order.SMALL
+        if share is not None and share < files.SMALL
     }
 
 

@@ -19,11 +19,10 @@ from playbook.cards.model import Card, by_claim, guidance
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
-from playbook_app.site.calculator import calculator_page
-from playbook_app.site.cards import card_page
-from playbook_app.site.diagnosed import data, form
+from playbook_app.site.cards import Flags, Shelf, card_page, no_flags
 from playbook_app.site.doors import DOORS, door_pages
 from playbook_app.site.evidence import evidence_page, list_page, trace_page
+from playbook_app.site.indexes import llms, llms_full, llms_measured, plain_card, question_box, questions
 from playbook_app.site.lists import (
     by_phase,
     coverage,
@@ -37,13 +36,9 @@ from playbook_app.site.lists import (
     summary,
     travel_page,
 )
-from playbook_app.site.llms import llms, llms_full, llms_measured, plain_card
-from playbook_app.site.models import families_page, models_page, recipes_page
-from playbook_app.site.parity import parity_page
-from playbook_app.site.published import published_page, tables_page, worked
-from playbook_app.site.reference import CommandHelp, commands_page, configuration_page, metrics_page
-from playbook_app.site.searching import question_box, questions
-from playbook_app.site.shelf import Flags, Shelf, no_flags
+from playbook_app.site.models import calculator_page, families_page, models_page, recipes_page
+from playbook_app.site.published import data, form, published_page, tables_page, worked
+from playbook_app.site.reference import CommandHelp, commands_page, configuration_page, metrics_page, parity_page
 
 _OWNED = ("cards", "evidence", "_generated")
 

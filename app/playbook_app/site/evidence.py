@@ -15,9 +15,8 @@ from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, l
 from playbook.records.read import EVIDENCE, TRACE, Record, traces
 from playbook.records.trace import TraceResult, waterfall
 from playbook_app.site import curves
-from playbook_app.site.cards import coverage, effect
+from playbook_app.site.cards import Shelf, anchor, coverage, effect
 from playbook_app.site.pages import markdown, render
-from playbook_app.site.shelf import Shelf, anchor
 from playbook_app.site.svg import part, samples
 from playbook_app.site.text import (
     badge,

@@ -11,9 +11,8 @@ from playbook.records.case import list_cases, load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import DECIDED, EVIDENCE, UNTESTED, Record, traces, verdicts
 from playbook.records.standing import in_words
-from playbook_app.site.cards import PHASES, badges, effect, effects
+from playbook_app.site.cards import PHASES, Shelf, anchor, badges, current, effect, effects, verdict_forest
 from playbook_app.site.pages import markdown, render
-from playbook_app.site.shelf import Shelf, anchor, current, verdict_forest
 from playbook_app.site.text import attribute, badge, code, link, text
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from playbook.errors import LogError
 from playbook_bench.logs import steps
-from playbook_bench.logs.fields import ranked
-from playbook_bench.logs.model import Clock, LoggedStep, StepLog
+from playbook_bench.logs.fields import Clock, LoggedStep, StepLog, ranked
 from playbook_bench.logs.parsers import Row, Unfinished
 from playbook_bench.logs.steps import Expected, Line, Numbered
 

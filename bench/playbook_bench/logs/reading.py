@@ -14,11 +14,10 @@ from statistics import median
 
 from playbook.diagnosis.rl_step import Step
 from playbook.errors import LogError
-from playbook_bench.logs import fields, model, parsers, rl
+from playbook_bench.logs import adapters, fields, parsers
 from playbook_bench.logs.adapters import ADAPTERS, Adapter
 from playbook_bench.logs.checks import ARRIVAL, step_log
-from playbook_bench.logs.fields import shown
-from playbook_bench.logs.model import NO_TIME, StepLog
+from playbook_bench.logs.fields import NO_TIME, StepLog, shown
 from playbook_bench.logs.proposal import pattern
 from playbook_bench.logs.steps import Expected
 
@@ -65,7 +64,7 @@ def read(
     source = _source(chosen, content)
     arrived = arrivals if chosen.printed else None
     log = step_log(chosen.parse(source), Expected(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
-    log = log if chosen.binary else replace(log, facts=model.of(source))
+    log = log if chosen.binary else replace(log, facts=fields.of(source))
     if log.clock not in NO_TIME:
         return log
     names = [name for each in ADAPTERS for name in each.files]
@@ -84,7 +83,7 @@ def rl_steps(path: Path, adapter: str | None = None) -> list[Step]:
     try:
         content = _file(path)
         chosen = _chosen(adapter, content)
-        return rl.steps(chosen.parse(_source(chosen, content)))
+        return adapters.steps(chosen.parse(_source(chosen, content)))
     except (NoAdapter, parsers.Unfinished):
         return []
 

@@ -24,7 +24,7 @@ from playbook.yaml_files import did_you_mean
 from playbook_bench import metrics
 from playbook_bench.launch.local import LocalLauncher, interruptible
 from playbook_bench.machine import detect
-from playbook_bench.run import confirm, resolution
+from playbook_bench.run import confirm, schedule
 from playbook_bench.run.confirm import Progress
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import Outcome
@@ -178,7 +178,7 @@ def compare(pair: CommandPair, options: Options, progress: Progress, command: st
         if answer(derived, pair.margin).verdict != "undecided":
             return True
         if not notes and derived.comparison is not None and derived.comparison.look is not None:
-            notes.append(resolution.sentence(measured, derived.comparison))
+            notes.append(schedule.least_shown(measured, derived.comparison))
             progress.note(notes[0])
         return False
 
@@ -220,7 +220,7 @@ def hint(outcome: Outcome, result: AbAnswer) -> str:
     comparison = derived.comparison
     if result.verdict != "undecided" or comparison is None or derived.verdict.status != "measured":
         return ""
-    return "; ".join(filter(None, (resolution.order_matters(comparison), resolution.sentence(measured, comparison))))
+    return "; ".join(filter(None, (schedule.order_matters(comparison), schedule.least_shown(measured, comparison))))
 
 
 def as_json(pair: CommandPair, result: AbAnswer, record: str, sentence: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook.records.case import Case, load_case
-from playbook_bench.judge.bisection import NONE, SLOWER, UNKNOWN, BisectResult, Judged, search
+from playbook_bench.judge.slowdown import NONE, SLOWER, UNKNOWN, BisectResult, Judged, search
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
 from playbook_bench.run import ab, confirm, gate

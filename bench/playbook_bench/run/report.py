@@ -26,7 +26,7 @@ from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, in_markdown, plain
 from playbook_bench import metrics
 from playbook_bench.judge import effects, receipt
-from playbook_bench.run import resolution, schedule
+from playbook_bench.run import schedule
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import Outcome
 
@@ -172,7 +172,7 @@ def print_outcome(outcome: Outcome, out: Console, displayed_status: str = "") ->
     out.print(
         Text(f"{_INDENT}{comparison.metric}  {_value(comparison.baseline)} -> {_value(comparison.candidate)} {comparison.unit}  {shown}")
     )
-    if clause := resolution.order_matters(comparison):
+    if clause := schedule.order_matters(comparison):
         out.print(Text(f"{_INDENT}{clause}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))

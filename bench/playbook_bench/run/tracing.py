@@ -33,7 +33,8 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.trace import flight, ranks, reports, snapshot
+from playbook_bench.trace import ranks, reports
+from playbook_bench.trace.dumps import Hang, Snapshot, hang, is_snapshot, read_snapshot
 from playbook_bench.trace.table import STEP, build
 from playbook_bench.trace.walls import Difference, Walls, difference, walls
 from playbook_bench.variants.resolve import Resolved, configurations
@@ -105,7 +106,7 @@ def run(
     return _write(result, folder.with_suffix(".json"))
 
 
-def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | flight.Hang | snapshot.Snapshot:
+def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | Hang | Snapshot:
     """The walls of a trace that somebody else made, with the table of its ranges where they are ours; of several ranks, how they compare;
     of the flight recorder's dumps, which rank never came to which collective; of a memory snapshot, what holds the peak.
 
@@ -116,8 +117,8 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | fligh
     for name, each in reports.contents(path):
         if isinstance(each, PlaybookError):
             unread.append(each)
-        elif isinstance(each, dict) and snapshot.is_snapshot(each):
-            return snapshot.read(each)
+        elif isinstance(each, dict) and is_snapshot(each):
+            return read_snapshot(each)
         elif isinstance(each, dict):
             dumps.append((name, each))
         else:
@@ -126,9 +127,7 @@ def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | fligh
             alone = build(each) if framed else None
     notes = [f"not read: {error}" for error in unread]
     if dumps:
-        return flight.hang(
-            dumps, [*notes, *([f"{len(summaries)} traces beside the dumps are not part of this answer"] if summaries else [])]
-        )
+        return hang(dumps, [*notes, *([f"{len(summaries)} traces beside the dumps are not part of this answer"] if summaries else [])])
     if not summaries:
         raise unread[0] if unread else PlaybookError(f"{path}: holds no trace; expected a report of nsys or Chrome traces")
     if len(summaries) == 1:

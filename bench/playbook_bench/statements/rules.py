@@ -18,7 +18,7 @@ from playbook.paths import data_root
 from playbook.planner.memory import GIB
 from playbook.records.case import Case, Delta
 from playbook.records.evidence import CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Seconds, Variant, Verdict, digest
-from playbook_bench.judge import bisection, design, verdict
+from playbook_bench.judge import design, slowdown, verdict
 from playbook_bench.judge.verdict import Statement
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_trainer.config.dry_run import dry_run
@@ -125,16 +125,16 @@ def bisect_finds_the_commit(commits: int = 12) -> Statement:
     history = [f"c{i}" for i in range(commits)]
     most, wrong = 0, []
     for first in range(commits):
-        for trouble in (bisection.SLOWER, "oom", "crash"):
+        for trouble in (slowdown.SLOWER, "oom", "crash"):
             for unjudged in (set[int](), {i for i in range(commits - 1) if i % 3 == 0}):
 
-                def judge(commit: str, first: int = first, trouble: str = trouble, unjudged: set[int] = unjudged) -> bisection.Judged:
+                def judge(commit: str, first: int = first, trouble: str = trouble, unjudged: set[int] = unjudged) -> slowdown.Judged:
                     i = int(commit[1:])
-                    return bisection.Judged(
-                        commit, bisection.UNKNOWN if i in unjudged else trouble if i >= first else bisection.NONE, "planted"
+                    return slowdown.Judged(
+                        commit, slowdown.UNKNOWN if i in unjudged else trouble if i >= first else slowdown.NONE, "planted"
                     )
 
-                result = bisection.search(history, judge)
+                result = slowdown.search(history, judge)
                 most = max(most, len(result.judged)) if not unjudged else most
                 judged = [i for i in range(commits) if i not in unjudged]
                 last_good = max((i for i in judged if i < first), default=-1)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.kernels import communicates, union
-from playbook_bench.trace.chrome import Document
-from playbook_bench.trace.containers import Unpacked, one
+from playbook_bench.trace.containers import Document, Unpacked, one
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, RangePath, Span, Stacks, Timeline, close_backward, main_thread
 
 _MAX_EVENTS = 4_000_000

@@ -14,7 +14,7 @@ from typing import Any
 from playbook.errors import PlaybookError, StoreError
 from playbook.records.read import parse
 from playbook.records.trace import TraceResult, TraceTable
-from playbook_bench.trace import chrome, containers, flight, kineto, nsys, snapshot
+from playbook_bench.trace import containers, dumps, kineto, nsys
 from playbook_bench.trace.table import Timeline, build
 
 WRITE_S = 300.0
@@ -51,7 +51,7 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
     raise PlaybookError(f"{path}: holds no file; expected a report of nsys, its SQLite export, or a Chrome trace")
 
 
-def memory_from_file(path: Path) -> snapshot.Snapshot:
+def memory_from_file(path: Path) -> dumps.Snapshot:
     """What holds the peak of a memory snapshot of PyTorch.
 
     Raises:
@@ -60,8 +60,8 @@ def memory_from_file(path: Path) -> snapshot.Snapshot:
     for _, each in contents(path):
         if isinstance(each, PlaybookError):
             raise each
-        if snapshot.is_snapshot(each) and isinstance(each, dict):
-            return snapshot.read(each)
+        if dumps.is_snapshot(each) and isinstance(each, dict):
+            return dumps.read_snapshot(each)
         break
     raise PlaybookError(f"{path}: is no memory snapshot; expected what torch.cuda.memory._dump_snapshot writes")
 
@@ -119,7 +119,7 @@ def _of_stream(stream: containers.Unpacked, ranges: bool) -> list[tuple[str, Tim
             return [(stream.name, nsys.read(Path(f.name), ranges))]
     if head.startswith(containers.HEAD):
         return [(stream.name, _dump(containers.load_pickle(stream), stream.name))]
-    document = chrome.Document(stream)
+    document = containers.Document(stream)
     timelines = kineto.of_document(document, stream)
     if "entries" in document.head:
         return [(stream.name, _dump(document.head, stream.name))]
@@ -127,7 +127,7 @@ def _of_stream(stream: containers.Unpacked, ranges: bool) -> list[tuple[str, Tim
 
 
 def _dump(document: Any, name: str) -> dict[str, Any]:
-    if not (flight.is_dump(document) or snapshot.is_snapshot(document)):
+    if not (dumps.is_dump(document) or dumps.is_snapshot(document)):
         raise PlaybookError(
             f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, "
             "which has segments"

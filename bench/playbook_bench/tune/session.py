@@ -31,9 +31,8 @@ from playbook_bench.run.confirm import Progress
 from playbook_bench.run.journal import Journal, SealedLines
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Request, Series
-from playbook_bench.tune.order import Ranked
-from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
-from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
+from playbook_bench.tune.knobs import Ranked
+from playbook_bench.tune.procedure import SCHEMA, Event, Hurry, Launch, Setup, Tuning, decision_row, event_of, percent, plain
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
 
 _JOURNAL, _FINAL = "events.jsonl", "final"

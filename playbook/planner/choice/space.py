@@ -1,5 +1,6 @@
-"""What is asked of the planner, every layout and option that an answer may have, and what a run leaves open of its layout (chunks, recompute,
-the width of states), filled in one way for every command. Whatever is filled in comes back as words, so that an answer says it once.
+"""What is asked of the planner, every layout and option that an answer may have, and what a run leaves open of its layout (chunks,
+recompute, the width of states), filled in one way for every command. Whatever is filled in comes back as
+words, so that an answer says it once.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from playbook.records.commands import Steps
 from playbook.records.evidence import Comparison
 from playbook_app.cli.app import main
 from playbook_bench.launch.outcome import Result
-from playbook_bench.run import ab, replay, resolution
+from playbook_bench.run import ab, replay, schedule
 from playbook_bench.variants import checkout
 from playbook_bench.variants import command as variant
 from playbook_bench.variants.program import Program, start
@@ -132,9 +132,9 @@ def test_values_that_point_the_other_way_than_the_effect_are_explained():
         metric="step_seconds", unit="s", better="lower", design="launches_abba", scale="log_ratio", baseline=1.0, candidate=1.1, effect=0.265,
         low=-0.2, high=0.9, pairs=12, look=5,
     )  # fmt: skip
-    assert "the means alone say -9.1 %, and +26.5 % is what is left" in resolution.order_matters(found)
-    assert resolution.order_matters(found.model_copy(update={"candidate": 0.9})) == ""
-    assert resolution.order_matters(found.model_copy(update={"better": "higher"})) == ""
+    assert "the means alone say -9.1 %, and +26.5 % is what is left" in schedule.order_matters(found)
+    assert schedule.order_matters(found.model_copy(update={"candidate": 0.9})) == ""
+    assert schedule.order_matters(found.model_copy(update={"better": "higher"})) == ""
 
 
 def test_another_loss_ends_it_after_two_launches_and_names_the_option(run):

@@ -13,7 +13,7 @@ from playbook.errors import FileError
 from playbook.processes import listed
 from playbook.records.case import load_case
 from playbook_app.cli.app import main
-from playbook_bench.run import confirm, prove, replay
+from playbook_bench.run import aa, confirm, replay
 from playbook_bench.run.options import Options
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.variants import program
@@ -120,8 +120,8 @@ def test_a_case_without_proofs_says_so(case, tmp_path):
 
 
 def test_proofs_are_checked_by_one_launch_of_each(case):
-    assert [proof.ok for proof in prove.prove([case()])] == [True, True]
-    (_, bad) = prove.prove([case(("[--fast]", '[--fast, --fault, "no path"]'))])
+    assert [proof.ok for proof in aa.prove([case()])] == [True, True]
+    (_, bad) = aa.prove([case(("[--fast]", '[--fast, --fault, "no path"]'))])
     assert not bad.ok
 
 
@@ -175,7 +175,7 @@ def test_a_strangers_process_that_ends_while_its_files_are_looked_at_stops_no_la
 
     for name in ("stat", "read_bytes"):
         monkeypatch.setattr(Path, name, ending(getattr(Path, name)))
-    assert [proof.outcome for proof in prove.prove([str(case())], profile="cpu")] == ["ok", "ok"]
+    assert [proof.outcome for proof in aa.prove([str(case())], profile="cpu")] == ["ok", "ok"]
 
 
 def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_live_on(tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_what_a_command_leaves_behind_ends_with_the_launch_whatever_it_did_to_li
     )
     closed, finish = [], program._PrintedOutput.finish
     monkeypatch.setattr(program._PrintedOutput, "finish", lambda self: closed.append(finish(self) or not self._thread.is_alive()))
-    assert [proof.outcome for proof in prove.prove([str(path)], profile="cpu")] == ["ok", "ok"]
+    assert [proof.outcome for proof in aa.prove([str(path)], profile="cpu")] == ["ok", "ok"]
     assert closed == [True, True], "nobody holds the pipe"
     left = started.read_text().split()
     assert len(left) == 4
@@ -225,7 +225,7 @@ def test_a_file_that_an_earlier_launch_left_is_no_answer_of_this_one(case, tmp_p
     (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": i, "seconds": 1 + i % 3 / 100}) + "\n" for i in range(20)))
     (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     of = {"steps": ("steps: {log: jsonl", "steps: {file: log.jsonl"), "trace": ("budget:", "trace: {file: trace.json}\nbudget:")}
-    (found, _) = prove.prove([case(of[kept])])
+    (found, _) = aa.prove([case(of[kept])])
     assert found.outcome == "crash"
     assert "is as it was before the launch" in found.message
 
@@ -349,7 +349,7 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
     text = text[: text.index("activation:")] + "activation: {every: {require: [{log: threads None x}]}}\nbudget: {pairs: [2]}\n"
     path = tmp_path / "foreign.yaml"
     path.write_text(text.replace("PYTHON", sys.executable))
-    assert all(proof.ok for proof in prove.prove([str(path)]))
+    assert all(proof.ok for proof in aa.prove([str(path)]))
     assert "OMP_NUM_THREADS" not in os.environ
 
 

@@ -7,7 +7,7 @@ from statistics import median
 import preloaded
 import pytest
 
-from playbook_bench.run import confirm, prove, replay
+from playbook_bench.run import aa, confirm, replay
 from playbook_bench.run.options import Options
 
 SCRIPTS = Path(__file__).parents[2] / "support" / "examples"
@@ -96,7 +96,7 @@ def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_pa
     assert times_as_long(found) < 0.9
     assert [c.ok for c in found.derived.receipts] == [True, True]
     path = case(tmp_path, *told[:2], "{arguments: [--batch, '24', --collate-ms, '1']}", *told[3:], steps=6)
-    assert [(p.outcome, p.ok) for p in prove.prove([path], profile="cpu")] == [("ok", True), ("ok", False)]
+    assert [(p.outcome, p.ok) for p in aa.prove([path], profile="cpu")] == [("ok", True), ("ok", False)]
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from test_outdated import changes_of
 from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Case, Predicted, Value, case_problems
 from playbook.records.evidence import Seconds
-from playbook_bench.judge import design, effects, outdated, verdict
+from playbook_bench.judge import design, effects, receipt, verdict
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import replay, store
 
@@ -117,11 +117,11 @@ def test_a_prediction_without_its_interval_is_refused(change, said):
 def test_an_edited_prediction_is_found(monkeypatch):
     case = prediction(a=(1.0, 0.9, 1.1), b=(1.0, 0.9, 1.1))
     measured = record(case, [0.0, 0.0], Expect(op="inside")).model_copy(update={"runs": []}).model_dump(mode="json")
-    monkeypatch.setattr(outdated, "is_shipped", lambda _: True)
-    monkeypatch.setattr(outdated, "load_case", lambda _: case)
+    monkeypatch.setattr(receipt, "is_shipped", lambda _: True)
+    monkeypatch.setattr(receipt, "load_case", lambda _: case)
     assert changes_of(measured) == []
     wider = [case.values[0].model_copy(update={"predicted": told((1.0, 0.5, 2.0))}), case.values[1]]
-    monkeypatch.setattr(outdated, "load_case", lambda _: case.model_copy(update={"values": wider}))
+    monkeypatch.setattr(receipt, "load_case", lambda _: case.model_copy(update={"values": wider}))
     (said,) = changes_of(measured)
     assert said.startswith("the prediction of mbs1: value=1.0 low=0.9 high=1.1 -> value=1.0 low=0.5")
 

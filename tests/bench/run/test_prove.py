@@ -9,7 +9,7 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook_app.cli.app import main
-from playbook_bench.run.prove import prove
+from playbook_bench.run.aa import prove
 
 
 @pytest.mark.full

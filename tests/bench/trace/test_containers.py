@@ -18,7 +18,6 @@ import pytest
 from test_walls import chrome
 
 from playbook.errors import PlaybookError
-from playbook_bench.trace import chrome as chrome_trace
 from playbook_bench.trace import containers
 from playbook_bench.trace.reports import contents, timeline_from_file
 from playbook_bench.trace.walls import walls
@@ -98,7 +97,7 @@ def test_a_document_may_end_anywhere(end: int, tmp_path: Path) -> None:
     whole = '{"a": [1.5, true], "traceEvents": [{"ph": "X", "cat": "kernel", "name": "k\\u00e9", "ts": 12.5, "dur": 2}, {"x": 1}], "b": -1}'
     (tmp_path / "t").write_text(whole[:-end])
     for stream in containers.files(tmp_path / "t"):
-        document = chrome_trace.Document(stream)
+        document = containers.Document(stream)
         events = list(document.events())
     assert document.cut
     assert all(event == json.loads(whole)["traceEvents"][i] for i, event in enumerate(events))
@@ -108,7 +107,7 @@ def test_a_document_may_end_anywhere(end: int, tmp_path: Path) -> None:
 def test_where_a_piece_ends_changes_nothing(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = chrome(tmp_path / "plain.json", steps=4)
     expected = timeline_from_file(plain)
-    monkeypatch.setattr(chrome_trace, "_CHUNK", size)
+    monkeypatch.setattr(containers, "_CHUNK", size)
     assert timeline_from_file(plain) == expected
 
 
@@ -129,7 +128,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_one_value_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chrome_trace, "_MAX_VALUE", 1 << 20)
+    monkeypatch.setattr(containers, "_MAX_VALUE", 1 << 20)
     (tmp_path / "t").write_text('{"traceEvents": [{"name": "' + "x" * (5 << 20) + '"}]}')
     with pytest.raises(PlaybookError, match="no value ends within"):
         timeline_from_file(tmp_path / "t")

@@ -16,7 +16,8 @@ import pytest
 from test_walls import shown
 
 from playbook.errors import PlaybookError
-from playbook_bench.trace import containers, flight
+from playbook_bench.trace import containers
+from playbook_bench.trace import dumps as recorded
 
 SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "300"))
 WORLD = 4
@@ -38,8 +39,8 @@ def dump(*entries: dict[str, Any], ranks: str = "[0, 1, 2, 3]") -> dict[str, Any
     return {"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}, "entries": list(entries)}
 
 
-def hang(*dumps: dict[str, Any]) -> flight.Hang:
-    return flight.hang([(f"/tmp/nccl_trace_rank_{rank}", each) for rank, each in enumerate(dumps)])
+def hang(*dumps: dict[str, Any]) -> recorded.Hang:
+    return recorded.hang([(f"/tmp/nccl_trace_rank_{rank}", each) for rank, each in enumerate(dumps)])
 
 
 WAITS = (entry(1), entry(2), entry(3, state="started"))
@@ -155,7 +156,7 @@ def test_wild_dumps_are_refused_or_answered(tmp_path: Path) -> None:
                     break
                 place = place[key]
         try:
-            found = hang(*(each for each in documents if flight.is_dump(each)))
+            found = hang(*(each for each in documents if recorded.is_dump(each)))
         except PlaybookError:
             continue
         assert found.sentence.isprintable()
@@ -172,8 +173,8 @@ def test_mutated_pickles_are_refused_or_plain(tmp_path: Path) -> None:
         for stream in containers.files(tmp_path / "dump"):
             try:
                 document = containers.load_pickle(stream)
-                if flight.is_dump(document):
-                    flight.hang([("dump_0", document)])
+                if recorded.is_dump(document):
+                    recorded.hang([("dump_0", document)])
             except PlaybookError:
                 pass
 

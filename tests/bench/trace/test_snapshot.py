@@ -14,7 +14,7 @@ from test_walls import shown
 
 from playbook.errors import PlaybookError
 from playbook_app.cli.app import main
-from playbook_bench.trace import snapshot
+from playbook_bench.trace import dumps
 
 SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "300"))
 GIB = 1 << 30
@@ -55,7 +55,7 @@ def document() -> dict[str, Any]:
 
 
 def test_the_peak_is_found_and_its_parts_are_those_of_then() -> None:
-    found = snapshot.read(document())
+    found = dumps.read_snapshot(document())
     assert {part: size / GIB for part, size in found.parts.items()} == {
         "optimizer": 4, "activations": 3, "parameters": 2, "loss": 1, "unrecorded": 1,
     }  # fmt: skip
@@ -71,19 +71,19 @@ def test_the_peak_is_found_and_its_parts_are_those_of_then() -> None:
 def test_without_a_history_the_end_counts_and_out_of_memory_is_said() -> None:
     plain = document()
     plain["device_traces"] = [[]]
-    found = snapshot.read(plain)
+    found = dumps.read_snapshot(plain)
     assert (found.peak / GIB, found.parts) == (9.25, {"unrecorded": int(9.25 * GIB)})
     assert "no history" in found.notes[0]
     plain = document()
     plain["device_traces"][0].append({"action": "oom", "size": 3 * GIB, "device_free": GIB // 2, "frames": []})
-    assert snapshot.read(plain).notes == ("out of memory: 3.00 GiB were asked for, and the GPU had 0.50 left",)
+    assert dumps.read_snapshot(plain).notes == ("out of memory: 3.00 GiB were asked for, and the GPU had 0.50 left",)
 
 
 def test_the_gpu_that_has_most_is_meant() -> None:
     two = document()
     two["segments"][0]["device"] = 1
     two["device_traces"] = [[event("alloc", 1, 1, MODEL)], two["device_traces"][0]]
-    assert snapshot.read(two).device == 1
+    assert dumps.read_snapshot(two).device == 1
 
 
 def test_the_commands_show_it_alone_and_beside_the_planners_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,10 +122,10 @@ def test_wild_snapshots_are_refused_or_add_up() -> None:
                     place[key] = rng.choice(WILD)
                     break
                 place = place[key]
-        if not snapshot.is_snapshot(changed):
+        if not dumps.is_snapshot(changed):
             continue
         try:
-            found = snapshot.read(changed)
+            found = dumps.read_snapshot(changed)
         except PlaybookError:
             continue
         assert sum(found.parts.values()) == found.peak > 0

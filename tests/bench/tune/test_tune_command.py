@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from playbook.paths import repo_root, sources
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect
 from playbook_bench.run.journal import SealedLines
@@ -60,7 +59,7 @@ def playbook(capfd, tmp_path, monkeypatch):
 
     def run(*words):
         capfd.readouterr()
-        code = exit_codes.run(app, list(words))
+        code = run_command(app, list(words))
         return Done(code, *capfd.readouterr())
 
     return run

@@ -11,8 +11,7 @@ import pytest
 import tunings
 
 from playbook_bench.tune import proof
-from playbook_bench.tune.knobs import Knobs
-from playbook_bench.tune.order import Predicted, ranked
+from playbook_bench.tune.knobs import Knobs, Predicted, ranked
 from playbook_bench.tune.procedure import Choice, Hurry, Observation, Setup, Tuning
 
 

@@ -21,7 +21,7 @@ from playbook_trainer.data.loader import build_loader, check, data_sha, merge_st
 from playbook_trainer.data.packing import Lane, Packing, order_key, permute
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
-from playbook_trainer.data.sources.text import read_documents
+from playbook_trainer.data.sources.streams import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"

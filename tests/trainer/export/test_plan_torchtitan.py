@@ -24,7 +24,7 @@ from playbook.planner.runs.check import check
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.export.launch import Launchable
-from playbook_trainer.export.plan_torchtitan import launchable
+from playbook_trainer.export.torchtitan import launchable
 
 WHEELS = repo_root() / ".venv" / "targets" / "torchtitan-0.3.0"
 SCRIPT = repo_root() / "tests" / "support" / "targets" / "torchtitan.py"

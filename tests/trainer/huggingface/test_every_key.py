@@ -16,7 +16,7 @@ import transformers
 
 from playbook.errors import ConfigError, FileError
 from playbook_trainer.config.huggingface import WITHOUT_EFFECT, check_rows, fields_of, hf_config
-from playbook_trainer.config.model import ModelConfig, YarnConfig
+from playbook_trainer.config.sections import ModelConfig, YarnConfig
 
 YARN = YarnConfig(factor=4.0, original_seq_len=64, mscale=1.0, mscale_all_dim=1.0)
 FAMILIES = {

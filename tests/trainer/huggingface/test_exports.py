@@ -14,7 +14,7 @@ import torch
 from ranks import SUPPORT, environment, run
 from safetensors.torch import load_file, save_file
 
-from playbook_trainer.config.model import YarnConfig
+from playbook_trainer.config.sections import YarnConfig
 from playbook_trainer.huggingface import weights
 
 COMPANIONS = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from playbook.errors import ConfigError, DataError
 from playbook.planner import parameters
-from playbook_trainer.config.model import YarnConfig, shape_of
+from playbook_trainer.config.sections import YarnConfig, shape_of
 from playbook_trainer.config.tree import model_names
 from playbook_trainer.huggingface import weights
 from playbook_trainer.torch.model.decoder import Decoder

@@ -18,7 +18,7 @@ from PIL import Image
 from playbook.errors import ConfigError
 from playbook_trainer.data.images import ImageDecoder, patches_into, target_size
 from playbook_trainer.data.rows import make_rows
-from playbook_trainer.huggingface.preprocessor import WITHOUT_EFFECT, pixels_of
+from playbook_trainer.data.tokenizer import WITHOUT_EFFECT, pixels_of
 
 theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 PUBLISHED = {

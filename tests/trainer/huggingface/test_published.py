@@ -11,7 +11,7 @@ import pytest
 
 from playbook.errors import ConfigError, FileError
 from playbook_trainer.config.huggingface import fields_of, hf_config
-from playbook_trainer.config.model import ModelConfig, YarnConfig
+from playbook_trainer.config.sections import ModelConfig, YarnConfig
 from playbook_trainer.config.tree import load, model_names
 from playbook_trainer.huggingface.weights import SourceFiles
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from playbook.planner import flops, parameters
 from playbook.planner.models import MODELS
 from playbook_trainer.axes import Axes
-from playbook_trainer.config.model import shape_of
+from playbook_trainer.config.sections import shape_of
 from playbook_trainer.config.tree import load
 from playbook_trainer.data.loader import build_loader
 from playbook_trainer.observe.totals import Ledger, StepTotals, counts

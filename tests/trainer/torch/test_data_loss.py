@@ -13,8 +13,7 @@ from ranks import ROOT, run, steps, summary
 
 from playbook_trainer import axes as layout
 from playbook_trainer.config.tree import load, parse_overrides
-from playbook_trainer.data.collate import collate
-from playbook_trainer.data.document import Document
+from playbook_trainer.data.collate import Document, collate
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.exit_codes import REFUSED
 from playbook_trainer.torch import build

@@ -7,8 +7,7 @@ from playbook.planner import layout
 from playbook.planner.parameters import total
 from playbook_trainer.config import automatic
 from playbook_trainer.config import megatron_checks as megatron
-from playbook_trainer.config.model import shape_of
-from playbook_trainer.config.sections import FREEZABLE, MegatronConfig
+from playbook_trainer.config.sections import FREEZABLE, MegatronConfig, shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 

@@ -22,7 +22,7 @@ from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import automatic, checks, megatron_checks
 from playbook_trainer.config.megatron_fields import recompute_layers
-from playbook_trainer.config.model import shape_of
+from playbook_trainer.config.sections import shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 _MASTER_BYTES = 4

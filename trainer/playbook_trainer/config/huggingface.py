@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from playbook.errors import ConfigError
-from playbook_trainer.config.model import ModelConfig, VisionConfig
+from playbook_trainer.config.sections import ModelConfig, VisionConfig
 
 # The JSON files of a published folder, and the parts of a `config.json`, whichever version of transformers wrote it.
 

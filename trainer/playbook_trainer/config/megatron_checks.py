@@ -9,9 +9,8 @@ from typing import Any
 from playbook.planner import layout
 from playbook.planner.options import Options
 from playbook.planner.rules import Words
-from playbook_trainer.config.model import shape_of
 from playbook_trainer.config.row_lengths import unlike_lengths, variable_lengths
-from playbook_trainer.config.sections import MegatronConfig
+from playbook_trainer.config.sections import MegatronConfig, shape_of
 from playbook_trainer.config.tree import TrainerConfig, neutral, torch_only
 
 WORDS = Words(

@@ -28,10 +28,10 @@ from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
 from playbook.yaml_files import Positions, Strict, did_you_mean, models_in, parse, parse_scalar, read, validate
 from playbook_trainer.config.huggingface import fields_of
-from playbook_trainer.config.model import ModelConfig as ModelConfig
-from playbook_trainer.config.model import VisionConfig as VisionConfig
 from playbook_trainer.config.sections import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, MegatronConfig, known
 from playbook_trainer.config.sections import DataConfig as DataConfig
+from playbook_trainer.config.sections import ModelConfig as ModelConfig
+from playbook_trainer.config.sections import VisionConfig as VisionConfig
 
 TORCH_ONLY: JsonDict = {"backend": "torch"}
 """Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral or auto."""

@@ -1,10 +1,10 @@
-"""Rows laid end to end as one micro-batch; this is where images are decoded."""
+"""Documents, what rows are made of, and rows laid end to end as one micro-batch; this is where images are decoded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,8 +13,24 @@ from numpy.typing import NDArray
 from playbook.errors import DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig, VisionConfig
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
-from playbook_trainer.data.document import Document
 from playbook_trainer.data.images import ImageDecoder, ImageRef, patches_into
+
+
+@dataclass(frozen=True)
+class Document:
+    """What attention sees as one text: a packed sample, or a piece of one."""
+
+    tokens: NDArray[np.int64]
+    loss_from: int = 1
+    """The first token that is a target of the loss; no token can predict the very first."""
+    images: list[ImageRef] = field(default_factory=list)
+    shortened: bool = False
+    """Images of the sample were scaled down or left out, or its answer was cut, to fit a row."""
+    is_target: NDArray[np.bool_] | None = None
+    """Which tokens are targets, where not all from loss_from on are."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataConfig, decoder: ImageDecoder | None = None) -> Batch:

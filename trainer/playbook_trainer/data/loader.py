@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from playbook.errors import ConfigError, DataError, PlaybookError
 from playbook.processes import die_with_parent
+from playbook_trainer.checkpoint_files import identity, other_stream
 from playbook_trainer.config.checks import warm_up_problems
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageDecoder, ImageFile, read_image
-from playbook_trainer.data.packing import LaneState
-from playbook_trainer.data.reader import Lost
-from playbook_trainer.data.resume import identity, other_stream
+from playbook_trainer.data.packing import LaneState, Lost
 from playbook_trainer.data.rows import Rows, check_data, count_steps, make_rows
 from playbook_trainer.data.sources.streams import Split
 from playbook_trainer.data.tokenizer import refuse_bytes

@@ -12,15 +12,13 @@ import numpy as np
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig, TrainerConfig
-from playbook_trainer.data.document import Document
-from playbook_trainer.data.packing import EpochPlan, EpochRows, Lane, LaneState, Packing, measured
-from playbook_trainer.data.reader import Lost, Pieces, Reader, none_left, pieces
+from playbook_trainer.data.collate import Document
+from playbook_trainer.data.packing import EpochPlan, EpochRows, Lane, LaneState, Lost, Packing, Pieces, Reader, measured, none_left, pieces
 from playbook_trainer.data.sources.chat import ChatTemplate, Conversation
 from playbook_trainer.data.sources.registry import Text, open_chat, open_text, open_vqa
 from playbook_trainer.data.sources.streams import HOLD_OUT, Flat, Part, Sharded, Split
 from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, fit_images, merge_factor
-from playbook_trainer.data.tokenizer import FileTokenizer, load_tokenizer
-from playbook_trainer.huggingface.preprocessor import pixels_of
+from playbook_trainer.data.tokenizer import FileTokenizer, load_tokenizer, pixels_of
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from playbook.planner.shapes import Shape
 from playbook.yaml_files import read
 from playbook_trainer.config.environment import Platform, needed
 from playbook_trainer.config.megatron_fields import FP8_FORMAT
-from playbook_trainer.config.model import ModelConfig
+from playbook_trainer.config.sections import ModelConfig
 from playbook_trainer.config.tree import model_names
 from playbook_trainer.export.launch import Launchable, refuse, torchrun
 from playbook_trainer.export.render import flag, override

@@ -14,13 +14,13 @@ from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.text import key_of, keys_of
-from playbook_trainer.export import plan_accelerate, plan_bridge, plan_deepspeed, plan_megatron, plan_ours, plan_torchtitan
+from playbook_trainer.export import plan_accelerate, plan_bridge, plan_deepspeed, plan_megatron, plan_ours, torchtitan
 from playbook_trainer.export.launch import Launchable, refuse
 
 TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
     "megatron-lm": plan_megatron.launchable,
     "megatron-bridge": plan_bridge.launchable,
-    "torchtitan": plan_torchtitan.launchable,
+    "torchtitan": torchtitan.launchable,
     "accelerate": plan_accelerate.launchable,
     "deepspeed": plan_deepspeed.launchable,
     "playbook": plan_ours.launchable,

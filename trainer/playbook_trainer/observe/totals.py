@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from playbook.planner import flops
-from playbook_trainer.config.model import shape_of
+from playbook_trainer.config.sections import shape_of
 from playbook_trainer.config.tree import TrainConfig, TrainerConfig
 from playbook_trainer.data.batch import Batch, to_device
 

@@ -32,10 +32,10 @@ from playbook_app.cli.output import (
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
-from playbook_bench.tune import record
+from playbook_bench.tune import procedure
 
 if TYPE_CHECKING:
-    from playbook_bench.run import prove
+    from playbook_bench.run import aa
 
 app = commands()
 _bench_app = commands()
@@ -90,15 +90,15 @@ def bench_check(
 
     Exit code 5 where one does not hold.
     """
-    from playbook_bench.run import prove
+    from playbook_bench.run import aa
 
-    def show(proof: prove.Proof) -> None:
+    def show(proof: aa.Proof) -> None:
         ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
         (complain if as_json else say)(f"{proof.case}  {proof.variant}  {ended}")
         for check in proof.checks:
             (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {in_words(check)}")
 
-    proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
+    proofs = aa.prove(cases, profile=profile, full_length=full_length, say=show)
     for case in (c for c in map(load_case, cases) if c.is_one_sided):
         (complain if as_json else say)(f"{case.id} names no candidate, as a case for the gate need not: its baseline alone was launched")
     if as_json:
@@ -113,8 +113,8 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
 
     rows, claims = [], by_claim(load_all())
     for file in files:
-        if record.is_record(file):
-            differences, changed = record.replay(file), ""
+        if procedure.is_record(file):
+            differences, changed = procedure.replay(file), ""
             reproduced = not differences
         else:
             reproduced, differences = replay.replay(file)

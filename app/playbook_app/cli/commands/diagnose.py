@@ -38,7 +38,7 @@ from playbook_app.cli.quantities import tokens as to_tokens
 from playbook_app.services.changes import changed
 from playbook_app.services.standing import stock_here
 from playbook_bench.logs import NoAdapter, read, rl_steps
-from playbook_bench.logs.model import Facts
+from playbook_bench.logs.fields import Facts
 from playbook_trainer.config.dry_run import plan_of
 from playbook_trainer.config.tree import load
 

@@ -24,7 +24,7 @@ from playbook_app.site import build
 from playbook_app.site.build import Reference
 from playbook_app.site.reference import CommandHelp, field_docs
 from playbook_bench import metrics
-from playbook_trainer.config import model, recipes, sections
+from playbook_trainer.config import recipes, sections
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
 from playbook_trainer.export.render import change
@@ -57,7 +57,9 @@ def reference() -> Reference:
     tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
-    docs = {k: v for m in (trainer, sections, model) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()}
+    docs = {
+        k: v for m in (trainer, sections, sections) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()
+    }
     return Reference(
         metrics=rows,
         commands=list(walk(tree, "playbook")),

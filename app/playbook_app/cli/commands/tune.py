@@ -33,8 +33,7 @@ from playbook_bench.run.options import Options
 from playbook_bench.run.store import replace
 from playbook_bench.tune import knobs as files
 from playbook_bench.tune import session
-from playbook_bench.tune.knobs import Knobs
-from playbook_bench.tune.order import Ranked
+from playbook_bench.tune.knobs import Knobs, Ranked
 from playbook_bench.tune.session import Session
 from playbook_bench.tune.subject import goal as metric_of
 from playbook_bench.variants.resolve import resolve

@@ -21,8 +21,8 @@ from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
 from playbook_trainer.config.automatic import Target, config_sha
 from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.data.collate import Document as DataDocument
 from playbook_trainer.data.collate import collate
-from playbook_trainer.data.document import Document as DataDocument
 from playbook_trainer.observe.metrics import spread
 from playbook_trainer.torch.model.balance import Balance, attach, balancing_loss, update_biases, updated_bias
 from playbook_trainer.torch.model.decoder import Decoder, Options

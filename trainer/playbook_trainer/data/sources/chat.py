@@ -16,8 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.data.sources.streams import Items, Mapped
-from playbook_trainer.data.sources.text import JsonLines, Record, is_text, read_utf8
+from playbook_trainer.data.sources.streams import Items, JsonLines, Mapped, Record, is_text, read_utf8
 from playbook_trainer.data.sources.vqa import inside, refuse_misspelt, refuse_video
 
 # The chat template that comes with a tokenizer: Jinja, rendered as transformers does, with the places of what the assistant says.

@@ -16,8 +16,7 @@ from playbook_trainer.config.tree import DataConfig, ModelConfig
 from playbook_trainer.data.sources.chat import Conversation, conversations
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, pool_folder
 from playbook_trainer.data.sources.shards import tar_samples, text_groups, vqa_groups
-from playbook_trainer.data.sources.streams import Flat, Sharded
-from playbook_trainer.data.sources.text import files_in, text_items, text_of
+from playbook_trainer.data.sources.streams import Flat, Sharded, files_in, text_items, text_of
 from playbook_trainer.data.sources.vqa import Sample, VqaV2, folder_samples, looks_like_vqav2
 
 # Text from Hugging Face `datasets`: a folder written by save_to_disk, or a data set by name where the hub can be reached.

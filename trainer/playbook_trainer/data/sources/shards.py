@@ -23,8 +23,7 @@ from typing import Any
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.images import MAX_FILE_BYTES, BadImage
-from playbook_trainer.data.sources.streams import Items, Mapped, Recent, Sharded
-from playbook_trainer.data.sources.text import Record, is_text, text_of
+from playbook_trainer.data.sources.streams import Items, Mapped, Recent, Record, Sharded, is_text, text_of
 from playbook_trainer.data.sources.vqa import Sample, question_answer, refuse_video
 
 _OPEN_BYTES = 256 * 2**20

@@ -14,8 +14,7 @@ from typing import Any
 from playbook.errors import DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig
 from playbook_trainer.data.images import BadImage, ImageFile, ImageRef, header_size, target_size
-from playbook_trainer.data.sources.streams import Items, Mapped
-from playbook_trainer.data.sources.text import JsonLines, Record, is_text, read_utf8
+from playbook_trainer.data.sources.streams import Items, JsonLines, Mapped, Record, is_text, read_utf8
 from playbook_trainer.data.tokenizer import Tokenizer
 
 _IMAGE_KEYS = ("image", "images")
