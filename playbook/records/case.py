@@ -501,7 +501,7 @@ def case_file(name: str) -> Path:
     if path is None:
         card = card_of(name, load_all())
         advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
-        raise FileError([Finding(name, 1, 1, f"no such case{advice or '; playbook bench list names them'}")])
+        raise FileError([Finding(name, 1, 1, f"no such case{advice or '; name its file (.yaml), or one that playbook bench list names'}")])
     return path
 
 

@@ -262,7 +262,7 @@ def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = F
     the steps are slower for certain, what is open here needs no further launch.
     """
     mean, low, high, limit = (100 * v for v in (overhead.mean, overhead.low, overhead.high, allowed))
-    takes = f"beside its timed steps a launch takes {mean:+.1f} % of the older one's time [{low:+.1f}, {high:+.1f}]"
+    takes = f"beside its timed steps a launch is longer by {mean:.1f} % of the older one's time [{low:+.1f}, {high:+.1f}]"
     if is_slower and overhead.answer in ("undecided", "too_noisy"):
         return f"{takes}: too few launches to judge that, and the answer does not need it"
     shown = f"{takes}: more than {limit:g} %"

@@ -144,7 +144,7 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
             if fitting
             else "JSON lines with step, seconds, loss and tokens are read without options"
         )
-        raise NoAdapter(f"no adapter knows a line of this log; expected one of {_KNOWN}. {hint}", fitting)
+        raise NoAdapter(f"no adapter knows a line of this log. {hint}. Those that can be named: {_KNOWN}", fitting)
     return adapter
 
 

@@ -46,6 +46,8 @@ _COLOURS = {
 }
 WORDS = {"not_applicable": "not applicable", "error": "run error"}
 _NAME = 6
+_COPIED = frozenset({"evidence", "replay", "record", "run", "claims", "stored"})
+"""First words of lines with a path or a command."""
 _INDENT = " " * _NAME
 _BAR = 15
 _PLOT = 24
@@ -55,9 +57,23 @@ _NOT_AT_A_LOOK = " between looks"
 _CONTAMINATED = ": contaminated, the pairs differ more than noise explains; run it again on a quiet machine"
 
 
+class Lines(Console):
+    """On a terminal, lines that are longer than it are folded between words, with an indent; what is there to be copied stays whole."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """As rich prints."""
+        super().print(*[self._folded(each) if isinstance(each, Text) else each for each in objects], **how)
+
+    def _folded(self, text: Text) -> Text:
+        if not self.is_terminal or text.cell_len <= self.width or text.plain.strip().partition(" ")[0] in _COPIED:
+            return text
+        first, *others = text.wrap(self, max(20, self.width - len(_INDENT)))
+        return Text("\n").join([first, *(Text(_INDENT).append(line) for line in others)])
+
+
 def console(stream: TextIO | None = None) -> Console:
     """Where lines go; colour only on a terminal. Evidence and errors go to stderr when stdout carries JSON."""
-    return Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+    return Lines(file=stream or sys.stdout, highlight=False, soft_wrap=True)
 
 
 class TerminalProgress:

@@ -280,7 +280,7 @@ class Tuning:
             if z > _DROPPED[len(racer.gains) - 1]:
                 staying.append((z, racer))
             else:
-                self._refuse(racer, "did not look better")
+                self._refuse(racer, "did not look better" if racer.gain <= 0 else "looked better by no more than launches vary")
         clear = [
             racer
             for z, racer in staying
@@ -345,6 +345,11 @@ class Tuning:
             if len(racer.gains) > 1:
                 squares += [statistics.variance(racer.gains) / _SPREAD] * (len(racer.gains) - 1)
         return max(_LEAST_NOISE, math.sqrt(statistics.fmean(squares))) if squares else math.nan
+
+    @property
+    def provable(self) -> float:
+        """The least gain, as a share, that a round can prove at this noise."""
+        return math.expm1(_PROVABLE * self.noise)
 
     # --- rounds ----------------------------------------------------------------------------------------------------------------------
 

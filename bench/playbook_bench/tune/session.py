@@ -310,6 +310,7 @@ def answer(session: Session) -> dict[str, Any]:
         "final": None if session.final is None else _final(session),
         "false_keep_percent": percent(plan.setup.alpha),
         "noise_percent": None if math.isnan(tuning.noise) else percent(tuning.noise),
+        "provable_percent": None if math.isnan(tuning.noise) else percent(tuning.provable),
         "launches": len(tuning.launched),
         "seconds": round(session.seconds, 1),
         "ended": session.ended,

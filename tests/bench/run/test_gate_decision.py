@@ -250,7 +250,7 @@ def test_a_loss_within_the_band_is_told_apart_once_launches_of_one_commit_show_t
         ({"memory": 1030}, "peak memory +3.0 %"),
         (
             {"outside": 5.0},
-            "beside its timed steps a launch takes +44.6 % of the older one's time [+44.6, +44.7]: more than 3 % is certain",
+            "beside its timed steps a launch is longer by 44.6 % of the older one's time [+44.6, +44.7]: more than 3 % is certain",
         ),
     ],
 )

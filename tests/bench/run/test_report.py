@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 from stored import MACHINE, record
 
 from playbook.paths import data_root
@@ -102,3 +103,20 @@ def test_the_gate_says_in_a_line_of_its_own_that_a_revision_is_to_be_raised(plac
     assert (told if place == "baseline" else told["anchor"])["revision"] == "raise it"
     report.print_gate(plain, out)
     assert out.file.getvalue().count("raise it") == 1
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_terminal_has_lines_folded_between_words_and_commands_whole(width: int) -> None:
+    sentence, command = f"      faster  {'+3.1 % [2.0, 4.2]; ' * 9}end", f"replay   playbook bench replay /{'results/' * 20}one.json"
+    said = {}
+    for terminal in (True, False):
+        out = report.Lines(file=io.StringIO(), force_terminal=terminal, width=width, soft_wrap=True, color_system=None)
+        for line in (sentence, command):
+            out.print(Text(line))
+        said[terminal] = out.file.getvalue().splitlines()
+    assert said[False] == [sentence, command]
+    *folded, last = said[True]
+    assert last == command
+    assert len(folded) > 1
+    assert all(len(line) <= width and line.startswith("      ") for line in folded)
+    assert " ".join(" ".join(folded).split()) == " ".join(sentence.split())

@@ -104,6 +104,12 @@ def test_it_is_a_function_of_its_observations():
         again.add(Hurry())
 
 
+def test_what_looked_better_within_the_noise_is_told_from_what_looked_worse():
+    refused = [d for seed in range(4) for d in play(setup(TWO), gains(b_on=-0.1), seed=seed).decisions.values() if not d.kept]
+    assert {d.reason for d in refused if d.looked <= 0} == {"did not look better"}
+    assert "looked better by no more than launches vary" in {d.reason for d in refused if d.looked > 0}
+
+
 def test_of_two_that_do_one_thing_one_is_kept():
     """Each helps alone, and neither beside the other."""
     tuning = play(setup(TWO), lambda settings: 0.9 if {"a", "b"} & settings.keys() else 1.0)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from playbook.errors import LaunchError, PlaybookError
 from playbook.paths import default_results
@@ -102,7 +103,7 @@ def ab(
     report.print_outcome(outcome, out, answer.verdict)
     report.print_summary([outcome], out)
     if hint := two_commands.hint(outcome, answer):
-        out.print(f"      {hint}", markup=False)
+        out.print(Text(f"      {hint}"))
     walls = _walls(question, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:
         sentence = "; ".join(filter(None, [outcome.evidence.derived.verdict.sentence, hint]))

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand
 
 from playbook.errors import ConfigError, LaunchError
@@ -195,7 +196,7 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
     """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches."""
 
     def line(text: str) -> None:
-        out.print(text, markup=False, highlight=False)
+        out.print(Text(text))
 
     if found.tuning.problem:
         line(f"error  the start does not run: {found.tuning.problem}")
@@ -210,7 +211,11 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
     if answer["final"]:
         final = answer["final"]
         line(f"together  {final['verdict']} {_interval(final['effect_percent'], '')}, {final['pairs']} fresh pairs against the start")
-    noise = "" if answer["noise_percent"] is None else f", a launch varies by {answer['noise_percent']:.2g} %"
+    noise = (
+        ""
+        if answer["noise_percent"] is None
+        else f", a launch varies by {answer['noise_percent']:.2g} %: gains below about {answer['provable_percent']:.1f} % cannot be proven"
+    )
     line(f"{answer['launches']} launches, {answer['seconds']:.0f} s{noise}; {_ENDS[found.ended]}")
     if answer["kept"] and answer["run"]:
         line(f"run       {answer['run']}")
