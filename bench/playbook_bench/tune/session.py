@@ -77,6 +77,8 @@ class Session:
     """The final set against the start, on launches of its own."""
     record: str = ""
     """Path of the final comparison's record."""
+    sentence: str = ""
+    """What that comparison says in words."""
     events: list[dict[str, Any]] = field(default_factory=list)
     start: Run | None = None
     """The first launch of the start, of an earlier command."""
@@ -287,7 +289,7 @@ def _compare(session: Session, options: Options, progress: Progress) -> None:
     )
     (outcome,) = confirm.bench_run(case, settled, progress, plan.command)
     session.final = ab.answer(outcome.evidence.derived, 0.0)
-    session.record = str(outcome.path)
+    session.record, session.sentence = str(outcome.path), outcome.evidence.derived.verdict.sentence
     if session.final.verdict == "undecided" and outcome.evidence.measured.plan and outcome.evidence.measured.plan.stopped == "budget":
         session.ended = "budget"
 
@@ -325,7 +327,13 @@ def _final(session: Session) -> dict[str, Any]:
     final = session.final
     assert final is not None
     figures = {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)}
-    return {"verdict": final.verdict, "effect_percent": figures, "pairs": final.pairs, "record": session.record}
+    return {
+        "verdict": final.verdict,
+        "effect_percent": figures,
+        "pairs": final.pairs,
+        "record": session.record,
+        "sentence": session.sentence,
+    }
 
 
 def write_record(session: Session) -> Path:

@@ -263,6 +263,15 @@ def test_what_was_decided_becomes_claims_of_the_users_own(tune, playbook, launch
     assert playbook("cards", "check", str(card)).exit_code == 0
 
 
+def test_a_final_comparison_that_does_not_bear_it_out_says_why(tune, launches):
+    launches.cut_from = answer(tune())["launches"]
+    launches.words.clear()
+    done = tune()
+    assert answer(done)["final"]["verdict"] == "undecided"
+    assert "together  undecided: the first run of each shows that they cannot be compared: loss: " in done.stderr
+    assert "careful   the comparison on fresh launches does not bear out" in done.stderr
+
+
 def test_a_record_that_was_changed_does_not_replay(tune, playbook, launches):
     record = Path(answer(tune())["record"])
     data = json.loads(record.read_text())

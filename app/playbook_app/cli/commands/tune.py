@@ -210,13 +210,18 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
         line(f"undecided {row['knob']}={row['value']}")
     if answer["final"]:
         final = answer["final"]
-        line(f"together  {final['verdict']} {_interval(final['effect_percent'], '')}, {final['pairs']} fresh pairs against the start")
+        if final["effect_percent"]["low"] is None:
+            line(f"together  {final['verdict']}: {final['sentence']}")
+        else:
+            line(f"together  {final['verdict']} {_interval(final['effect_percent'], '')}, {final['pairs']} fresh pairs against the start")
     noise = (
         ""
         if answer["noise_percent"] is None
         else f", a launch varies by {answer['noise_percent']:.2g} %: gains below about {answer['provable_percent']:.1f} % cannot be proven"
     )
     line(f"{answer['launches']} launches, {answer['seconds']:.0f} s{noise}; {_ENDS[found.ended]}")
+    if answer["kept"] and answer["final"] and answer["final"]["verdict"] != "faster":
+        line("careful   the comparison on fresh launches does not bear out what was kept: find out why before you take it over")
     if answer["kept"] and answer["run"]:
         line(f"run       {answer['run']}")
     line(f"record    {answer['record']}")
