@@ -139,7 +139,8 @@ def tune(
     if figure := _ladder(answer):
         replace(record.with_name("ladder.svg"), figure)
     _show(found, answer, out)
-    if claims and (card := tuning.emit_claims(plan, answer, machine, datetime.now(UTC).strftime("%Y-%m-%d"))):
+    is_borne_out = not answer["kept"] or (answer["final"] or {}).get("verdict") == "faster"
+    if claims and is_borne_out and (card := tuning.emit_claims(plan, answer, machine, datetime.now(UTC).strftime("%Y-%m-%d"))):
         out.print(f"claims    {card}", markup=False, highlight=False)
     if as_json:
         print_json(answer)
@@ -186,10 +187,10 @@ def _explain(order: Sequence[Ranked], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    width = max(len(f"{row.knob}={row.value}") for row in order)
+    width, out = max(len(f"{row.knob}={row.value}") for row in order), report.console()
     for number, row in enumerate(order, 1):
         expected = "?" if row.gain is None else f"{100 * row.gain:+.1f} %"
-        say(f"{'never' if row.skipped else number:>5}  {f'{row.knob}={row.value}':<{width}}  {expected:>8}  {row.why}")
+        out.print(Text(f"{'never' if row.skipped else number:>5}  {f'{row.knob}={row.value}':<{width}}  {expected:>8}  {row.why}"))
 
 
 def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
