@@ -57,7 +57,7 @@ _NOT_AT_A_LOOK = " between looks"
 _CONTAMINATED = ": contaminated, the pairs differ more than noise explains; run it again on a quiet machine"
 
 
-class Lines(Console):
+class Lines(Console):  # type: ignore[misc]
     """On a terminal, lines that are longer than it are folded between words, with an indent; what is there to be copied stays whole."""
 
     def print(self, *objects: Any, **how: Any) -> None:
