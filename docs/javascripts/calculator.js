@@ -10,6 +10,8 @@
 
   // --- settings: what differs from the defaults, as text ---------------------------------------------------------------------------
 
+  const APART = ["model", "gpu"];  // named by options of their own, not by a setting
+
   function fallback(key) {
     if (Object.hasOwn(tables.options, key)) {
       const value = tables.options[key].default;
@@ -34,7 +36,7 @@
     const found = {};
     for (const key of keys) {
       const text = read(key);
-      if (key !== "model" && text !== fallback(key) && !(text === "" && key !== "sharding")) found[key] = text;
+      if (!APART.includes(key) && text !== fallback(key) && !(text === "" && key !== "sharding")) found[key] = text;
     }
     return found;
   }
@@ -43,12 +45,13 @@
     const query = new URLSearchParams(window.location.search);
     const unknown = [...query.keys()].filter((k) => !keys.includes(k) && k !== "h");
     if (!keys.some((k) => query.has(k))) return unknown;
-    for (const key of keys) write(key, query.has(key) ? query.get(key) : key === "model" ? read("model") : fallback(key));
+    for (const key of keys) write(key, query.has(key) ? query.get(key) : APART.includes(key) ? read(key) : fallback(key));
+    if (!Object.hasOwn(tables.gpus, read("gpu"))) write("gpu", Object.keys(tables.gpus)[0]);
     return unknown;
   }
 
   const pairs = (given) => Object.entries(given).map(([k, v]) => `${k}=${v}`);
-  const address = (model, given) => "?" + new URLSearchParams({model, ...given}).toString().replaceAll("%2C", ",");
+  const address = (model, given) => "?" + new URLSearchParams({model, gpu: read("gpu"), ...given}).toString().replaceAll("%2C", ",");
 
   // --- the answer ------------------------------------------------------------------------------------------------------------------
 
@@ -81,6 +84,30 @@
       ["Parameters that a token meets", big(PlaybookMemory.active(shape))],
       ["GFLOP per token, both passes", (PlaybookMemory.flopsPerToken(tables, shape, plan.seq_len) / 1e9).toFixed(2)],
     ]);
+  }
+
+  const NAMES = {products: "matrix products", grouped: "experts' products", elementwise: "elementwise kernels", host: "waiting for the host", tp: "tensor parallel transfers",
+    ep: "expert parallel transfers", cp: "context parallel transfers", pp: "transfers between stages", bubble: "waiting for the pipeline", offload: "offload", dp: "gradients and weights",
+    stragglers: "waiting for the slowest rank"};
+
+  // What a step takes on the GPU that is chosen, and where it goes.
+  function speed(plan, model, given) {
+    const gpu = read("gpu"), number = (n) => Math.round(n).toLocaleString("en");
+    if (plan.options.fp8 && !tables.gpus[gpu].has_fp8) return [element("h2", "Speed"), element("p", `No speed: ${gpu} has no 8-bit products.`)];
+    const found = PlaybookTime.step(tables, plan, gpu), parts = Object.entries(found.parts).sort((a, b) => b[1] - a[1]);
+    const degrees = ["tp", "cp", "pp", "vpp", "ep", "etp", "mbs"], apart = [...degrees, "gpus", "seq_len", "gbs", "layers", "experts", "backend"];
+    const chosen = plan.ep * plan.etp > 1 ? {recompute: "", dispatcher: "alltoall", ep_overlap: "false"} : {recompute: ""};
+    const fixed = [...degrees.map((k) => `${k}=${plan[k]}`), ...pairs({...chosen, ...given}).filter((word) => !apart.includes(word.split("=")[0]))];
+    const asked = ["playbook plan", model, "--gpus", plan.gpus, "--hardware", gpu, "--seq", plan.seq_len, "--gbs", PlaybookLayout.globalBatch(plan),
+      ...(plan.options.backend === "torch" ? ["--backend torch"] : []), ...["layers", "experts"].filter((k) => given[k]).map((k) => `--${k} ${given[k]}`),
+      "--fix", fixed.join(","), "--no-published"].join(" ");
+    return [
+      element("h2", "Speed"),
+      element("p", [element("strong", `${number(found.value)} tokens/s/GPU`, {id: "pb-speed"}), ` on ${gpu}, 80 % between ${number(found.low)} and ${number(found.high)}; `,
+        `${found.seconds.toFixed(2)} s a step, ${(100 * found.mfu).toFixed(0)} % of the peak. Predicted from the layout alone; without --no-published the command scales it to published runs:`]),
+      element("pre", element("code", asked), {class: "pb-command", tabindex: "0"}),
+      table(["Of a step", "s", "share"], parts.map(([name, s]) => [NAMES[name] || name, s.toFixed(3), `${(100 * s / found.seconds).toFixed(0)} %`])),
+    ];
   }
 
   function bar(stage, most) {
@@ -153,7 +180,7 @@
       return;
     }
     const broken = PlaybookLayout.broken(tables, plan);
-    const rest = broken.length ? [] : [element("h2", "What follows"), figures(plan), ...memory(plan)];
+    const rest = broken.length ? [] : [element("h2", "What follows"), figures(plan), ...speed(plan, model, given), ...memory(plan)];
     line.replaceChildren(verdict(plan, broken));
     answer.replaceChildren(...rules(plan, broken, model, given), element("pre", element("code", command), {class: "pb-command", tabindex: "0"}), ...rest);
     window.history.replaceState(null, "", address(model, given) + window.location.hash);

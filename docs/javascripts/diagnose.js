@@ -115,6 +115,7 @@
       element("dl", lines.flatMap(([name, words]) => [element("dt", name), element("dd", words)]), {className: "pb-lines"}),
       element("p", ["Likely wall, and what to try first, with verdict, gain, flags and test: ",
         element("code", `playbook diagnose --model ${like && !like.exact ? "config.json" : row.model} --gpus ${row.gpus} --gpu ${file && file.gpu ? "FILE" : row.hardware}${speed ? ` ${option}` : ""}`)]),
+      element("p", element("a", "How fast a layout of your own is, and what each GPU then holds", {href: `_generated/calculator.html?${new URLSearchParams({model: row.model, gpus: row.gpus, gpu: row.hardware})}`})),
     );
   }
 

@@ -117,6 +117,20 @@ var PlaybookMemory = (function (layout) {
     return 2 * tables.backward * (sum(depths.map((i) => mixerFlops(s, i, seqLen) + mlp(i))) + heads);
   }
 
+  // Of a forward pass, what multiplies by a weight, without the router: attention itself and recurrences are left out.
+  function weightFlops(s) {
+    const depths = range(0, s.layers + s.mtp - 1).map((i) => Math.min(i, s.layers)), h = s.hidden, wide = up(s) + 1;
+    const recurrence = (mixer) => {
+      if (mixer === "mamba") return 3.5 * s.mamba.heads * s.mamba.head_dim * s.mamba.state;
+      if (mixer !== "linear") return 0;
+      const g = s.linear, qk = g.key_heads * g.head_dim, v = g.value_heads * g.head_dim;
+      return g.conv * (2 * qk + v) + 4 * v * g.head_dim;
+    };
+    const experts = wide * (width(s) * s.top_k * s.expert_ffn + h * s.shared_ffn) + 2 * h * s.latent;
+    const layers = depths.map((i) => mixerFlops(s, i, 0) - recurrence(parts(s, i)[0]) + ({"": 0, mlp: wide * h * s.ffn, experts})[parts(s, i)[1]]);
+    return 2 * (sum(layers) + h * s.vocab * (1 + s.mtp) + s.mtp * (2 * h ** 2 + 3 * h));
+  }
+
   function mixerFlops(s, index, seqLen) {
     const h = s.hidden, n = s.heads, d = s.head_dim, mixer = parts(s, index)[0];
     if (!mixer) return 0;
@@ -287,6 +301,21 @@ var PlaybookMemory = (function (layout) {
     return (mixer ? one * n * (t.bf16 * (m ? m.v_dim : d) + t.fp32) : 0) + t.bf16 * (sum(outs.filter((_, i) => i % 2 === 0)) + sent);
   }
 
+  // The products of a layer that selective recompute runs again: widths, and which of them TP splits.
+  function runAgain(s, mixer, ffn) {
+    const h = s.hidden, m = s.mla, n = s.heads, inner = ffn === "mlp" ? s.ffn : s.shared_ffn, found = [];
+    if (mixer && m) {
+      const queries = n * (m.nope_dim + m.rope_dim);
+      found.push(...(m.q_rank ? [[h, m.q_rank, ""], [m.q_rank, queries, "out"]] : [[h, queries, "out"]]));
+      found.push([h, m.kv_rank + m.rope_dim, ""], [m.kv_rank, n * (m.nope_dim + m.v_dim), "out"], [n * m.v_dim, h, "in"]);
+    } else if (mixer) {
+      const q = n * s.head_dim, kv = s.kv_heads * s.head_dim;
+      found.push([h, q, "out"], [h, kv, "out"], [h, kv, "out"], [q, h, "in"]);
+    }
+    if (inner && ffn) found.push(...Array(up(s)).fill([h, inner, "out"]), [inner, h, "in"]);
+    return [...(ffn === "experts" ? [[h, s.experts, ""]] : []), ...found.filter((_, i) => i % 2)];
+  }
+
   // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.
   function kept(t, p, index) {
     const all = saved(t, p, index), whole = sum(Object.values(all)), entry = entryBytes(t, p, all), o = p.options;
@@ -396,5 +425,5 @@ var PlaybookMemory = (function (layout) {
     return range(0, p.pp - 1).map((stage) => stageOf(tables, p, stage, indices(sizes, p.pp, stage)));
   }
 
-  return {estimate, flopsPerToken, bubble, total, active, vision};
+  return {estimate, flopsPerToken, weightFlops, bubble, total, active, vision, parts, layer, adapters, pairs, split, indices, kept, runAgain};
 })(PlaybookLayout);

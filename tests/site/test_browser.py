@@ -360,7 +360,7 @@ def test_the_keyboard_reaches_what_the_mouse_does(page: Any, site_root: str) -> 
         )
         reached.append(name)
         assert seen, f"{name} has no visible focus"
-    assert reached[:3] == ["gpus", "seq_len", "mbs"]
+    assert reached[:3] == ["gpus", "gpu", "seq_len"]
     assert "SUMMARY" in reached
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,10 @@ from playbook.planner.layout import min_gpus
 from playbook.planner.models import MODELS, from_file
 from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, LABELS, OFFLOAD_MODULES, RECOMPUTE
 from playbook.planner.plan import Plan, nearest, parse
+from playbook.planner.time.cluster import cluster, clusters
+from playbook.planner.time.step import step_time
+from playbook_app.cli import exit_codes
+from playbook_app.cli.app import app
 from playbook_app.site.models import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
@@ -122,7 +130,7 @@ def cases() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def scripts(chromium: Any) -> Any:
     page = chromium.new_page()
-    for name in ("layout.js", "memory.js"):
+    for name in ("layout.js", "memory.js", "time.js"):
         page.add_script_tag(path=str(repo_root() / "docs" / "javascripts" / name))
     yield page
     page.close()
@@ -171,6 +179,30 @@ def compare_memory(case: dict[str, Any], plan: Plan, js: dict[str, Any]) -> None
         assert [theirs[k] for k in STATES] == pytest.approx([row[k] for k in STATES], rel=1e-9), case
 
 
+TIME = """([tables, cases]) => cases.map(({model, values, gpu}) => PlaybookTime.step(tables, PlaybookLayout.parse(tables, model, values), gpu))"""
+TIMED = 400
+
+
+def legal_layouts() -> Iterator[dict[str, Any]]:
+    """Random layouts that break no rule, each on a random GPU."""
+    rng = random.Random(20261128)
+    while True:
+        case = {"model": rng.choice(list(SHAPES)), "values": values(rng), "gpu": rng.choice(clusters())}
+        if not plan_of(case).broken():
+            yield case
+
+
+def test_the_page_s_step_time_is_python_s_on_random_layouts(scripts: Any) -> None:
+    timed = [*islice(legal_layouts(), TIMED)]
+    found = scripts.evaluate(TIME, [tables() | {"models": {name: asdict(shape) for name, shape in SHAPES.items()}}, timed])
+    for case, js in zip(timed, found, strict=True):
+        step = step_time(plan_of(case), cluster(case["gpu"]))
+        assert js["parts"] == pytest.approx(dict(step.parts), rel=1e-9), case
+        speed = step.tokens_per_s_per_gpu
+        ours = (step.seconds.value, speed.value, speed.low, speed.high, step.mfu, step.spread)
+        assert tuple(js[k] for k in ("seconds", "value", "low", "high", "mfu", "spread")) == pytest.approx(ours, rel=1e-9), case
+
+
 @pytest.mark.parametrize(
     ("model", "word"),
     [
@@ -209,6 +241,27 @@ def test_the_page_answers_and_its_address_holds_the_layout(page: Any, site_root:
     assert "can run" in page.inner_text("#pb-legal")
 
 
+def test_the_page_says_how_fast_the_layout_is_and_the_command_beside_it_says_the_same(page: Any, site_root: str, capsys: Any) -> None:
+    page.goto(f"{site_root}/_generated/calculator.html?model=qwen3_30b_a3b&gpu=h200&gpus=16&ep=8&gbs=64")
+    for change in (None, ("select[name=gpu]", "gb200"), ("input[name=mbs]", "2")):
+        if change:
+            page.locator(change[0]).select_option(change[1]) if "select" in change[0] else page.fill(*change)
+        gpu = page.input_value("select[name=gpu]")
+        assert f"gpu={gpu}" in page.url
+        shown = page.inner_text("#pb-speed")
+        words = next(t for t in page.locator(".pb-command").all_inner_texts() if t.startswith("playbook plan")).split()
+        assert exit_codes.run(app, [*words[1:], "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_s_per_gpu"]["value"]
+        assert shown == f"{found:,.0f} tokens/s/GPU"
+
+
+def test_the_home_page_leads_to_the_layout_of_its_form(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/index.html")
+    page.locator("#pb-diagnosis a").last.click()
+    page.wait_for_selector("#pb-line strong")
+    assert (page.input_value("select[name=gpu]"), page.input_value("input[name=gpus]")) == ("h100", "64")
+
+
 def test_a_shared_address_shows_the_same_layout(page: Any, site_root: str) -> None:
     words = {
         "gpus": "256",
@@ -236,9 +289,6 @@ def test_a_crooked_address_is_answered_in_words(page: Any, site_root: str, query
 
 
 def test_the_page_carries_the_tables_that_python_has(built_site: Path) -> None:
-    import json
-    import re
-
     shown = (built_site / "_generated" / "calculator.html").read_text()
     held = re.search(r'<script type="application/json" id="pb-tables">(.*?)</script>', shown, re.DOTALL)
     assert held

@@ -23,13 +23,14 @@ from playbook.planner.models import MODELS
 from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import DEGREES, Plan, parse
 from playbook.planner.shapes import Shape
-from playbook.planner.time.cluster import cluster, clusters
+from playbook.planner.time import constants, laws, layer, spread, step
+from playbook.planner.time.cluster import REFERENCE, Cluster, cluster, clusters
 from playbook_app.site.cards import TARGETS, Shelf
 from playbook_app.site.pages import render
 from playbook_app.site.text import attribute, code, front_matter, link, mapping, number, text
 
-_SCRIPTS = ("layout.js", "memory.js", "calculator.js")
-START = {"model": "qwen3_30b_a3b", "gpus": "8", "ep": "8"}
+_SCRIPTS = ("layout.js", "memory.js", "time.js", "calculator.js")
+START = {"model": "qwen3_30b_a3b", "gpus": "8", "gpu": "h100", "ep": "8"}
 """The form's first values: a layout that can run."""
 
 _KINDS = {"bool | None": "switch", "bool": "switch", "int": "number", "tuple[int, ...]": "numbers", "tuple[str, ...]": "words"}
@@ -41,6 +42,7 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
         [
             ("model", "Model"),
             ("gpus", "GPUs"),
+            ("gpu", "Kind of GPU"),
             ("seq_len", "Sequence length"),
             ("mbs", "Micro batch"),
             ("gbs", "Global batch, 0: one pipeline's worth"),
@@ -159,6 +161,44 @@ def tables() -> dict[str, Any]:
         "plain_bytes": memory.PLAIN_BYTES,
         "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(FP8)]},
         "backward": flops.BACKWARD,
+        **_of_time(),
+    }
+
+
+def _of_time() -> dict[str, Any]:
+    """What a step's time is made of: constants by name, the reference GPU's laws, and of each GPU its rates and what scales the laws to
+    it.
+    """
+    reference = cluster(REFERENCE)
+    return {
+        "constants": {k: _value(v) for k, v in vars(constants).items() if k.isupper() and not k.startswith("_")},
+        **{
+            name: {k: v for k, v in vars(module).items() if k.isupper() and isinstance(v, int | float | tuple | dict)}
+            for name, module in (("layer", layer), ("step", step), ("spread", spread))
+        },
+        "tile": laws.TILE,
+        "laws": {
+            **{k: v for k, v in asdict(reference.laws).items() if k != "attention"},
+            "attention": {" ".join(map(str, key)): curve for key, curve in reference.laws.attention.items()},
+        },
+        "gpus": {name: _rates(cluster(name), reference) for name in clusters()},
+    }
+
+
+def _value(constant: Any) -> Any:
+    """A constant's figure, or those of its forward and backward pass."""
+    return [c.value for c in constant] if isinstance(constant, tuple) else constant.value
+
+
+def _rates(gpu: Cluster, reference: Cluster) -> dict[str, Any]:
+    keys = ("bf16_flops_per_s", "fp8_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s", "domain", "host_speed")
+    kernel = next(iter(reference.laws.attention))
+    return {
+        **{k: getattr(gpu, k) for k in (*keys, "has_fp8", "host_known", "transferred")},
+        "rings": gpu.rings,
+        "bf16": gpu.laws.forward.share / reference.laws.forward.share,
+        "fp8": gpu.laws.fp8.share / reference.laws.fp8.share,
+        "attention": gpu.laws.attention[kernel][1][0] / reference.laws.attention[kernel][1][0],
     }
 
 
@@ -179,8 +219,9 @@ def calculator_page() -> str:
             "Layout calculator", description="Can a parallel layout run, what does each GPU hold, which one is near it", hide="toc"
         ),
         "# Layout calculator",
-        "Which layouts can run, what each GPU then holds, and the nearest layout that can run where one cannot. The rules and the figures "
-        "are those of `playbook layout check` and `playbook layout memory`, computed in this page; nothing is sent anywhere. The address "
+        "Which layouts can run, how fast they are, what each GPU then holds, and the nearest layout that can run where one cannot. The "
+        "rules and the figures are those of `playbook layout check`, `playbook plan` and `playbook layout memory`, computed in this page; "
+        "nothing is sent anywhere. The address "
         "of the page holds the layout: copy it to share it.",
         "<noscript><p>This page computes in the browser and needs JavaScript. Without it, use <code>playbook layout"
         " check</code>.</p></noscript>",
@@ -218,6 +259,8 @@ def _control(key: str, label: str, data_tables: Mapping[str, Any]) -> str:
         return f'<fieldset class="pb-boxes"><legend>{html.escape(label)}</legend>{boxes}</fieldset>'
     if key == "model":
         return _select(key, label, [(name, name) for name in data_tables["models"]], START["model"])
+    if key == "gpu":
+        return _select(key, label, [(name, name) for name in data_tables["gpus"]], START["gpu"])
     if key == "loss":
         return _select(key, label, [(name, f"{name}, {size} bytes per logit") for name, size in data_tables["losses"].items()], "te")
     if key in data_tables["widths"]:

@@ -16,7 +16,8 @@ from playbook.planner.time.laws import Laws, of_rows
 
 _GPUS = "gpus.yaml"
 _CALIBRATION = "h200.json"
-_REFERENCE = "h200"
+REFERENCE = "h200"
+"""The GPU whose kernels were measured; the laws of all others are its laws, scaled."""
 _NODE = 8
 """GPUs of a node where the table says nothing."""
 _GIGA = 1e9
@@ -145,7 +146,7 @@ def _load(name: str) -> Cluster:
     provenance = {
         key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")
     }
-    reference = {k: v[0] for k, v in data["gpus"][_REFERENCE].items() if k != "names"}
+    reference = {k: v[0] for k, v in data["gpus"][REFERENCE].items() if k != "names"}
     laws = _reference_laws(reference["bf16_tflops"] * _TERA, reference["fp8_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA)
     return Cluster(
         name=name,
@@ -158,7 +159,7 @@ def _load(name: str) -> Cluster:
         nic_bytes_per_s=figures["nic_gb_s"] * _GIGA,
         host_speed=figures["host_speed"],
         laws=_of_another(laws, figures, reference),
-        transferred=name != _REFERENCE,
+        transferred=name != REFERENCE,
         has_fp8="fp8_tflops" in figures,
         rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
         host_known=not provenance["host_speed"].startswith("assumed"),
