@@ -142,6 +142,13 @@
     return fitting.length ? `It fits ${fitting.join(", ")}.` : "No GPU that is known here has that much.";
   }
 
+  // Whether the kind of GPU that is chosen holds the peak, in the words of the command line, and how fast the layout is there.
+  function onGpu(plan, peak) {
+    const gpu = read("gpu"), gib = tables.gpu_gib[gpu], fit = peak / GIB > gib ? "does not fit" : peak / GIB > (1 - tables.tight) * gib ? "tight" : "fits";
+    const fast = fit === "does not fit" || (plan.options.fp8 && !tables.gpus[gpu].has_fp8) ? "" : `; ${Math.round(PlaybookTime.step(tables, plan, gpu).value).toLocaleString("en")} tokens/s/GPU`;
+    return `On ${gpu}: ${fit}, ${(peak / GIB).toFixed(1)} of ${gib} GiB at the peak${fast}.`;
+  }
+
   // The answer in one line, which stays in sight while settings change.
   function verdict(plan, broken) {
     let peak = null;
@@ -151,7 +158,7 @@
     const fits = broken.length === 0 && (peak === null || !holders(peak).startsWith("No GPU"));
     const legal = fits ? "This layout can run." : "This layout breaks no rule, and no GPU holds it.";
     const words = broken.length ? `${broken.length} broken rule${broken.length > 1 ? "s" : ""}, below.` : legal;
-    const size = broken.length || peak === null ? "" : ` ${(peak / GIB).toFixed(1)} GiB per GPU at the peak. ${fits ? holders(peak) : ""}`;
+    const size = broken.length || peak === null ? "" : ` ${onGpu(plan, peak)} ${fits ? holders(peak) : ""}`;
     return element("p", [element("strong", words), size], {class: fits ? "pb-confirmed" : "pb-refuted", id: "pb-legal"});
   }
 

@@ -253,6 +253,11 @@ def test_the_page_says_how_fast_the_layout_is_and_the_command_beside_it_says_the
         assert exit_codes.run(app, [*words[1:], "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_s_per_gpu"]["value"]
         assert shown == f"{found:,.0f} tokens/s/GPU"
+        assert f"On {gpu}: fits, " in page.inner_text("#pb-legal")
+        assert shown in page.inner_text("#pb-legal")
+    page.goto(f"{site_root}/_generated/calculator.html?model=llama3_8b&gpu=h100&gpus=1")
+    assert "On h100: does not fit, " in page.inner_text("#pb-legal")
+    assert "tokens/s/GPU" not in page.inner_text("#pb-legal")
 
 
 def test_the_home_page_leads_to_the_layout_of_its_form(page: Any, site_root: str) -> None:

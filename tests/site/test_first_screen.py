@@ -55,6 +55,22 @@ def test_no_page_is_taller_than_twelve_screens_or_wider_than_one_on_a_phone(chro
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_what_a_search_finds_takes_two_lines_of_text_each(chromium: Any, site_root: str, size: dict[str, int]) -> None:
+    page = chromium.new_context(viewport=size).new_page()
+    page.goto(f"{site_root}/index.html")
+    if size == PHONE:
+        page.click("label.md-header__button[for=__search]")
+    page.locator("input.md-search__input").press_sequentially("how much CP for 128K on 64 H100")
+    page.wait_for_selector(".md-search-result__article p", timeout=20_000)
+    lines = page.locator(".md-search-result__item > a p:not(.md-search-result__terms)").evaluate_all(
+        "all => all.map(e => e.clientHeight / parseFloat(getComputedStyle(e).lineHeight))"
+    )
+    assert len(lines) >= 5
+    assert max(lines) <= 2.1
+    page.context.close()
+
+
 def test_a_search_has_the_page_that_answers_among_its_first_three(page: Any, site_root: str) -> None:
     asked = yaml.safe_load((Path(__file__).parent / "searches.yaml").read_text(encoding="utf-8"))
     assert len(asked) == 50

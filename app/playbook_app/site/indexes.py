@@ -48,8 +48,13 @@ def questions(cards: Mapping[str, Card]) -> dict[str, list[str]]:
 
 def shortened(index: Mapping[str, Any], questions_of_pages: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A search index whose entries have their first sentences alone, and the page of a card its questions behind them."""
-    docs = [{**d, **_boosted(d, questions_of_pages), "text": html.escape(_text(d, questions_of_pages), quote=False)} for d in index["docs"]]
+    docs = [{**d, **_boosted(d, questions_of_pages), "text": _paragraph(_text(d, questions_of_pages))} for d in index["docs"]]
     return {**index, "docs": docs}
+
+
+def _paragraph(text: str) -> str:
+    """Text as an element of its own, which the style sheet cuts to two lines where it is shown."""
+    return f"<p>{html.escape(text, quote=False)}</p>" if text else ""
 
 
 def _boosted(entry: Mapping[str, Any], questions_of_pages: Mapping[str, Sequence[str]]) -> dict[str, float]:
