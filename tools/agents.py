@@ -27,7 +27,7 @@ from playbook.errors import PlaybookError
 from playbook.planner import memory
 from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
-from playbook.planner.hardware.named import of_text
+from playbook.planner.hardware import of_text
 from playbook.planner.plan import KEYS, Plan
 from playbook.planner.time.step import step_time
 from playbook_app.mcp.answers import library_here
