@@ -137,12 +137,6 @@ TASKS: dict[str, Task] = {
     "shared-torch": shared("tests/gpu/test_layouts_gpu.py tests/gpu/test_megatron_weights_gpu.py tests/gpu/test_operation_gpu.py", 120),
     "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
     "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),
-    "first-step": Task(
-        4,
-        "python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml megatron.grouped_gemm=cutlass train.steps=4 "
-        "train.warmup_steps=2",
-        60,
-    ),
     "trace": Task(4, "python -m playbook bench trace torch-text-4k-vs-megatron --profile h200x4 --results {out}/results", 130),
 }
 

@@ -10,7 +10,7 @@ fastest layout the rule says so, and a test asks both.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -203,8 +203,3 @@ def note(rule: Decision) -> str:
         if where
         else "size: follow playbook plan, whose fastest layouts often have another"
     )
-
-
-def sized(cards: Sequence[Card]) -> list[Sizes]:
-    """The sizes of all rules."""
-    return [rule.sizes for card in cards for rule in card.decide if rule.sizes]

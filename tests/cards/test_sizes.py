@@ -35,6 +35,7 @@ PLACES = (
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 EVERY = [f"{place} {length}" for place in PLACES for length in LENGTHS]
 FEW = {f"{place} {LENGTHS[i % 8]}" for i, place in enumerate(PLACES)}
+RULES = [rule.sizes for card in load_all().values() for rule in card.decide if rule.sizes]
 QUESTIONS = [q for q in EVERY if q in FEW or os.environ.get("PLAYBOOK_PARITY")]
 
 
@@ -79,11 +80,11 @@ def test_each_place_and_each_length_is_asked_about():
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.sample("llama3_8b 8 h200 2048", "qwen3_30b_a3b 8 h200 131072")
 def test_a_rule_and_the_planner_agree_where_the_rule_says_so(question):
-    assert apart(question, scope.sized(list(load_all().values()))) == []
+    assert apart(question, RULES) == []
 
 
 def test_the_published_rule_on_tokens_would_be_found_out():
-    rule = next(s for s in scope.sized([load_all()["long-context-cp-sizing"]]) if s.tokens_per_cp_rank)
+    rule = next(r.sizes for r in load_all()["long-context-cp-sizing"].decide if r.sizes and r.sizes.tokens_per_cp_rank)
     planted = rule.model_copy(update={"tokens_per_cp_rank": 4096})
     assert apart("llama3_8b 64 h100 131072", [planted])
     assert not apart("llama3_8b 64 h100 131072", [rule])

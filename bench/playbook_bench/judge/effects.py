@@ -279,7 +279,7 @@ def measure(
     if n >= 2 and alpha is not None:
         rows = [
             [
-                guards.compare(metric, predictions.get(v, row[0] if rules.by_block else values[0][0]), x)
+                guards.compare(metric, predictions.get(v, row[0] if rules.has_aa else values[0][0]), x)
                 for v, x in zip(names, row, strict=True)
             ]
             for row in values

@@ -22,11 +22,8 @@ class Rules:
     """The part of the error rate that the looks spend. Their levels are those of normal deviates, which the statistics of few launches, and
     of noise with a period, exceed more often, by up to 1.3 times (`tools/simulate/series.py`)."""
     has_aa = False
-    """Whether launches of one variant against itself say how much launches differ. Since version 3 the launches that are compared say
-    it."""
-    by_block = False
-    """Whether values are compared with the first of their block; since version 3 all of them are with one value, so that each launch keeps
-    its own noise."""
+    """Whether launches of one variant against itself say how much launches differ, and values are compared with the first of their block.
+    Since version 3 the launches that are compared say it, and all values are compared with one, so that each launch keeps its own noise."""
 
     def level(self, looks: Sequence[int], alpha: float, blocks: int) -> float:
         """The error rate of the interval after so many blocks: that of the look there, or of the next look if there is none."""
@@ -70,7 +67,6 @@ class RulesV2(Rules):
 
     spent = 0.88
     has_aa = True
-    by_block = True
 
     def intervals(
         self,

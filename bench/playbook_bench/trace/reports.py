@@ -11,9 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from playbook.errors import PlaybookError, StoreError
-from playbook.records.read import parse
-from playbook.records.trace import TraceResult, TraceTable
+from playbook.errors import PlaybookError
+from playbook.records.trace import TraceTable
 from playbook_bench.trace import containers, dumps, kineto, nsys
 from playbook_bench.trace.table import Timeline, build
 
@@ -148,25 +147,6 @@ def _of_nsys(path: Path, ranges: bool) -> Timeline:
         )
     with tempfile.TemporaryDirectory() as folder:
         return nsys.read(exported(path, Path(folder) / "trace.sqlite"), ranges)
-
-
-def read(path: Path) -> TraceResult:
-    """A stored record.
-
-    Raises:
-        StoreError: it cannot be read, is no trace record, or is not as it was written.
-    """
-    try:
-        result, sha = parse(path)
-    except OSError as e:
-        raise StoreError(f"{path}: cannot be read ({e.strerror or e})") from e
-    except ValueError as e:
-        raise StoreError(f"{path}: is no trace record: it {e}; trace the case again") from e
-    if not isinstance(result, TraceResult):
-        raise StoreError(f"{path}: is no trace record, it is of {result.schema_version}; trace the case again")
-    if result.sha256 != sha:
-        raise StoreError(f"{path}: was altered after it was written (its hash does not match); trace the case again")
-    return result
 
 
 def exported(report: Path, target: Path) -> Path:

@@ -8,10 +8,10 @@ import pytest
 from playbook.errors import LaunchError
 from playbook.paths import data_root
 from playbook.records.case import load_case
+from playbook.records.read import read_file
 from playbook.records.trace import waterfall
 from playbook_bench.run import confirm, report, store, tracing
 from playbook_bench.run.options import Options
-from playbook_bench.trace import reports
 
 RECORDS = {
     "timed": "h200x1/01M84V49QM966YCH8B4ETTZQE7",
@@ -58,7 +58,7 @@ def test_a_trace_that_fails_is_said_and_leaves_the_verdict(tmp_path, monkeypatch
 
 
 def test_the_parts_of_a_waterfall_add_up_to_the_difference_of_the_traced_steps():
-    trace = reports.read(TRACE)
+    trace = read_file(TRACE).content
     before, after = (v.table.model_dump() for v in trace.variants.values())
     parts = waterfall(before, after)
     assert sum(ms for _, ms in parts) == pytest.approx(after["span_ms"] - before["span_ms"], abs=1e-9)

@@ -13,9 +13,10 @@ import pytest
 from test_kineto import gpu, ranges
 from test_nsys import database
 
-from playbook.errors import ConfigError, FileError, PlaybookError, StoreError
+from playbook.errors import ConfigError, FileError, PlaybookError
 from playbook.paths import data_root
 from playbook.records.evidence import Machine
+from playbook.records.read import read
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
 from playbook_bench.run import tracing
@@ -76,7 +77,7 @@ def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, 
     assert made.collector == "kineto"
     assert made.collector_version == "torch 2.13.0"
     assert set(made.variants) == {"baseline", "candidate"}
-    assert [reports.read(path) for path in (results / "traces").glob(f"{CASE}-*.json")] == [made]
+    assert [r.content for r in read([results])] == [made]
     assert any("baseline" in line for line in lines)
     for variant in made.variants.values():
         assert [(results / "traces" / f.name).is_file() for f in variant.files] == [True]
@@ -171,11 +172,10 @@ def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[s
     whole = path.read_text()
     path.write_text(whole.replace('"busy_ms": 2.0', '"busy_ms": 1.0', 1))
     assert path.read_text() != whole
-    with pytest.raises(StoreError, match="altered"):
-        reports.read(path)
+    assert [r.status for r in read([results])] == ["altered"]
     path.write_text(whole[:200])
-    with pytest.raises(StoreError, match="no trace record"):
-        reports.read(path)
+    with pytest.raises(FileError, match="no readable record"):
+        read([results])
 
 
 def test_what_cannot_be_traced_is_said_at_once(tmp_path: Path) -> None:
