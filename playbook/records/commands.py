@@ -114,8 +114,9 @@ DELTAS: Mapping[str, type[Any]] = {
 }
 """What a variant of a command may change, besides the values of its template's words. `step_tokens`: of the whole job, where its log
 tells none."""
-_GIVEN = ("run", "root")
-"""Words that every template may use: the launch's own new folder, and the folder of the repository, or of the command's start."""
+_GIVEN = ("run", "root", "python")
+"""Words that every template may use: the launch's own new folder, the folder of the repository, or of the command's start, and the Python
+that the harness runs on."""
 _MOST_TOKENS = 2**53
 _WORD = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 

@@ -28,15 +28,6 @@ def test_a_case_is_sound_and_names_scripts_that_are_there(path):
         assert all((repo_root() / word).is_file() for word in scripts)
 
 
-@pytest.mark.full
-def test_transformers_experts_run_in_both_ways_and_prove_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(repo_root())
-    text = (repo_root() / "tools" / "cases" / "transformers-grouped-mm.yaml").read_text()
-    path = tmp_path / "transformers-grouped-mm.yaml"
-    path.write_text(text.replace("[python,", f"[{sys.executable},"))
-    assert [(proof.variant, proof.ok) for proof in aa.prove([str(path)], profile="cpu")] == [("baseline", True), ("candidate", True)]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_a_case_names_the_packages_without_which_it_cannot_run(path, monkeypatch):
     monkeypatch.setattr(requirements, "installed", lambda package: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class CommandVariant:
         files = checkout.files(started_in, tree, revision, case.prepare, overlay) if tree or revision or overlay else None
         root = files.repository if files else started_in
         plain = {k: v for k, v in values.items() if k not in DELTAS}
-        placeholders = {**plain, "root": str(root)}
+        placeholders = {**plain, "root": str(root), "python": sys.executable}
         words = tuple(fill(text, placeholders) for text in (*case.command, *values.get("arguments", [])))
         environment = {**values.get("environment", {}), **case.delta.environment.get(variant, {})}
         step_settings = case.steps or Steps()
