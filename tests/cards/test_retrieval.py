@@ -156,9 +156,9 @@ def test_questions_find_their_card(index: search.SearchIndex, half: str) -> None
 FIRST_LOOK = {
     "tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39),
     "eleventh": (50 / 69, 58 / 69, 31 / 47, 62 / 69),
-    "blind": (150 / 223, 185 / 223, 79 / 172, 198 / 223),
+    "blind": (150 / 223, 185 / 223, 78 / 171, 198 / 223),
 }
-"""The same of the newest batches: what the first look gave, but for one question without a card, for three that a card answers since (they count as not answered then), for one blind one that is answered since, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
+"""The same of the newest batches: what the first look gave, but for one question without a card, for three that a card answers since (they count as not answered then), for two blind ones that are answered since, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
 
 
 @pytest.mark.parametrize("batch", NEWEST)
