@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import log_excerpts as logs
 import pytest
@@ -12,6 +13,7 @@ from playbook.diagnosis import rl_step
 from playbook.diagnosis.rl_step import BETWEEN, Step
 from playbook.planner.models import MODELS, find
 from playbook.planner.parameters import total
+from playbook.planner.time.cluster import cluster
 from playbook_app.cli.app import main
 from playbook_bench.logs import read, rl_steps
 
@@ -102,3 +104,38 @@ def test_keys_and_values_of_a_token(model: str, kv: int) -> None:
 def test_another_log_is_none_of_reinforcement_learning(tmp_path: Path) -> None:
     for text in (logs.megatron(), logs.json_lines(), logs.torchtitan(), "no log at all\n"):
         assert rl_steps(file(tmp_path, text)) == []
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "rl", *words, "--json"])
+    assert ended.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_planned_step_turns_with_the_lengths_of_its_responses(capsys: pytest.CaptureFixture[str]) -> None:
+    """Short responses leave the update as the wall, one very long response the rollout, each of whose steps reads an engine's weights."""
+    common = ("llama3_8b", "--gpus", "8", "--gpu", "h100", "--mean", "256")
+    short, long = planned(capsys, *common, "--longest", "256"), planned(capsys, *common, "--longest", "65536")
+    assert (short["wall"], long["wall"], short["label"]) == ("update", "rollout", "arithmetic")
+    seconds = [{p["phase"]: p["seconds"] for p in step["phases"]} for step in (short, long)]
+    assert seconds[0]["update"] == seconds[1]["update"]
+    assert seconds[0]["log-probabilities"] == pytest.approx(2 / 3 * seconds[0]["update"])
+    weights = 2 * total(find("llama3_8b"))
+    steps = (65536 - 256) * weights / cluster("h100").memory_bytes_per_s
+    assert seconds[1]["rollout"] - seconds[0]["rollout"] == pytest.approx(steps)
+    assert short["memory"]["engine"]["weights_gib"] == pytest.approx(weights / 2**30, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["llama3_70b", "--gpus", "1", "--gpu", "h100"], "no layout of llama3_70b fits 1 h100"),
+        (["llama3_8b", "--mean", "4096", "--longest", "64"], "expected at least as many"),
+    ],
+)
+def test_a_step_that_cannot_be_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "rl", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

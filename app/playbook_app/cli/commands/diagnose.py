@@ -541,10 +541,11 @@ def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) 
     }
 
 
-def show(step_answer: Mapping[str, Any]) -> None:
-    """The answer as lines."""
+def show(step_answer: Mapping[str, Any], basis: str = "") -> None:
+    """The answer as lines; `basis` says what stands behind it where that is no log."""
     step = "of unknown length" if step_answer["step_s"] is None else f"{step_answer['step_s']:.4g} s a step"
-    say(f"a step of reinforcement learning, {step}, median of {step_answer['steps']}; what follows is arithmetic on the log")
+    basis = basis or f"median of {step_answer['steps']}; what follows is arithmetic on the log"
+    say(f"a step of reinforcement learning, {step}, {basis}")
     say(f"wall       {step_answer['wall'] or 'not known: the log names no phases, and its lengths alone do not tell'}")
     rows = [{"phase": p["phase"], "seconds": f"{p['seconds']:.4g}", "share": f"{p['share']:.0%}"} for p in step_answer["phases"]]
     if rows:

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from playbook import files
+from playbook.diagnosis import rl_plan, rl_step
 from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice import plain_data
@@ -32,6 +33,7 @@ from playbook.planner.runs.published import one
 from playbook.planner.time.spread import crossing
 from playbook.planner.time.step import network_share
 from playbook.text import count
+from playbook_app.cli.commands.diagnose import show as show_rl_step
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.cli.quantities import amount, machines, several, tokens
@@ -428,6 +430,56 @@ def plan_check(
         print_json(accuracy.document(rows))
     else:
         _show_runs(rows)
+
+
+@_plan_app.command("rl")
+def plan_rl(
+    model: _Model,
+    gpus: _Gpus = "",
+    hardware: _Hardware = "",
+    network: Network = "",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a step.")] = 128,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Responses of a prompt.")] = 8,
+    prompt: Annotated[int, typer.Option("--prompt", parser=tokens, metavar="TOKENS", help="Tokens of a prompt.")] = 512,
+    mean: Annotated[int, typer.Option("--mean", parser=tokens, metavar="TOKENS", help="Tokens of a response, on average.")] = 2048,
+    longest: Annotated[
+        int | None,
+        typer.Option("--longest", parser=tokens, metavar="TOKENS", help="Tokens of the longest; by default four times the mean."),
+    ] = None,
+    passes: Annotated[int, typer.Option("--passes", min=0, max=4, help="Forward passes for old and reference log-probabilities.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """What a step of reinforcement learning should take by arithmetic: its phases, the wall, what waits by placement, both engines' memory.
+
+    Rollout and weight transfer are by bandwidth alone, log-probabilities and update by the planner's fastest layout; rewards are left out.
+    """
+    number, kind = machines(gpus or None, hardware or None)
+    shape, cluster, count_gpus = find(model), machine(kind or _KIND, network), number or _GPUS
+    rollouts = rl_plan.Rollouts(prompts * samples, prompt, mean, 4 * mean if longest is None else longest)
+    if rollouts.longest < mean:
+        raise ConfigError(f"the longest response has {longest} tokens and the mean {mean}; expected at least as many (--longest)")
+    best = plan_layouts(Question(shape, model, cluster, count_gpus, prompt + mean, rollouts.responses), 1).choices
+    if not best:
+        raise ConfigError(f"no layout of {model} fits {count_gpus} {cluster.name}; expected more GPUs, or name another model")
+    step = rl_plan.step(shape, cluster, count_gpus, rollouts, best[0].speed, passes)
+    engine = rl_plan.placed(shape, cluster, count_gpus, rollouts)
+    answer = rl_step.diagnose(step) | {
+        "steps": 1,
+        "trainer": words(best[0].plan),
+        "memory": {
+            "trainer_gib": best[0].peak / GIB,
+            "gpu_gib": cluster.memory_gib,
+            "engine": {
+                "tp": engine.tp,
+                "weights_gib": engine.stored.weights / GIB,
+                "kv_bytes_per_token": engine.stored.kv_per_token,
+                "kv_tokens": int(engine.at_once * (prompt + mean)),
+            },
+        },
+    }
+    if as_json:
+        return print_json(answer)
+    show_rl_step(answer, "by arithmetic: rollout and transfer by bandwidth alone, the rest by the planner, without rewards")
 
 
 @_plan_app.command("run")
