@@ -13,7 +13,7 @@ import torch
 
 from playbook.paths import repo_root
 from playbook.records.case import list_cases, load_case
-from playbook_bench.run import prove
+from playbook_bench.run import aa
 
 pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 from playbook_trainer.huggingface import fine_tune
@@ -62,7 +62,7 @@ def test_bytes_counted_over_shapes_are_those_of_a_real_step(capsys: pytest.Captu
 def test_each_cases_variants_run_here_and_prove_their_paths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "peft" in load_case(name).requires:
         pytest.importorskip("peft", reason="peft is not installed")
-    assert [(proof.variant, proof.ok) for proof in prove.prove([name], profile="cpu")] == [("baseline", True), ("candidate", True)]
+    assert [(proof.variant, proof.ok) for proof in aa.prove([name], profile="cpu")] == [("baseline", True), ("candidate", True)]
 
 
 TRL = repo_root() / ".venv" / "targets" / "trl"
@@ -78,7 +78,7 @@ def with_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 @in_trl
 @pytest.mark.full
 def test_both_variants_of_grpos_update_run_and_prove_their_paths(with_trl: None) -> None:
-    proofs = prove.prove(["trl-grpo-update"], profile="cpu")
+    proofs = aa.prove(["trl-grpo-update"], profile="cpu")
     assert [(proof.variant, proof.ok) for proof in proofs] == [("baseline", True), ("candidate", True)]
 
 
