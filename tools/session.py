@@ -121,6 +121,7 @@ TASKS: dict[str, Task] = {
     "lengths": Task(4, "python tools/megatron_table.py cp --again --budget {left} --limit 150 --out {out}/parity", 150, 90),
     "planned": planned(4),
     "planned2": planned(2),
+    "planned8": planned(8),
     "hundred": HUNDRED,
     "hundred2": replace(HUNDRED, gpus=2, least_s=300),
     "layouts": tests("tests/gpu/test_megatron_gpu.py", 4, 200),

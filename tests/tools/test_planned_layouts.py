@@ -89,15 +89,18 @@ def test_variants_of_cases_are_rows_too() -> None:
 
 
 def test_predictions_are_not_changed_after_runs_on_that_gpu(tmp_path: Path) -> None:
+    def register(hardware: str, gpus: int) -> int:
+        return tool.main(["register", "--hardware", hardware, "--gpus", str(gpus), "--out", str(tmp_path)])
+
     (tmp_path / tool.RUNS).write_text(json.dumps(ran("2/dense/tp2", 1.0)) + "\n")
-    assert tool.main(["register", "--out", str(tmp_path)]) == 1
+    assert register("h200", 2) == 1
     assert not (tmp_path / tool.REGISTERED).exists()
-    assert tool.main(["register", "--hardware", "h100", "--out", str(tmp_path)]) == 0
+    assert register("h100", 2) == 0
     assert {gpu(r) for r in tool.read(tmp_path / tool.REGISTERED)} == {"h100"}
     (tmp_path / tool.RUNS).write_text(json.dumps(ran("h100x2/dense/tp2", 1.0)) + "\n")
-    assert tool.main(["register", "--hardware", "h100", "--out", str(tmp_path)]) == 1
-    assert tool.main(["register", "--out", str(tmp_path)]) == 0
-    assert {gpu(r) for r in tool.read(tmp_path / tool.REGISTERED)} == {"h100", "h200"}
+    assert register("h100", 2) == 1
+    assert register("h200", 2) == 0
+    assert {(gpu(r), r["gpus"]) for r in tool.read(tmp_path / tool.REGISTERED)} == {("h100", 2), ("h200", 2)}
 
 
 @pytest.mark.full

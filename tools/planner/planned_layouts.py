@@ -1,12 +1,13 @@
-"""Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, or the variants of prediction cases.
+"""Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, those of the whole Qwen3-30B-A3B on
+eight, or the variants of prediction cases.
 
-    python tools/planner/planned_layouts.py register --hardware h100        # predictions, into docs/parity/planned-layouts.jsonl; refuses
-    once there are runs of such GPUs python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order,
-    into docs/parity/planned-layouts-runs.jsonl python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two
-    fastest of each model, so many times more, in turns python tools/planner/planned_layouts.py report                          # errors,
-    winners and misses python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch  #
-    and report, likewise
+    python tools/planner/planned_layouts.py register --hardware h100 --gpus 8   # predictions, into docs/parity/planned-layouts.jsonl
+    python tools/planner/planned_layouts.py run --gpus 8 --budget 560           # each once, shuffled, into planned-layouts-runs.jsonl
+    python tools/planner/planned_layouts.py run --gpus 8 --pairs 4              # then the two fastest of each model, in turns
+    python tools/planner/planned_layouts.py report                              # errors, winners and misses
+    python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch
 
+Predictions are not registered once there are runs on such GPUs. With `--cases`, `report` goes likewise.
 How far off a prediction is costs one launch; whether its interval holds takes the case's own series (`playbook bench run`).
 A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has
 imported torch, megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the
@@ -64,12 +65,20 @@ _SMALL: dict[str, Any] = {
     "train.steps": 2,
     "train.warmup_steps": 1,
     "train.log_every": 1,
-    "train.global_batch_size": 4,
+    "train.global_batch_size": 8,
     "parallel.sequence_parallel": False,
 }
 
 _TP = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 _LONG = {"parallel.cp": 2, "data.seq_len": 32768}
+_TORCH = {
+    "backend": "torch",
+    "optimizer.moments_dtype": "bf16",
+    "optimizer.master_weights": "remainder",
+    "parallel.reduce_dtype": "bf16",
+}
+_MEGATRON = {"megatron.precision_aware_optimizer": True, "megatron.grad_reduce_dtype": "bf16", "optimizer.moments_dtype": "bf16"}
+"""States in 16 bits where a backend can have them: only so does the whole model fit eight GPUs of 80 GB."""
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "fsdp2": {"backend": "torch"},
@@ -86,8 +95,30 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "pp2": {"parallel.pp": 2},
         "cp2-32k": {**_LONG, "parallel.ep": 2},
     },
+    8: {
+        "fsdp2": _TORCH,
+        "ep8-torch": {**_TORCH, "parallel.ep": 8},
+        "ep4-fsdp2": {**_TORCH, "parallel.ep": 4},
+        "ep8": {**_MEGATRON, "parallel.ep": 8},
+        "ep4-pp2": {**_MEGATRON, "parallel.ep": 4, "parallel.pp": 2},
+        "tp2-ep8": {**_MEGATRON, **_TP, "parallel.ep": 8, "parallel.etp": 1},
+        "megatron-fsdp": {"megatron.data_parallel": "megatron_fsdp", "megatron.grad_reduce_dtype": "bf16"},
+        "cp2-ep8-32k": {**_MEGATRON, **_LONG, "parallel.ep": 8},
+    },
 }
-"""By number of GPUs."""
+"""By number of GPUs; on eight they are those of one whole model."""
+WHOLE = {8: "moe-128"}
+"""The model that keeps all its layers, by number of GPUs; what fits is a matter of micro-batch and recompute there."""
+_SPARING: tuple[dict[str, Any], ...] = tuple(
+    {"train.micro_batch_size": rows, **again}
+    for rows in (4, 2, 1)
+    for again in (
+        {},
+        *({"train.recompute": "selective", "train.recompute_modules": ["layernorm", module]} for module in ("moe_act", "moe")),
+        {"train.recompute": "full"},
+    )
+)
+"""Micro-batches and recompute to choose from."""
 _DENSE = {"ep4": "dp4", "ep2": "dp2", "tp2-ep2": "tp2", "pp2-ep2": "pp2"}
 """What is left of a layout where there are no experts to spread."""
 _FUSED = {
@@ -121,10 +152,13 @@ def settings(model: str, layout: str, gpus: int, layers: int) -> dict[str, Any]:
     return trainer_settings
 
 
-def registered(hardware: str) -> Iterator[dict[str, Any]]:
-    """Every configuration with its prediction: the deepest model, by twos, that all its layouts hold."""
+def registered(hardware: str, gpus: int) -> Iterator[dict[str, Any]]:
+    """Every configuration with its prediction: the deepest model, by twos, that all its layouts hold, or the whole one."""
     capacity = SHARE * cluster(hardware).memory_gib * GIB
-    for gpus, layouts in LAYOUTS.items():
+    layouts = LAYOUTS[gpus]
+    if gpus in WHOLE:
+        yield from whole(hardware, gpus, capacity)
+    else:
         for model in MODELS:
             layers = 48 if model != "dense" else 36
             while any(_held(settings(model, layout, gpus, layers), gpus) > capacity for layout in layouts):
@@ -132,8 +166,21 @@ def registered(hardware: str) -> Iterator[dict[str, Any]]:
             for layout in layouts:
                 trainer_settings = settings(model, layout, gpus, layers)
                 name = _DENSE.get(layout, layout) if model == "dense" else layout
-                row = {"hardware": hardware, "gpus": gpus, "model": model, "layout": name}
-                yield {**row, "settings": trainer_settings, "predicted": _predicted(trainer_settings, gpus, hardware)}
+                yield _row(hardware, gpus, model, name, trainer_settings)
+
+
+def whole(hardware: str, gpus: int, capacity: float) -> Iterator[dict[str, Any]]:
+    """The layouts of a whole model, each with the micro-batch and the recompute that are predicted to be its fastest of those that fit."""
+    model = WHOLE[gpus]
+    for layout in LAYOUTS[gpus]:
+        fits = [s for spared in _SPARING if _held(s := settings(model, layout, gpus, 48) | spared, gpus) <= capacity]
+        rows = [_row(hardware, gpus, model, layout, s) for s in fits]
+        yield max(rows, key=lambda row: row["predicted"]["tokens_per_s_per_gpu"]["value"])
+
+
+def _row(hardware: str, gpus: int, model: str, layout: str, trainer_settings: dict[str, Any]) -> dict[str, Any]:
+    row = {"hardware": hardware, "gpus": gpus, "model": model, "layout": layout}
+    return {**row, "settings": trainer_settings, "predicted": _predicted(trainer_settings, gpus, hardware)}
 
 
 def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
@@ -335,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("command", choices=("register", "run", "report"))
-    parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4)
+    parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4, help="8: the whole Qwen3-30B-A3B")
     parser.add_argument("--hardware", choices=("h100", "h200"), default=USUAL, help="the GPUs to predict for, or to rehearse")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="variants of these cases, instead of the registered layouts")
     parser.add_argument("--timed", type=int, help="timed steps of a run, instead of its configuration's")
@@ -357,14 +404,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def register(arguments: argparse.Namespace, runs: Sequence[Mapping[str, Any]]) -> int:
-    """Write the predictions of one kind of GPU, beside those of others; never after a run on it."""
+    """Write the predictions of one kind and number of GPUs, beside those of others; never after a run on them."""
     rows = read(arguments.out / REGISTERED)
-    machines = {_machine(arguments.hardware, gpus) for gpus in LAYOUTS}
-    if any(r["name"].partition("/")[0] in machines for r in runs):
-        print(f"{arguments.out / RUNS} holds runs on {arguments.hardware}: predictions are not changed after them", file=sys.stderr)
+    machine = _machine(arguments.hardware, arguments.gpus)
+    if any(r["name"].partition("/")[0] == machine for r in runs):
+        print(
+            f"{arguments.out / RUNS} holds runs on {arguments.gpus} {arguments.hardware}: predictions are not changed after them",
+            file=sys.stderr,
+        )
         return 1
-    others = [row for row in rows if row.get("hardware", USUAL) != arguments.hardware]
-    text = "".join(json.dumps(row) + "\n" for row in (*others, *registered(arguments.hardware)))
+    others = [row for row in rows if _machine(row.get("hardware", USUAL), row["gpus"]) != machine]
+    text = "".join(json.dumps(row) + "\n" for row in (*others, *registered(arguments.hardware, arguments.gpus)))
     (arguments.out / REGISTERED).write_text(text, encoding="utf-8")
     return 0
 
