@@ -27,7 +27,7 @@ def gpu(row: dict) -> str:
 
 def test_all_models_and_layouts_are_registered() -> None:
     for hardware in ("h200", "h100"):
-        assert [sum(r["gpus"] == n and gpu(r) == hardware for r in ROWS) for n in (4, 2)] == [4 * 6, 4 * 5]
+        assert [sum(r["gpus"] == n and gpu(r) == hardware for r in ROWS) for n in (4, 2, 8)] == [4 * 6, 4 * 5, 8]
     assert len({tool.name_of(r) for r in ROWS}) == len(ROWS)
     for row in ROWS:
         speed = row["predicted"]["tokens_per_s_per_gpu"]
