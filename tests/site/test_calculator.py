@@ -22,8 +22,7 @@ from playbook.planner.options import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, L
 from playbook.planner.plan import Plan, nearest, parse
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.time.step import step_time
-from playbook_app.cli import exit_codes
-from playbook_app.cli.app import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.site.models import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(6000)]
@@ -250,7 +249,7 @@ def test_the_page_says_how_fast_the_layout_is_and_the_command_beside_it_says_the
         assert f"gpu={gpu}" in page.url
         shown = page.inner_text("#pb-speed")
         words = next(t for t in page.locator(".pb-command").all_inner_texts() if t.startswith("playbook plan")).split()
-        assert exit_codes.run(app, [*words[1:], "--json"]) == 0
+        assert run_command(app, [*words[1:], "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_s_per_gpu"]["value"]
         assert shown == f"{found:,.0f} tokens/s/GPU"
         assert f"On {gpu}: fits, " in page.inner_text("#pb-legal")
