@@ -13,42 +13,31 @@ import log_excerpts as logs
 import pytest
 
 from playbook.errors import LogError
-from playbook_bench.logs import LoggedStep, StepLog, read
+from playbook_bench.logs import LoggedStep, StepLog, read, rl
+from playbook_bench.logs.adapters import ADAPTERS
 
 SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "500"))
 """Of each format; 10,000 take some ten seconds."""
 LOGS: dict[str, tuple[str, str | None]] = {
-    "jsonl": (logs.json_lines(), None),
-    "playbook": (logs.playbook(), None),
+    **{a.name: (logs.of_adapter(a.name), None) for a in ADAPTERS if not a.binary and a.parse.__module__ != rl.__name__},
     "megatron": (logs.megatron(skipped=(2,)), None),
     "bridge": (logs.megatron_bridge(), None),
     "primus": (logs.primus(), None),
-    "torchtitan": (logs.torchtitan(), None),
-    "state": (logs.trainer_state(), None),
     "console": (logs.trainer_console(), None),
-    "lightning": (logs.lightning(), None),
     "monitor": (logs.lightning(monitor=True), None),
     "swift": (logs.swift(), None),
-    "nanogpt": (logs.nanogpt(), None),
     "modded": (logs.modded_nanogpt(), None),
-    "deepspeed": (logs.deepspeed(), None),
-    "olmo": (logs.olmo_core(), None),
-    "nemo": (logs.nemo(), None),
-    "verl": (logs.verl(), None),
     "wandb": (logs.wandb(), None),
     "nanotron": (logs.nanotron(), None),
-    "composer": (logs.composer(), None),
-    "mmengine": (logs.mmengine(), None),
-    "timm": (logs.timm(), None),
-    "torchtune": (logs.torchtune(), None),
     "blocks": (logs.printed_blocks(), None),
     "micro": (logs.micro_batches(), logs.MICRO_PATTERN),
     "late": (logs.nanogpt(first=1631), None),
     "regex": (logs.own_format(), logs.OWN_PATTERN),
 }
+"""One for each adapter, and other forms that some of them read. The steps of reinforcement learning have no loss to compare."""
 STEPS = {"mmengine": 400, "timm": 240, "micro": 7}
 """How many steps those logs tell of whose lines cover several, or whose first and last steps are not whole; others as many as there are losses."""
-_BLOCKS = ("olmo", "state", "composer", "blocks")
+_BLOCKS = ("olmo-core", "hf", "composer", "blocks")
 """Logs with figures of a step on lines of their own."""
 WORD = re.compile(r"[\w+.\-]+")
 DIGIT = re.compile(r"\d")

@@ -368,3 +368,9 @@ def own_format() -> str:
 
 OWN_PATTERN = r"regex:^iter (?P<step>\d+) took (?P<ms>[\d.]+)ms loss=(?P<loss>\S+)$"
 MICRO_PATTERN = r"regex:iter (?P<micro>\d+) step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+),.*iter time: (?P<ms>[\d.]+) ms"
+
+
+def of_adapter(name: str) -> str:
+    """The excerpt that an adapter reads: that of the adapter's own name, or of the trainer's where two share one."""
+    excerpt: str = globals()[{"jsonl": "json_lines", "hf": "trainer_state"}.get(name, name.replace("-", "_"))]()
+    return excerpt
