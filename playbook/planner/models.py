@@ -38,11 +38,12 @@ class Models(Mapping[str, Shape]):
         return iter(sorted({*_files(), *_table()["models"]}))
 
     def __len__(self) -> int:
-        return len(_files()) + len(_table()["models"])
+        return len({*_files(), *_table()["models"]})
 
 
 MODELS: Mapping[str, Shape] = Models()
-"""The trainer's presets (`trainer/configs/models/*.yaml`), and published models that it does not train (`playbook/_tables/models.yaml`)."""
+"""The trainer's presets (`trainer/configs/models/*.yaml`), and published models that it does not train (`playbook/_tables/models.yaml`); a preset goes before
+a row of its name."""
 
 
 def find(model: str) -> Shape:
@@ -206,11 +207,11 @@ def _files() -> dict[str, Path]:
 
 @cache
 def _shipped(name: str) -> Shape:
-    row = _table()["models"].get(name)
-    if row is not None:
+    path = _files().get(name)
+    if path is None:
+        row = _table()["models"][name]
         source = row.get("source")
         return from_huggingface(fields_of(name), _table()["sources"].get(source, source) or f"{_HUB}{row['hub']}/blob/main/config.json")
-    path = _files()[name]
     data, _ = read(path)
     with path.open(encoding="utf-8") as f:
         link = re.search(r"https://\S+", f.readline())
