@@ -42,8 +42,8 @@ class Models(Mapping[str, Shape]):
 
 
 MODELS: Mapping[str, Shape] = Models()
-"""The trainer's presets (`trainer/configs/models/*.yaml`), and published models that it does not train (`playbook/_tables/models.yaml`); a preset goes before
-a row of its name."""
+"""The trainer's presets (`trainer/configs/models/*.yaml`), and published models that it does not train (`playbook/_tables/models.yaml`).
+A preset goes before a row of its name."""
 
 
 def find(model: str) -> Shape:

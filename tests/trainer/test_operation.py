@@ -177,8 +177,8 @@ def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: 
 def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool, forks: Forks, tmp_path: Path) -> None:
     """The last one, which nothing follows, would be cut off at every attempt."""
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4", f"checkpoint.async_save={str(in_background).lower()}"]
-    words = [TEXT, *QUICK, *saving, "train.steps=4", "train.hang_timeout_s=8", f"output={tmp_path / 'out'}"]
-    assert forks.run(words, 1, free_port(), SLOW_FILES.replace("SECONDS", "12")) == [0], forks.told()
+    words = [TEXT, *QUICK, *saving, "train.steps=4", "train.hang_timeout_s=20", f"output={tmp_path / 'out'}"]
+    assert forks.run(words, 1, free_port(), SLOW_FILES.replace("SECONDS", "25")) == [0], forks.told()
     assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000004"]
 
 
@@ -365,7 +365,7 @@ def test_settings_without_an_effect_are_said(forks: Forks, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
-    words = [TEXT, *QUICK, "train.hang_timeout_s=10", f"output={tmp_path}"]
+    words = [TEXT, *QUICK, "train.hang_timeout_s=20", f"output={tmp_path}"]
     assert forks.run(words, 2, free_port(), STILL) == [6, -signal.SIGKILL]
     said: Any = forks.text(0)[forks.text(0).index("rank 0: no step") :]
     assert "after step 2, in step > " in said

@@ -46,7 +46,7 @@ def running(launcher: ForkLauncher) -> list[int]:
 
 def gone(launcher: ForkLauncher, left: int) -> None:
     """Ranks have gone, the server waits; what dies with its parent takes a moment."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 1200
     while len(running(launcher)) > left and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(running(launcher)) == left

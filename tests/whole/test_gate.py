@@ -122,20 +122,6 @@ def test_a_deterministic_metric_takes_one_pair(repo, tmp_path):
 
 
 @pytest.mark.full
-def test_small_slowdowns_add_up_since_the_anchor(repo, tmp_path):
-    """Four commits of +1.5 % each pass one by one; against the commit that was accepted they do not."""
-    for number in range(1, 5):
-        repo({"slower": 1.015**number - 1})
-    assert run(repo, tmp_path).status == "pass"
-    found = run(repo, tmp_path, anchor="HEAD~4")
-    assert (found.status, found.anchor.status) == ("regression", "regression"), found.sentence
-    assert "since the anchor HEAD~4" in found.sentence
-    assert {r.variant for r in found.runs} == {"baseline", "candidate", "anchor"}
-    told = json.loads(json.dumps(gate.as_json(found)))
-    assert (told["exit_code"], told["anchor"]["status"]) == (1, "regression")
-
-
-@pytest.mark.full
 def test_a_stopped_gate_goes_on_where_it_was(repo, tmp_path):
     """It began anew: a journal was for those who asked for one, and the gate could not be asked."""
     repo({})

@@ -63,7 +63,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_shards_are_one_clear_error(tmp_path: Path, kind: str) -> None:
     hostile(kind, tmp_path)
