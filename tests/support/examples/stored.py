@@ -1,6 +1,7 @@
 """A record as short as it can be, and a run whose record is long."""
 
 from playbook.cards.model import Comparison, Expect
+from playbook.paths import data_root
 from playbook.records.evidence import ClaimRef, Derived, Machine, Measured, Missing, Run, Seconds, Verdict, seal
 from playbook_bench.run import store
 
@@ -18,6 +19,11 @@ def record(status="confirmed", created="2026-01-01T00:00:00Z", claim="W9", runs=
     derived = Derived(verdict=Verdict(status=status, reason="margin", sentence="s"))
     evidence = store.evidence_of(measured, derived, "playbook confirm c", Seconds())
     return seal(evidence.model_copy(update={"created": created, "expires": expires}))
+
+
+def shipped(holds):
+    """The first record that ships of which this holds: a test that asks for one by its id fails with new evidence."""
+    return next(path for path in sorted(data_root("results").glob("*/01*.json")) if holds(store.load(path)))
 
 
 def long_run():
