@@ -48,7 +48,7 @@ def sealed(folder: Path, data: dict, change=None, name: str = "forged") -> Path:
     forged = copy.deepcopy(data)
     if change:
         change(forged["measured"])
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, ConfigError):
         forged["derived"] = replay.derive(Measured.model_validate(forged["measured"])).model_dump(mode="json")
     forged["sha256"] = stored_sha(forged)
     folder.mkdir(parents=True, exist_ok=True)

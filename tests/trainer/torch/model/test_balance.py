@@ -19,7 +19,6 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
-from playbook_trainer.config.automatic import Target, config_sha
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.collate import Document as DataDocument
 from playbook_trainer.data.collate import collate
@@ -154,14 +153,6 @@ def test_gradients_and_counts_are_those_of_the_sum_of_losses_also_under_recomput
 def test_what_does_not_go_together_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         checks.check(config(**{"moe__aux_loss_coeff": 0.01, **words}), 1, check_packages=False)
-
-
-def test_the_key_had_another_name_and_keeps_its_hash() -> None:
-    path = data_root("configs") / "qwen3_30b_a3b_24l_megatron.yaml"
-    with pytest.warns(FutureWarning, match=r"megatron\.aux_loss_coeff is now called moe\.aux_loss_coeff"):
-        old = load(path, {"megatron.aux_loss_coeff": 0.5})
-    assert old.moe.aux_loss_coeff == 0.5
-    assert config_sha(old, Target()) == config_sha(load(path, {"moe.aux_loss_coeff": 0.5}), Target())
 
 
 @pytest.fixture(scope="module")
