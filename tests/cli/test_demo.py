@@ -48,7 +48,7 @@ def test_a_block_for_each_claim_then_what_to_do_next(capsys, elsewhere):
 def test_a_verdict_of_any_kind_is_a_success_and_none_is_not(capsys, claim, verdict, code, demo):
     assert run(capsys, "confirm", f"vlm-real-data/{claim}", "--profile", "cpu")[0] == code
     ended, out, _ = run(capsys, "demo", f"vlm-real-data/{claim}")
-    assert ended == confirm
+    assert ended == demo
     assert verdict in out
 
 

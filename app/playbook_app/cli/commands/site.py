@@ -57,9 +57,7 @@ def reference() -> Reference:
     tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
-    docs = {
-        k: v for m in (trainer, sections, sections) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()
-    }
+    docs = {k: v for m in (trainer, sections) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()}
     return Reference(
         metrics=rows,
         commands=list(walk(tree, "playbook")),
