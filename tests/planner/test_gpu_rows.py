@@ -9,7 +9,7 @@ import yaml
 
 from playbook.errors import FileError
 from playbook.paths import repo_root
-from playbook.planner.time.gpu_rows import read_gpus
+from playbook.planner.time.cluster import read_gpus
 
 TABLE = repo_root() / "playbook" / "clusters" / "gpus.yaml"
 SHIPPED = read_gpus(TABLE)

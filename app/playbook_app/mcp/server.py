@@ -33,7 +33,7 @@ from playbook.records.standing import in_words, stands
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
 from playbook.skills.model import FILE, Skill, claim_ids
 from playbook.yaml_files import did_you_mean
-from playbook_app.mcp import planning
+from playbook_app.mcp import answers, planning
 from playbook_app.mcp.answers import (
     SUMMARIES,
     CardAnswer,
@@ -55,7 +55,6 @@ from playbook_app.mcp.answers import (
     shallow,
     shortened,
 )
-from playbook_app.services import confirmation
 
 MAX_CHARS = 60_000
 """Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
@@ -235,10 +234,10 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
             return evidence_list(library, claim_id, limit)
 
     @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
-    def plan_confirmation(card_id: _CardId) -> confirmation.ConfirmationPlan:
+    def plan_confirmation(card_id: _CardId) -> answers.ConfirmationPlan:
         """What confirming a card would run: cases, profiles, launches, and a rough cost from recorded ones. Nothing is run."""
         with _as_tool_error():
-            return bounded(confirmation.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
+            return bounded(answers.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
 
 
 def _layout(out: MCPServer[Any]) -> None:
