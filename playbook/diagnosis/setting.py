@@ -17,6 +17,7 @@ from playbook.planner.plan import Plan, idle, parse, whole
 from playbook.planner.runs import spelling
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import Cluster
+from playbook.text import keys_of
 
 _ALLOWED = {
     "moment_bytes": "bf16-moments",
@@ -81,6 +82,7 @@ def setting(
     gbs: int | None,
     known: Sequence[str] = (),
     framework: str = "megatron-lm",
+    always: Sequence[str] = (),
     backend: str | None = None,
     said: str = "",
     network: str = "",
@@ -90,7 +92,7 @@ def setting(
 
     `known` are words of a layout as `playbook plan` and published runs print them; those for GPUs, sequence and batch stand for `gpus`,
     `seq_len`
-    and `gbs`.
+    and `gbs`. `always` are words that all runs of the framework have, where the layout and the framework do not name the setting.
 
     Raises:
         ConfigError: hardware, framework or a word of the layout is not known, contradicts another, or the layout breaks a rule.
@@ -107,6 +109,7 @@ def setting(
     if elsewhere:
         raise ConfigError(f"layout has {', '.join(elsewhere)}; the model and the framework say that")
     implied = FRAMEWORKS[framework].beside(names) if backend == FRAMEWORKS[framework].backend else ()
+    implied += tuple(word for word in always if word.partition("=")[0] not in (*names, *keys_of(implied)))
     allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
     fixed = tuple(word for word in known if word == "sharding=fsdp" or word.partition("=")[0] in _WAY)
     fixed += implied

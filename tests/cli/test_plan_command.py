@@ -23,9 +23,10 @@ from playbook.planner.runs.published import RUNS
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_app.cli.app import app, run_command
+from playbook_app.mcp.planning import plan_answer
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
-from playbook_trainer.export.plans import TARGETS
+from playbook_trainer.export.plans import TARGETS, trained_by
 from playbook_trainer.export.sheet import RELEASES
 
 sys.path.insert(0, str(repo_root() / "tools"))
@@ -72,6 +73,29 @@ def test_json_has_the_schema_that_scripts_read(run) -> None:
     assert 1 in found["ties"]
     assert set(found["ties"]) <= {1, 2, 3}
     assert found["assumptions"]
+
+
+def test_a_plan_takes_the_framework_that_will_train_it_as_agents_do(run) -> None:
+    asked = {"seq_len": 8192, "global_batch_size": 128, "goal": "tokens/s", "allow": frozenset(), "top": 2}
+    for framework in ("megatron-lm", "torchtitan"):
+        words = ("--gpus", "8", "--seq", "8192", "--gbs", "128", "--top", "2", "--json", "--framework", framework)
+        shown = json.loads(run("llama3_8b", *words).stdout)["plans"]
+        backend, fix = trained_by(framework, "megatron", ())
+        plans = plan_answer("llama3_8b", 8, "h100", backend=backend, fix=fix, **asked).plans
+        assert [p["settings"] for p in shown] == [p.settings for p in plans]
+        assert [p["memory_gib"] for p in shown] == [p.memory_gib for p in plans]
+        assert all(("loss=native" if framework == "megatron-lm" else "backend=torch") in p.settings for p in plans)
+    wrong = run("llama3_8b", "--framework", "megatronlm")
+    assert (wrong.exit_code, "did you mean 'megatron-lm'?" in wrong.stderr) == (ExitCode.USAGE, True)
+
+
+def test_diagnose_finds_the_fastest_layout_of_the_framework_that_is_named(run) -> None:
+    asked = ("--model", "llama3_8b", "--gpus", "8", "--gpu", "h100", "--seq", "8192", "--gbs", "128", "--json")
+    bare, named = (json.loads(run(*asked, *more, command="diagnose").stdout) for more in ((), ("--framework", "megatron-lm")))
+    table = json.loads(run("llama3_8b", "--gpus", "8", "--seq", "8192", "--gbs", "128", "--json", "--framework", "megatron-lm").stdout)
+    assert named["predicted"]["best"]["settings"] == table["plans"][0]["settings"]
+    assert "loss=native" in named["predicted"]["best"]["settings"]
+    assert "loss=native" not in bare["predicted"]["best"]["settings"]
 
 
 def test_nothing_fits_is_exit_code_2_and_says_what_would(run) -> None:

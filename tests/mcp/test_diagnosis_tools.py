@@ -85,7 +85,12 @@ def test_an_export_is_judged_by_the_loss_that_its_trainer_runs(library):
     assert (bridge["verdict"], own["verdict"]) == (planned["verdict"], native["verdict"]) == ("fits", "does not fit")
     assert own["memory_gib"] == native["peak"] / 2**30 > own["gpu_gib"]
     text = ask(library, "export_layout", framework="megatron-lm", **asked).content[0].text
-    assert text.startswith(f"does not fit: {own['memory_gib']:.1f} of 79.6 GiB")
+    says = f"does not fit: {own['memory_gib']:.1f} of 79.6 GiB with megatron-lm's loss; call plan_layout with framework=megatron-lm"
+    assert text.splitlines()[0] == says
+    large = {**asked, "settings": ["tp=2", "mbs=8", "gbs=128", "seq_len=8192"]}
+    text = ask(library, "export_layout", framework="megatron-lm", **large).content[0].text
+    assert text.startswith("does not fit")
+    assert "plan_layout" not in text.splitlines()[0], "no loss makes it fit"
 
 
 def test_a_plan_takes_the_framework_that_will_train_it(library):
@@ -102,6 +107,17 @@ def test_a_plan_takes_the_framework_that_will_train_it(library):
     wrong = ask(library, "plan_layout", framework="megatronlm", **asked)
     assert wrong.is_error
     assert "did you mean 'megatron-lm'?" in wrong.content[0].text
+
+
+def test_the_fastest_of_a_diagnosis_is_the_first_plan_of_its_framework_and_fits_it(library):
+    asked = {"model": "llama3_8b", "gpus": 8, "hardware": "h100", "seq_len": 8192, "global_batch_size": 128, "framework": "megatron-lm"}
+    best = answer(library, "diagnose", **asked)["predicted"]["best"]
+    assert best["settings"] == answer(library, "plan_layout", **asked, top=1)["plans"][0]["settings"]
+    assert "loss=native" in best["settings"]
+    export = {k: asked[k] for k in ("model", "gpus", "hardware", "framework")}
+    assert answer(library, "export_layout", settings=best["settings"], **export)["verdict"] in ("fits", "tight")
+    own = answer(library, "diagnose", **asked, layout=["tp=2", "mbs=2", "loss=te"])["predicted"]["yours"]
+    assert "loss=native" not in own["settings"], "what a run names goes before what its trainer implies"
 
 
 def test_a_plan_s_text_names_length_limit_ties_from_1_and_a_published_run_that_is_ahead(library):

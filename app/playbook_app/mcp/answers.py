@@ -246,6 +246,8 @@ class ExportAnswer(BaseModel):
     """fits, tight or does not fit, on the GPU that is named, with the loss that this trainer runs."""
     memory_gib: float
     gpu_gib: float
+    advice: str
+    """What to do where the planned loss would fit and this trainer's does not."""
     text: str
     """A shell script: environment, files and the launcher's line."""
 
@@ -423,7 +425,8 @@ def _ahead(published: Mapping[str, Any] | None) -> list[str]:
 
 
 def _export(answer: Mapping[str, Any]) -> str:
-    return f"{answer['verdict']}: {answer['memory_gib']:.1f} of {answer['gpu_gib']:g} GiB\n{answer['text']}"
+    advice = f" {answer['advice']}" if answer["advice"] else ""
+    return f"{answer['verdict']}: {answer['memory_gib']:.1f} of {answer['gpu_gib']:g} GiB{advice}\n{answer['text']}"
 
 
 def _diagnosis(answer: Mapping[str, Any]) -> str:

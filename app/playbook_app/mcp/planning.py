@@ -26,10 +26,8 @@ from playbook.planner.choice.search import plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.hardware import counted, of_text
 from playbook.planner.models import MODELS, from_fields, named, not_known
-from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan, cut, nearest, parse
 from playbook.planner.shapes import Shape
-from playbook.yaml_files import did_you_mean
 from playbook_app.mcp.answers import (
     DiagnosisAnswer,
     ExportAnswer,
@@ -43,7 +41,7 @@ from playbook_app.mcp.answers import (
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
 from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observation, Setup, Tuning, percent
-from playbook_trainer.export.plans import as_run, kept, launchable
+from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
 _MOST_TEXT = 100_000
 _MOST_HARDWARE = 200_000
@@ -131,25 +129,14 @@ def export_answer(plan: Plan, target: str, hardware: str) -> ExportAnswer:
     text = launchable(plan, target, gpu.name).text()
     peak = memory.peak(as_run(plan, target))
     verdict = memory.verdict(peak, gpu.memory_gib)
-    return ExportAnswer(target=target, verdict=verdict, memory_gib=peak / memory.GIB, gpu_gib=gpu.memory_gib, text=text)
+    by_loss = memory.fits(memory.peak(plan), gpu.memory_gib) and not memory.fits(peak, gpu.memory_gib)
+    advice = f"with {target}'s loss; call plan_layout with framework={target}" if by_loss else ""
+    return ExportAnswer(target=target, verdict=verdict, memory_gib=peak / memory.GIB, gpu_gib=gpu.memory_gib, advice=advice, text=text)
 
 
 def _arguments(text: str) -> str:
     """A text that names options of `playbook plan`, with the arguments of `plan_layout` in their place."""
     return re.sub(r"--([a-z]+)", lambda m: _ARGUMENTS.get(m[1], m[1]), text)
-
-
-def trained_by(framework: str, backend: str, fix: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """The backend of the framework that will train a plan, and what to keep with what all its runs have; `backend` where none is named.
-
-    Raises:
-        PlaybookError: no such framework is known.
-    """
-    if not framework:
-        return backend, fix
-    if framework not in FRAMEWORKS:
-        raise PlaybookError(f"framework is '{framework[:40]}'{did_you_mean(framework[:40], FRAMEWORKS)}")
-    return backend if framework == "playbook" else FRAMEWORKS[framework].backend, kept(framework, fix)
 
 
 @lru_cache(maxsize=64)
@@ -223,7 +210,8 @@ def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: K
     where = setting(
         shape, (named(question.model) or "given") + less, of_text(counted(question.hardware, question.gpus)[0], question.network),
         question.gpus,
-        seq_len=question.seq_len or None, gbs=question.global_batch_size or None, known=runs_with, framework=question.framework,
+        seq_len=question.seq_len or None, gbs=question.global_batch_size or None, known=runs_with,
+        framework=question.framework or "megatron-lm", always=SETTINGS.get(question.framework, ()),
         said="config.json" if question.model.lstrip().startswith("{") else question.model,
     )  # fmt: skip
     where = replace(where, seen=parsed(question.saw))

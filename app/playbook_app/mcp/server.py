@@ -55,6 +55,7 @@ from playbook_app.mcp.answers import (
     shallow,
     shortened,
 )
+from playbook_trainer.export.plans import trained_by
 
 MAX_CHARS = 60_000
 """Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
@@ -94,8 +95,15 @@ def _figure(description: str) -> Any:
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-_Framework = Annotated[str, Field(max_length=20, description="Whose flags, such as torchtitan or deepspeed.")]
-_Planned = Annotated[str, Field(max_length=20, description="Who trains it, such as torchtitan.")]
+_Framework = Annotated[str, Field(max_length=20, description="Your trainer, such as torchtitan; else flags are Megatron-LM's.")]
+_Planned = Annotated[
+    str,
+    Field(
+        max_length=20,
+        description="Trainer you will export to (megatron-lm, megatron-bridge, torchtitan, ...); it decides the loss, the memory and which"
+        " plan is first; set it before export_layout.",
+    ),
+]
 _Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
@@ -269,7 +277,7 @@ def _layout(out: MCPServer[Any]) -> None:
     ) -> PlanAnswer:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would."""
         with _as_tool_error():
-            trained_on, kept = planning.trained_by(framework, backend, tuple(fix))
+            trained_on, kept = trained_by(framework, backend, tuple(fix))
             answer = planning.plan_answer(
                 model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=trained_on,
                 allow=frozenset(allow), fix=kept, top=top,
@@ -320,7 +328,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         network: planning.Network = "",
         seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
-        framework: _Framework = "megatron-lm",
+        framework: _Framework = "",
     ) -> DiagnosisAnswer:
         """Where a run's speed stands, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
         with _as_tool_error():

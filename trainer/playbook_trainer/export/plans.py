@@ -14,6 +14,7 @@ from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.text import key_of, keys_of
+from playbook.yaml_files import did_you_mean
 from playbook_trainer.export import plan_accelerate, plan_bridge, plan_deepspeed, plan_megatron, plan_ours, torchtitan
 from playbook_trainer.export.launch import Launchable, refuse
 
@@ -64,6 +65,19 @@ def kept(target: str, fixed: Sequence[str]) -> tuple[str, ...]:
     """What a reader fixed, and of the settings that all runs of this trainer have those that the reader leaves open."""
     named = keys_of(fixed)
     return (*fixed, *(word for word in SETTINGS.get(target, ()) if key_of(word) not in named))
+
+
+def trained_by(framework: str, backend: str, fixed: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The backend of the framework that will train a plan, and what to keep with what all its runs have; `backend` where none is named.
+
+    Raises:
+        ConfigError: no such framework is known.
+    """
+    if not framework:
+        return backend, tuple(fixed)
+    if framework not in FRAMEWORKS:
+        raise ConfigError(f"framework is '{framework[:40]}'{did_you_mean(framework[:40], FRAMEWORKS)}")
+    return backend if framework == "playbook" else FRAMEWORKS[framework].backend, kept(framework, fixed)
 
 
 def as_run(plan: Plan, target: str) -> Plan:

@@ -41,6 +41,7 @@ from playbook_bench.logs import NoAdapter, read, rl_steps
 from playbook_bench.logs.fields import Facts
 from playbook_trainer.config.dry_run import plan_of
 from playbook_trainer.config.tree import load
+from playbook_trainer.export.plans import SETTINGS
 
 app = commands()
 
@@ -135,7 +136,8 @@ def diagnose_run(
         str | None, typer.Option("--log", help="Kind of RUN's log, such as jsonl, hf, megatron or regex:PATTERN; found out, if not given.")
     ] = None,
     framework: Annotated[
-        str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
+        str | None,
+        typer.Option("--framework", help=f"Your trainer, and whose flags: {', '.join(FRAMEWORKS)}; of a run of ours, playbook."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -287,7 +289,7 @@ def _where(request: _Request, run: Path | None) -> Setting:
     name += less  # a model that was cut is another one: no published run is of it
     return setting(
         shape, name, hardware, gpus, seq_len=request.seq, gbs=request.gbs, known=settings, framework=framework, said=model,
-        network=request.network, routing=_routing(request, run),
+        always=SETTINGS.get(request.framework or "", ()), network=request.network, routing=_routing(request, run),
     )  # fmt: skip
 
 

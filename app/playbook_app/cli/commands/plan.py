@@ -40,6 +40,7 @@ from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.other_backend import other_backend
 from playbook_app.services.predicted_case import case_of, text_of
+from playbook_trainer.export import plans
 
 _TOP_PARTS = 5
 _MEMORY = 0.92
@@ -90,6 +91,9 @@ _Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanes
 _Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
 _Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
 _Backend = Annotated[str, typer.Option("--backend", help="megatron, or torch (FSDP2).")]
+_Framework = Annotated[
+    str, typer.Option("--framework", help="The trainer that will run it, such as megatron-lm: decides its backend and its loss.")
+]
 _Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
 _Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")]
 _Published = Annotated[
@@ -145,6 +149,7 @@ def plan_for(
     memory: _Memory = _MEMORY,
     fix: _Fix = None,
     backend: _Backend = "megatron",
+    framework: _Framework = "",
     allow: _Allow = "",
     anchor: _Anchor = None,
     published: _Published = True,
@@ -167,11 +172,8 @@ def plan_for(
     """
     shape, _, _ = cut(find(model), cuts(layers, experts))
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
-    fixed = tuple(_words(fix or []))
-    if export is not None:
-        from playbook_trainer.export import plans
-
-        fixed = plans.kept(export, fixed)
+    backend, fixed = plans.trained_by(framework, backend, _words(fix or []))
+    fixed = fixed if export is None else plans.kept(export, fixed)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     routing = measured(imbalance) if imbalance else None
