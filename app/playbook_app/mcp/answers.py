@@ -333,7 +333,8 @@ def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
         if "$ref" in each:
             return {"type": "object"}
         if "items" in each:
-            return {"type": "array", "items": kind(each["items"])}
+            item = kind(each["items"])
+            return {"type": "array", **({} if item == {"type": "object"} else {"items": item})}  # an object says its fields itself
         return {k: v for k, v in each.items() if k == "type"}
 
     fields = {name: kind(each) for name, each in schema["properties"].items()}
