@@ -64,11 +64,12 @@ def sections() -> str:
 
 def readme() -> str:
     """The README with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run stands, of the plan
-    its table."""
+    its table and the other backend's best."""
 
     def answered(shown: re.Match[str]) -> str:
         lines = answer(shown["command"]).splitlines()
-        chosen = [line for line in lines if line.startswith("so ")] if " diagnose " in shown["command"] else lines[1:3]
+        wanted, table = ("so ", []) if " diagnose " in shown["command"] else ("other ", lines[1:3])
+        chosen = [*table, *(line for line in lines if line.startswith(wanted))]
         return "\n".join([shown["line"], *(part for line in chosen for part in folded(line, 100))])
 
     command = r"(?P<line>\$ (?P<command>playbook (?:diagnose|plan) [^\n#]*?) +# [^\n]*)(?:\n(?!\$ |```)[^\n]*)*"

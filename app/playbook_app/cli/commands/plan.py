@@ -337,8 +337,9 @@ def _ran(q: Question, runs: Published | None, *, fp8: bool) -> None:
         say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if fp8 else 'bf16'}")
     for row in runs.rows if runs else ():
         unlike = row.other(q)
+        predicted = f" (the planner says {row.predicted:,.0f})" if row.predicted else ""
         say(
-            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {row.seq_len:,} tokens, on {row.gpus or '?'}"
+            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{predicted}, {row.seq_len:,} tokens, on {row.gpus or '?'}"
             f" {row.hardware}{f' ({unlike})' if unlike else ''}: {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
         )
 
