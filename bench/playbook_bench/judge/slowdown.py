@@ -253,7 +253,7 @@ def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Seq
         cause = cause_of_noise(runs, slowdown.deviation)
         return f"{shown}: too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit", None
     need = slowdown.pairs_needed
-    more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
+    more = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)" if need else "it lies about there"
     return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
 
 

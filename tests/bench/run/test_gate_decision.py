@@ -157,7 +157,7 @@ def test_near_the_limit_further_pairs_are_run_to_the_last_look_and_the_number_th
     found, launched = judged(candidate={"factor": 1.0265, "noise": 4.0}, baseline={"noise": 4.0})
     assert (found.status, found.exit_code, len(launched)) == ("undecided", 3, 2 + 24), found.sentence
     need = found.pairs_needed
-    tail = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
+    tail = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)" if need else "it lies about there"
     assert found.sentence.endswith(f"a slowdown above 3 % is neither shown nor ruled out after 12 pairs; {tail}")
     near, _ = judged(candidate={"factor": 1.01, "noise": 6.0}, baseline={"noise": 6.0}, pairs=4)
     assert (near.status, near.pairs_needed is not None) == ("undecided", True), near.sentence
