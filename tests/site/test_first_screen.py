@@ -117,7 +117,7 @@ def test_a_decision_ends_in_a_configuration_beside_its_alternatives(page: Any, s
     assert f"{best.speed:,.0f} tokens/s per GPU, {best.settings}" in page.inner_text("#pb-door-best")
     assert "nearest" not in page.inner_text("#pb-door-case")
     assert page.locator(".pb-compared tbody tr").count() == len(rows) >= 3
-    assert "--export megatron-lm" in page.inner_text("#pb-door-answer")
+    assert f"--export {'torchtitan' if 'backend=torch' in best.settings else 'megatron-lm'}" in page.inner_text("#pb-door-answer")
     page.fill("#pb-door input[name=gpus]", "96")
     assert "not yours" in page.inner_text("#pb-door-case")
     assert "playbook plan qwen3_30b_a3b --gpus 96 --hardware h100" in page.inner_text("#pb-door-case")
