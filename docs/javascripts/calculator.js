@@ -105,7 +105,7 @@
       element("h2", "Speed"),
       element("p", [element("strong", `${number(found.value)} tokens/s/GPU`, {id: "pb-speed"}), ` on ${gpu}, 80 % between ${number(found.low)} and ${number(found.high)}; `,
         `${found.seconds.toFixed(2)} s a step, ${(100 * found.mfu).toFixed(0)} % of the peak. Predicted from the layout alone; without --no-published the command scales it to published runs:`]),
-      element("pre", element("code", asked), {class: "pb-command", tabindex: "0"}),
+      element("pre", element("code", asked, {id: "pb-speed-command"}), {class: "pb-command", tabindex: "0"}),
       table(["Of a step", "s", "share"], parts.map(([name, s]) => [NAMES[name] || name, s.toFixed(3), `${(100 * s / found.seconds).toFixed(0)} %`])),
     ];
   }
