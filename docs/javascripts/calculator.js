@@ -105,7 +105,7 @@
       element("h2", "Speed"),
       element("p", [element("strong", `${number(found.value)} tokens/s/GPU`, {id: "pb-speed"}), ` on ${gpu}, 80 % between ${number(found.low)} and ${number(found.high)}; `,
         `${found.seconds.toFixed(2)} s a step, ${(100 * found.mfu).toFixed(0)} % of the peak. Predicted from the layout alone; without --no-published the command scales it to published runs:`]),
-      element("pre", element("code", asked, {id: "pb-speed-command"}), {class: "pb-command", tabindex: "0"}),
+      element("pre", element("code", asked), {id: "pb-speed-command", class: "pb-command", tabindex: "0"}),
       table(["Of a step", "s", "share"], parts.map(([name, s]) => [NAMES[name] || name, s.toFixed(3), `${(100 * s / found.seconds).toFixed(0)} %`])),
     ];
   }
@@ -189,7 +189,7 @@
     const broken = PlaybookLayout.broken(tables, plan);
     const rest = broken.length ? [] : [element("h2", "What follows"), figures(plan), ...speed(plan, model, given), ...memory(plan)];
     line.replaceChildren(verdict(plan, broken));
-    answer.replaceChildren(...rules(plan, broken, model, given), element("pre", element("code", command), {class: "pb-command", tabindex: "0"}), ...rest);
+    answer.replaceChildren(...rules(plan, broken, model, given), element("pre", element("code", command), {id: "pb-layout-command", class: "pb-command", tabindex: "0"}), ...rest);
     window.history.replaceState(null, "", address(model, given) + window.location.hash);
   }
 

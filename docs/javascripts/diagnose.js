@@ -25,16 +25,15 @@
     const said = [], runs = row.published;
     if (runs) {
       const value = runs.by === "tokens" ? tokens : tokens / row.tokens_per_mfu;
-      const same = runs.by === "tokens" ? "published runs" : "published runs, by MFU alone";
-      const words = value < runs.low * (1 - NEAR) ? `you are below ${same}` : value > runs.high * (1 + NEAR) ? `you are above ${same}` : `you are where ${same.replace("runs", "runs are")}`;
+      const where = value < runs.low * (1 - NEAR) ? "below published runs" : value > runs.high * (1 + NEAR) ? "above published runs" : "where published runs are";
       const more = runs.by === "tokens" ? runs.high / tokens - 1 : 0;
-      said.push(`${words} (${runs.shared}, ${range(runs)}${more > EVEN ? `; the fastest of them is ${percent(more)} faster than you` : ""})`);
+      said.push(`you are ${where}: ${range(runs)} ${runs.shared}${more > EVEN ? `, the fastest ${percent(more)} faster than you` : ""}`);
     }
-    const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "within";
-    if (row.speed) said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
+    const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "inside";
+    if (row.speed) said.push(`you reach ${percent(tokens / row.speed)} of what the planner predicts for the fastest layout, ${inside} its 80 % interval`);
     if (runs && runs.predicted) {
       const [low, high] = runs.predicted.map(percent);
-      said.push(`the planner predicts those runs at ${low === high ? low : `${low} to ${high}`} of their speed`);
+      said.push(`of the speed of those published runs it predicts ${low === high ? low : `${low} to ${high}`}`);
     }
     return said.join("; ");
   }

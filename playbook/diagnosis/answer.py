@@ -242,30 +242,27 @@ def _position(speed: Measured | None, current: StepTime | None, best: Choice | N
     of_yours = value / current.tokens_per_s_per_gpu.value if current else None
     of_best = value / best.speed if best else None
     expected = current.tokens_per_s_per_gpu if current else best.time.tokens_per_s_per_gpu if best else None
-    clauses = []
+    said = []
     place = runs.place(speed) if runs else None
     if runs and place is not None:
-        peers = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
-        words = {-1: f"you are below {peers}", 0: f"you are where {peers.replace('runs', 'runs are', 1)}", 1: f"you are above {peers}"}[
-            place
-        ]
+        stands = {-1: "below published runs", 0: "where published runs are", 1: "above published runs"}[place]
         more = runs.most / value - 1
-        clauses.append(
-            f"{words} ({runs.shared}, {_range(runs)}{f'; the fastest of them is {more:.0%} faster than you' if more > _EVEN else ''})"
-        )
+        fastest = f", the fastest {more:.0%} faster than you" if more > _EVEN else ""
+        said.append(f"you are {stands}: {_range(runs)} {runs.shared}{fastest}")
     if expected:
         share = value / expected.value
-        inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
-        clauses.append(
-            f"{share:.0%} of the prediction for {'your layout' if current else 'the fastest layout'}, {inside} its 80 % interval"
+        inside = "inside" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
+        said.append(
+            f"you reach {share:.0%} of what the planner predicts for {'your layout' if current else 'the fastest layout'},"
+            f" {inside} its 80 % interval"
         )
     if current and best:
-        clauses.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
+        said.append(f"you reach {of_best:.0%} of what it predicts for the fastest layout")
     if runs and runs.predicted and expected:
         low, high = (f"{share:.0%}" for share in runs.predicted)
-        clauses.append(f"the planner predicts those runs at {low if low == high else f'{low} to {high}'} of their speed")
+        said.append(f"of the speed of those published runs it predicts {low if low == high else f'{low} to {high}'}")
     where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
-    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(clauses) or "nothing to compare with"}
+    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
 
 
 def _range(runs: published.Published) -> str:
