@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
+from playbook.diagnosis.claims import OF_DEGREE
 from playbook.diagnosis.seen import changed, composition
 from playbook.diagnosis.setting import Setting
 from playbook.planner.choice import space
@@ -296,15 +297,12 @@ _MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
 )  # fmt: skip
 
 
-_OF_DEGREE = {"etp": ("V12", "W5"), "tp": ("W2", "W7"), "cp": ("L1", "L5"), "vpp": ("W4",), "pp": ("V2",)}
-
-
 def _layout(where: Setting, current: Plan, best: Choice) -> Iterator[Action]:
     """The planner's layout in place of the run's."""
     changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(current, k) != getattr(best.plan, k)]
     tried = _try(where, current, best.plan)
     if changed and tried:
-        also = tuple(dict.fromkeys(c for k in changed for c in _OF_DEGREE.get(k, ())))
+        also = tuple(dict.fromkeys(c for k in changed for c in OF_DEGREE.get(k, ())))
         title = f"the planner's layout: {', '.join(f'{k} {getattr(best.plan, k)}' for k in changed)}"
         yield Action(
             "layout", title, ("exposed communication", "bubble", "memory"), current, best.plan, tried[0], also=also, peak_bytes=tried[1]

@@ -338,8 +338,8 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
 def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     """One action as plain data."""
     where = context.where
-    measures = context.knowledge.said(action.measures, where, action.on)
-    also = context.knowledge.said(action.also, where, action.on)
+    measures = context.knowledge.said(action.measures, action.on, where.question.cluster)
+    also = context.knowledge.said(action.also, action.on, where.question.cluster)
     shown = [*measures, *also]
     record = next((s for s in measures if s.comparable), None)
     measured_gain = Gain(*record.effect) if record and record.effect else None
@@ -385,7 +385,7 @@ def _limited_by_headroom(action: Action, context: _ActionContext) -> bool:
 
 
 def _claim(claim: Said) -> dict[str, Any]:
-    return {k: v for k, v in asdict(claim).items() if k not in ("effect", "case")} | {"limits": list(claim.limits)}
+    return {k: v for k, v in asdict(claim).items() if k not in ("effect", "case", "statement", "model")} | {"limits": list(claim.limits)}
 
 
 def _tests(action: Action, claims: list[Said], changed: Changed) -> list[str]:

@@ -1,30 +1,41 @@
-"""What claims say of an action: which apply to the setting, where they stand, and what was measured."""
+"""What claims say of an action or a layout: which apply to the setting, where they stand, and what was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
 from playbook.cards.scope import unmet
-from playbook.diagnosis.setting import Setting
 from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import Cluster
 from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU
-from playbook.records.read import UNTESTED, Record, verdicts
+from playbook.records.read import DECIDED, UNTESTED, Record, verdicts
 from playbook.records.standing import in_words
 
 _SCALE = ("gpus:", "gpu_memory_gib:", "nodes:", "interconnect:")
 _BACKEND = "backend:"
 """Scope of a claim that another number of GPUs, or another trainer, does not meet: it was measured elsewhere, and still says something."""
 
+OF_DEGREE: Mapping[str, tuple[str, ...]] = {
+    "etp": ("V12", "W5"),
+    "tp": ("W2", "W7"),
+    "cp": ("L1", "L1.b", "L1.c", "L5"),
+    "vpp": ("W4",),
+    "pp": ("V2",),
+}
+"""Claims about each degree of a layout."""
+_OF_SHARDING = ("V1", "M1.s")
+"""Claims about full sharding, against TP with PP and against EP: a choice that every layout makes."""
+
 
 @dataclass(frozen=True)
 class Said:
     """One claim with its newest verdict on the machine that is most like the setting's, `standing` in words; `effect` is a share with its
-    interval.
+    interval, `model` what the runs trained.
     """
 
     id: str
@@ -38,6 +49,8 @@ class Said:
     stale: str | None
     limits: tuple[str, ...]
     effect: tuple[float, float, float] | None
+    statement: str
+    model: str | None
 
     @property
     def comparable(self) -> bool:
@@ -47,13 +60,23 @@ class Said:
     @property
     def rank(self) -> tuple[bool, bool, bool]:
         """Before another: an effect to expect, then what GPUs measured, decided or not, then what was decided without them."""
-        on_cpu = self.machine is None or self.machine.partition("-")[0] == CPU  # of several kinds each has its kind in its name
-        return (not self.comparable, on_cpu, not self.fresh)
+        return (not self.comparable, not self.on_gpus, not self.fresh)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether GPUs measured it."""
+        return self.machine is not None and self.machine.partition("-")[0] != CPU  # of several kinds each has its kind in its name
 
     @property
     def fresh(self) -> bool:
         """Whether it was decided, and still counts."""
-        return self.status in ("confirmed", "refuted") and not self.stale
+        return self.status in DECIDED and not self.stale
+
+    @property
+    def words(self) -> str:
+        """Claim, figure and what it rests on, then the statement, in one line."""
+        rests_on = ", ".join(filter(None, (self.standing, self.model)))
+        return f"{self.id} of {self.card}, {self.sentence.partition(';')[0]} ({rests_on}): {self.statement}"
 
 
 @dataclass(frozen=True)
@@ -64,10 +87,16 @@ class Knowledge:
     records: Sequence[Record]
     today: date
 
-    def said(self, ids: Iterable[str], where: Setting, plan: Plan) -> list[Said]:
+    def of_layout(self, plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
+        """The claims about a plan's degrees and its sharding that GPUs have settled, as plain data with a sentence in `words`."""
+        degrees = [k for k in OF_DEGREE if getattr(plan, k) > 1]
+        said = self.said((*_OF_SHARDING, *(i for k in degrees for i in OF_DEGREE[k])), plan, cluster)
+        return [{**asdict(s), "words": s.words} for s in said if s.on_gpus and s.status in DECIDED]
+
+    def said(self, ids: Iterable[str], plan: Plan, cluster: Cluster) -> list[Said]:
         """What these claims say of a plan: those that are out of scope by more than scale and trainer are left out; decided ones first."""
         cards_of = by_claim(self.cards)
-        facts = _facts(where, plan)
+        facts = _facts(plan, cluster)
         statements = []
         for i in ids:
             if i not in cards_of:
@@ -75,7 +104,7 @@ class Knowledge:
             card, claim = cards_of[i]
             limits = [*unmet(self.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
             if all(limit.startswith((*_SCALE, _BACKEND)) for limit in limits):
-                statements.append(self._said(card, claim, tuple(limits), where.question.cluster.name))
+                statements.append(self._said(card, claim, tuple(limits), cluster.name))
         return sorted(statements, key=lambda s: s.rank)
 
     def _said(self, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
@@ -83,12 +112,12 @@ class Knowledge:
         rows = verdicts(self.records, claim.id)
         rows.sort(key=lambda r: (not r.machine.startswith(gpu), r.stale(self.today, claim) is not None))
         if not rows:
-            return Said(claim.id, card, claim.case, UNTESTED, UNTESTED, None, "", None, None, limits, None)
+            return Said(claim.id, card, claim.case, UNTESTED, UNTESTED, None, "", None, None, limits, None, claim.statement, None)
         best = rows[0]
         stale = best.stale(self.today, claim)
         return Said(
             claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale,
-            limits, speed_effect(best)
+            limits, speed_effect(best), claim.statement, best.get("measured", "facts", "model")
         )  # fmt: skip
 
 
@@ -102,13 +131,13 @@ def speed_effect(record: Record) -> tuple[float, float, float] | None:
     return shown.effect, shown.low, shown.high
 
 
-def _facts(where: Setting, plan: Plan) -> dict[str, Any]:
+def _facts(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """The setting in the words of scopes. More than one node is not NVLink alone."""
-    q, shape = where.question, where.question.shape
+    shape = plan.shape
     degrees = {k: getattr(plan, k) for k in ("tp", "pp", "cp", "ep", "dp")}
-    nodes = -(-q.gpus // min(8, q.cluster.domain))
+    nodes = -(-plan.gpus // min(8, cluster.domain))
     return {
-        "gpu": q.cluster.name, "gpus": q.gpus, "gpu_memory_gib": q.cluster.memory_gib, "nodes": nodes, "ranks": q.gpus, "model": q.model,
-        "moe": shape.experts > 0, "vision": shape.vision is not None, "seq_len": q.seq_len, "top_k": shape.top_k,
-        "backend": plan.options.backend, "interconnect": "nvlink" if q.gpus <= q.cluster.domain else "network", **degrees,
+        "gpu": cluster.name, "gpus": plan.gpus, "gpu_memory_gib": cluster.memory_gib, "nodes": nodes, "ranks": plan.gpus,
+        "model": plan.model, "moe": shape.experts > 0, "vision": shape.vision is not None, "seq_len": plan.seq_len, "top_k": shape.top_k,
+        "backend": plan.options.backend, "interconnect": "nvlink" if plan.gpus <= cluster.domain else "network", **degrees,
     }  # fmt: skip

@@ -80,7 +80,15 @@ class Row:
     def document(self, q: Question) -> dict[str, Any]:
         """The run as plain data."""
         plain = {k: v for k, v in asdict(self).items() if k not in ("shape", "preset", "run", "options", "adapters")}
-        return plain | {"predicted": self.predicted, "other": self.other(q)}
+        return plain | {"predicted": self.predicted, "other": self.other(q), "words": self.words(q)}
+
+    def words(self, q: Question) -> str:
+        """The run in one line, beside the question's."""
+        predicted, unlike = f" (the planner says {self.predicted:,.0f})" if self.predicted else "", self.other(q)
+        return (
+            f"{self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{predicted}, {self.seq_len:,} tokens, on {self.gpus or '?'} {self.hardware}"
+            f"{f' ({unlike})' if unlike else ''}: {self.layout or 'nothing of its layout is said'} ({self.id})"
+        )
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,19 @@ def test_json_has_the_schema_that_scripts_read(run) -> None:
     assert found["assumptions"]
 
 
+def test_a_plan_names_what_was_measured_of_its_choice_as_far_as_the_scope_fits(run) -> None:
+    dense, sparse = (run(model, "--gpus", "8", "--gbs", "64", "--top", "1").stdout for model in ("qwen3_8b", "qwen3_30b_a3b"))
+    claims = [[line.split()[1] for line in shown.splitlines() if line.startswith("claim ")] for shown in (dense, sparse)]
+    assert claims == [["V1"], ["M1.s", "V1"]]
+    (line,) = (line for line in dense.splitlines() if line.startswith("claim "))
+    (claim,) = json.loads(run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--top", "1", "--json").stdout)["claims"]
+    assert claim["words"] in line
+    stands = json.loads(run("list", "V1", "--json", command="evidence").stdout)[0]
+    assert stands["stands"] in line
+    assert stands["sentence"].partition(";")[0] in line
+    assert "qwen3_30b_a3b" in line, "a dense model is told what was measured"
+
+
 def test_a_plan_takes_the_framework_that_will_train_it_as_agents_do(run) -> None:
     asked = {"seq_len": 8192, "global_batch_size": 128, "goal": "tokens/s", "allow": frozenset(), "top": 2}
     for framework in ("megatron-lm", "torchtitan"):
@@ -299,7 +312,7 @@ def test_a_published_layout_that_was_faster_leads_the_table(run) -> None:
     far = 1 - fastest["predicted"] / fastest["tokens_per_s_per_gpu"]
     assert f"of {fastest['id']} the planner says {fastest['predicted']:,.0f}, {far:.0%} too slow" in shown
     assert fastest["link"].startswith("https://")
-    assert f"{fastest['id']}, {fastest['link']}" in shown
+    assert f"({fastest['id']}) {fastest['link']}" in shown
 
     plain = run(*asked, "--no-published").stdout
     assert not [line for line in plain.splitlines() if line.startswith(("published", "anchored", "ran "))]

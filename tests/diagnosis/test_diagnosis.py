@@ -220,12 +220,13 @@ def test_a_model_that_the_trainer_does_not_train_has_flags_too():
 
 def test_claims_come_with_their_verdicts_and_what_their_scope_leaves_out(known):
     where = of(MOE, "h100", 64, "ep=8", "recompute=full")
-    said = {s.id: s for s in known.said(("V10.c", "W1.c", "V5"), where, where.plan)}
+    said = {s.id: s for s in known.said(("V10.c", "W1.c", "V5"), where.plan, where.question.cluster)}
     assert set(said) == {"V10.c", "W1.c"}  # V5 speaks of GB200
     assert any(limit.startswith("gpus:") for limit in said["V10.c"].limits)
     assert (said["V10.c"].status, said["V10.c"].machine) == ("confirmed", "h200x1")
     assert said["V10.c"].effect[1] < said["V10.c"].effect[0] < said["V10.c"].effect[2]
-    assert list(known.said(("W10", "W9"), of("llama3_8b", "h100", 8, "tp=2"), where.plan)) == []
+    dense = of("llama3_8b", "h100", 8, "tp=2")
+    assert list(known.said(("W10", "W9"), dense.plan, dense.question.cluster)) == []
 
 
 def test_the_answer_names_where_the_run_stands_and_what_is_not_known(known):

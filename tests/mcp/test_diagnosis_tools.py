@@ -128,7 +128,13 @@ def test_a_plan_s_text_names_length_limit_ties_from_1_and_a_published_run_that_i
     best = found["plans"][0]["tokens_per_s_per_gpu"]["value"]
     (ahead,) = [r for r in found["published"]["rows"] if r["id"] == found["published"]["ahead"]]
     assert ahead["tokens_per_s_per_gpu"] > best
-    assert f"published {ahead['id']}, {ahead['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU measured" in text
+    assert f"ahead of plan 1, published: {ahead['words']}" in text
+    assert found["claims"]
+    assert all(f"claim {c['words']}" in text for c in found["claims"])
     assert found["other_backend"]["sentence"] in text
-    behind = answer(library, "plan_layout", **asked | {"model": "llama3_8b"})
-    assert behind["published"]["ahead"] is None
+    behind = asked | {"model": "llama3_8b"}
+    found, text = answer(library, "plan_layout", **behind), ask(library, "plan_layout", **behind).content[0].text
+    assert found["published"]["ahead"] is None
+    assert [line for line in text.splitlines() if line.startswith("published")] == [
+        f"published: {r['words']}" for r in found["published"]["rows"]
+    ]

@@ -229,6 +229,8 @@ class PlanAnswer(BaseModel):
     """
     other_backend: dict[str, Any] | None
     """The best plan of the backend that was not asked for, how far it is from the first, and which trainers run it."""
+    claims: list[dict[str, Any]] = Field(default_factory=list)
+    """What GPUs have measured of the first plan's layout: claims with their verdicts."""
     ties: list[int]
     """Places of plans that cannot be told from the first, from 1."""
     runner_up: str | None
@@ -271,6 +273,10 @@ class DiagnosisAnswer(BaseModel):
     """Each with the gain to expect and where it comes from, claims with verdicts, flags, and the commands that test it."""
     confidence: dict[str, Any]
     assumptions: list[str]
+
+
+MOST_ROWS = 3
+"""Published runs that an agent reads of."""
 
 
 @dataclass(frozen=True)
@@ -410,19 +416,17 @@ def _plans(answer: Mapping[str, Any]) -> str:
     asked = f"{answer['seq_len']:,} tokens, global batch {answer['global_batch_size']:,}, at most {answer['limit_gib']:.1f} GiB of a GPU"
     tied = ", ".join(map(str, answer["ties"]))
     lines += [f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []
-    return "\n".join(
-        [asked, *lines, *_ahead(answer["published"]), *([answer["other_backend"]["sentence"]] if answer["other_backend"] else [])]
-    )
+    other = answer["other_backend"]
+    claims = [f"claim {c['words']}" for c in answer["claims"]]
+    return "\n".join([asked, *lines, *_ran(answer["published"]), *([other["sentence"]] if other else []), *claims])
 
 
-def _ahead(published: Mapping[str, Any] | None) -> list[str]:
-    """The published run that was faster than the first plan is predicted to be."""
-    rows = published["rows"] if published else ()
-    return [
-        f"ahead of plan 1: published {r['id']}, {r['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU measured, {r['layout'] or 'layout not said'}"
-        for r in rows
-        if published and r["id"] == published["ahead"]
-    ]
+def _ran(published: Mapping[str, Any] | None) -> list[str]:
+    """The nearest published runs, that which was faster than the first plan is predicted to be first, and named as that."""
+    if not published:
+        return ["no published run of this model on this GPU"]
+    rows = sorted(published["rows"], key=lambda r: r["id"] != published["ahead"])[:MOST_ROWS]
+    return [f"{'ahead of plan 1, ' if r['id'] == published['ahead'] else ''}published: {r['words']}" for r in rows]
 
 
 def _export(answer: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from playbook.planner.models import MODELS, from_fields, named, not_known
 from playbook.planner.plan import Plan, cut, nearest, parse
 from playbook.planner.shapes import Shape
 from playbook_app.mcp.answers import (
+    MOST_ROWS,
     DiagnosisAnswer,
     ExportAnswer,
     LayoutAnswer,
@@ -45,7 +46,6 @@ from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
 _MOST_TEXT = 100_000
 _MOST_HARDWARE = 200_000
-_MOST_ROWS = 3
 _ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
 """Arguments of `plan_layout` whose option of `playbook plan` has another name."""
 Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
@@ -185,6 +185,13 @@ def plan_answer(
     )
 
 
+def claims_on(answer: PlanAnswer, model: str, hardware: str, network: str, knowledge: Knowledge) -> list[dict[str, Any]]:
+    """What GPUs have measured of the first plan's layout; asked anew for each answer, since records may come."""
+    if not answer.plans:
+        return []
+    return knowledge.of_layout(plan_of(model, answer.gpus, answer.plans[0].settings), of_text(counted(hardware, answer.gpus)[0], network))
+
+
 @dataclass(frozen=True)
 class DiagnosisQuestion:
     """What is asked of a diagnosis, beside the speed."""
@@ -221,7 +228,7 @@ def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: K
         position=diagnosis["position"]["sentence"],
         measured=diagnosis["measured"],
         predicted=diagnosis["predicted"],
-        published=runs and {**runs, "rows": runs["rows"][:_MOST_ROWS]},
+        published=runs and {**runs, "rows": runs["rows"][:MOST_ROWS]},
         walls=[{k: w[k] for k in ("name", "share", "sign")} for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1],
         how_to_tell=diagnosis["how_to_tell"],
         actions=diagnosis["actions"],

@@ -160,7 +160,7 @@ def server(library: Library) -> MCPServer[Any]:
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
-    _layout(out)
+    _layout(out, library)
     _memory(out)
     _export(out, library)
     _diagnosis(out, library)
@@ -248,7 +248,12 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
             return bounded(answers.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
 
 
-def _layout(out: MCPServer[Any]) -> None:
+def _knowledge(library: Library) -> Knowledge:
+    stock = library.stock()
+    return Knowledge(stock.cards, stock.records, stock.today)
+
+
+def _layout(out: MCPServer[Any], library: Library) -> None:
     """Register the check of a layout and the search of layouts."""
 
     @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
@@ -282,7 +287,8 @@ def _layout(out: MCPServer[Any]) -> None:
                 model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=trained_on,
                 allow=frozenset(allow), fix=kept, top=top,
             )  # fmt: skip
-            return bounded(answer, "ask for fewer plans")
+            claims = planning.claims_on(answer, model, hardware, network, _knowledge(library))
+            return bounded(answer.model_copy(update={"claims": claims}), "ask for fewer plans")
 
 
 def _memory(out: MCPServer[Any]) -> None:
@@ -335,10 +341,8 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
             question = planning.DiagnosisQuestion(
                 model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw)
             )
-            stock = library.stock()
-            knowledge = Knowledge(stock.cards, stock.records, stock.today)
             figures = Figures(mfu, step_time_s, tokens_per_s)
-            return bounded(planning.diagnosis_answer(question, figures, knowledge), "name the layout")
+            return bounded(planning.diagnosis_answer(question, figures, _knowledge(library)), "name the layout")
 
 
 def _tuning(out: MCPServer[Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from playbook import files
 from playbook.diagnosis import rl_plan, rl_step
+from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice import plain_data
@@ -40,6 +41,7 @@ from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.other_backend import other_backend
 from playbook_app.services.predicted_case import case_of, text_of
+from playbook_app.services.standing import stock_here
 from playbook_trainer.export import plans
 
 _TOP_PARTS = 5
@@ -208,8 +210,14 @@ def plan_for(
         complain(_exported(answer.choices[0], export, plans.SETTINGS.get(export, ())))
     elif as_json or answer.choices:
         whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
-        other = other_backend(answer, with_published=published)
-        _answer(answer, of_plan(answer) if published else None, whole, other, published=published, as_json=as_json)
+        beside = _Beside(
+            of_plan(answer) if published else None,
+            other_backend(answer, with_published=published),
+            _claims(answer),
+            whole,
+            published,
+        )
+        _answer(answer, beside, as_json=as_json)
     else:
         _explain(answer)
     if not answer.choices:
@@ -222,14 +230,32 @@ def _refuse(contradictions: Mapping[str, bool]) -> None:
         raise ConfigError(message)
 
 
-def _answer(
-    answer: Answer, runs: Published | None, whole: Training | None, other: dict[str, Any] | None, *, published: bool, as_json: bool
-) -> None:
+@dataclass(frozen=True)
+class _Beside:
+    """What stands beside the plans: published runs and whether they were asked for, the other backend's best, claims, and a training."""
+
+    runs: Published | None
+    other: dict[str, Any] | None
+    claims: list[dict[str, Any]]
+    whole: Training | None
+    published: bool
+
+
+def _claims(answer: Answer) -> list[dict[str, Any]]:
+    """What GPUs have measured of the first plan's layout."""
+    if not answer.choices:
+        return []
+    stock = stock_here()
+    return Knowledge(stock.cards, stock.records, stock.today).of_layout(answer.choices[0].plan, answer.question.cluster)
+
+
+def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
     if as_json:
-        document = plain_data.document(answer, runs.beside(answer) if runs else None) | {"other_backend": other}
-        print_json(document | ({"training": asdict(whole)} if whole else {}))
+        document = plain_data.document(answer, beside.runs.beside(answer) if beside.runs else None)
+        document |= {"other_backend": beside.other, "claims": beside.claims}
+        print_json(document | ({"training": asdict(beside.whole)} if beside.whole else {}))
     else:
-        _show(answer, runs, whole, other, published=published)
+        _show(answer, beside)
 
 
 def _words(options: list[str]) -> list[str]:
@@ -278,9 +304,9 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(answer: Answer, runs: Published | None, whole: Training | None, other: dict[str, Any] | None, *, published: bool) -> None:
+def _show(answer: Answer, beside: _Beside) -> None:
     """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
-    q, best = answer.question, answer.choices[0]
+    q, best, runs = answer.question, answer.choices[0], beside.runs
     say(
         f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {answer.counts.enumerated:,}"
         f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
@@ -298,8 +324,8 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, other:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
-    if whole:
-        say(f"train    {takes(whole, q.cluster)}")
+    if beside.whole:
+        say(f"train    {takes(beside.whole, q.cluster)}")
     sent = network_share(best.plan, q.cluster)
     if sent is not None:
         over = "".join(f"; {name} crosses it in every layer" for name in crossing(best.plan, q.cluster))
@@ -312,10 +338,8 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, other:
     peaks = [s.peak / GIB for s in best.stages]
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
-    if len(answer.choices) > 1 and q.goal == "tokens/s":
-        say(f"second   {lost(best, answer.choices[1])}")
-    if other:
-        say(f"other    {other['sentence']}")
+    for line in _against(answer, beside):
+        say(line)
     measure = next_run(answer)
     if measure:
         say(
@@ -324,11 +348,21 @@ def _show(answer: Answer, runs: Published | None, whole: Training | None, other:
         )
     if answer.anchored:
         say(f"anchored {answer.anchored}")
-    if published:
+    if beside.published:
         _ran(q, runs, fp8=bool(best.plan.options.fp8))
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
+
+
+def _against(answer: Answer, beside: _Beside) -> Iterator[str]:
+    """What the first plan is set against: the second, the other backend's best, and what was measured."""
+    if len(answer.choices) > 1 and answer.question.goal == "tokens/s":
+        yield f"second   {lost(answer.choices[0], answer.choices[1])}"
+    if beside.other:
+        yield f"other    {beside.other['sentence']}"
+    for claim in beside.claims:
+        yield f"claim    {claim['words']}"
 
 
 def _ran(q: Question, runs: Published | None, *, fp8: bool) -> None:
@@ -336,12 +370,7 @@ def _ran(q: Question, runs: Published | None, *, fp8: bool) -> None:
     if not runs:
         say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if fp8 else 'bf16'}")
     for row in runs.rows if runs else ():
-        unlike = row.other(q)
-        predicted = f" (the planner says {row.predicted:,.0f})" if row.predicted else ""
-        say(
-            f"ran      {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{predicted}, {row.seq_len:,} tokens, on {row.gpus or '?'}"
-            f" {row.hardware}{f' ({unlike})' if unlike else ''}: {row.layout or 'nothing of its layout is said'} ({row.id}, {row.link})"
-        )
+        say(f"ran      {row.words(q)} {row.link}")
 
 
 def _settings(plan: Plan) -> str:
