@@ -33,7 +33,7 @@
     if (row.speed) said.push(`you reach ${percent(tokens / row.speed)} of what the planner predicts for the fastest layout, ${inside} its 80 % interval`);
     if (runs && runs.predicted) {
       const [low, high] = runs.predicted.map(percent);
-      said.push(`of the speed of those published runs it predicts ${low === high ? low : `${low} to ${high}`}`);
+      said.push(`of the speed of those published runs the planner predicts ${low === high ? low : `${low} to ${high}`}`);
     }
     return said.join("; ");
   }

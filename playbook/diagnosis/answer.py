@@ -260,7 +260,7 @@ def _position(speed: Measured | None, current: StepTime | None, best: Choice | N
         said.append(f"you reach {of_best:.0%} of what it predicts for the fastest layout")
     if runs and runs.predicted and expected:
         low, high = (f"{share:.0%}" for share in runs.predicted)
-        said.append(f"of the speed of those published runs it predicts {low if low == high else f'{low} to {high}'}")
+        said.append(f"of the speed of those published runs the planner predicts {low if low == high else f'{low} to {high}'}")
     where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
     return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
 

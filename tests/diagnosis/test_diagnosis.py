@@ -72,7 +72,7 @@ def test_the_fastest_published_run_and_what_the_planner_says_of_it_are_told(know
     more = answer["published"]["high"] / answer["measured"]["tokens_per_s_per_gpu"] - 1
     assert f"the fastest {more:.0%} faster than you" in answer["position"]["sentence"]
     share = first["predicted"] / first["tokens_per_s_per_gpu"]
-    assert f"of the speed of those published runs it predicts {share:.0%}" in answer["position"]["sentence"]
+    assert f"of the speed of those published runs the planner predicts {share:.0%}" in answer["position"]["sentence"]
     capped = [a["expected"] for a in answer["actions"] if a["at_most"]]
     assert capped == pytest.approx([more] * len(capped))  # and not at what the slower fastest layout leaves
     assert capped

@@ -208,11 +208,11 @@ def test_the_form_takes_every_gpu_and_any_number_of_them(page: Any, site_root: s
             part = log(gpus / a.asked.gpus) / log(b.asked.gpus / a.asked.gpus)
             speed = a.speed * (b.speed / a.speed) ** part
             assert lines["fastest"].startswith(f"{speed:,.0f} tokens/s/GPU [{min(a.low, b.low):,.0f}, {max(a.high, b.high):,.0f}]")
-            assert f"{tokens / speed:.0%} of the prediction" in position
+            assert f"you reach {tokens / speed:.0%} of what the planner predicts" in position
         else:
             assert lines["fastest"].startswith("nearest entry of the table: ")
             assert lines["fastest"].split()[5] in planned
-            assert "of the prediction" not in position
+            assert "you reach" not in position
     page.fill("#pb-diagnose input[name=gpus]", "2.5")
     assert "a whole number from 1" in page.inner_text("#pb-diagnosis")
 
