@@ -1,5 +1,5 @@
 """Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`,
-and the first block of the README.
+and the answers in the README and in `docs/guide/getting-started.md`.
 
 It also writes `docs/plans.jsonl` and `docs/decisions.jsonl`, the answers of the plan tables and of the pages of decisions, which takes half
 an hour; `--page` leaves that out.
@@ -26,6 +26,9 @@ from playbook_app.site import doors, published  # noqa: E402
 TABLES = ROOT / "docs" / "plans.jsonl"
 CHOICES = ROOT / "docs" / "decisions.jsonl"
 README = ROOT / "README.md"
+START = ROOT / "docs" / "guide" / "getting-started.md"
+OF_A_PLAN = {README: ("other ",), START: ("other ", "claim ")}
+"""By page, the lines of a plan that it shows below the table."""
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"
 DIAGNOSIS = ROOT / "docs" / "guide" / "diagnose.md"
@@ -62,18 +65,18 @@ def sections() -> str:
     return "\n\n".join(parts)
 
 
-def readme() -> str:
-    """The README with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run stands, of the plan
-    its table and the other backend's best."""
+def first_answers(page: Path) -> str:
+    """The README or the first page with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run
+    stands, of the plan its table and some lines."""
 
     def answered(shown: re.Match[str]) -> str:
         lines = answer(shown["command"]).splitlines()
-        wanted, table = ("so ", []) if " diagnose " in shown["command"] else ("other ", lines[1:3])
+        wanted, table = (("so ",), []) if " diagnose " in shown["command"] else (OF_A_PLAN[page], lines[1:3])
         chosen = [*table, *(line for line in lines if line.startswith(wanted))]
         return "\n".join([shown["line"], *(part for line in chosen for part in folded(line, 100))])
 
     command = r"(?P<line>\$ (?P<command>playbook (?:diagnose|plan) [^\n#]*?) +# [^\n]*)(?:\n(?!\$ |```)[^\n]*)*"
-    return re.sub(command, answered, README.read_text(encoding="utf-8"))
+    return re.sub(command, answered, page.read_text(encoding="utf-8"))
 
 
 def diagnosis() -> str:
@@ -90,7 +93,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--page", action="store_true", help="leave out docs/plans.jsonl and docs/decisions.jsonl")
     page_alone = parser.parse_args().page
-    README.write_text(readme(), encoding="utf-8")
+    for shown in OF_A_PLAN:
+        shown.write_text(first_answers(shown), encoding="utf-8")
     before = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
     DIAGNOSIS.write_text(f"{before}{ANSWERED}\n\n```text\n{diagnosis()}\n```\n", encoding="utf-8")
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]

@@ -231,7 +231,9 @@ var PlaybookLayout = (function () {
     else if (p.gpus % experts === 0 && p.gpus / experts % instances)
       found.push(`edp ${p.gpus / experts} does not divide into ${instances} optimizer instances; set optimizer_instances=1, or change ep or etp`);
     if (o.sharding === "fsdp2" && o.backend !== "torch" && (p.pp > 1 || p.ep > 1))
-      found.push(`torch FSDP2 in megatron needs pp 1 and ep 1, found pp ${p.pp} and ep ${p.ep}; set sharding=fsdp or change the degrees`);
+      found.push(`torch FSDP2 in megatron needs pp 1 and ep 1, found pp ${p.pp} and ep ${p.ep}; with pp 1 set sharding=fsdp, or change the degrees`);
+    if (o.sharding === "fsdp" && o.backend !== "torch" && p.pp > 1)
+      found.push(`Megatron-FSDP lays its mesh over all ranks and has no stages in it, found pp ${p.pp}; set pp to 1 or sharding=optimizer`);
     if (o.precision_aware && !["optimizer", "fsdp"].includes(o.sharding))
       found.push(`the precision-aware optimizer needs the distributed optimizer, found sharding ${o.sharding}; set sharding=optimizer`);
     return found;

@@ -219,6 +219,16 @@ TIGHT = 0.05
 """The share of a GPU's memory that an estimate should leave: its own error, and what the allocator and the driver take."""
 
 
+AT_THE_LIMIT = 0.02
+"""The share of what a plan may allocate within which an estimate cannot tell that it fits: its median error
+(`docs/experiments/peak-memory.md`)."""
+
+
+def at_the_limit(peak: float, limit: float) -> bool:
+    """Whether a peak that fits under a limit, in the same unit, lies within the error of its estimate from it."""
+    return peak > (1 - AT_THE_LIMIT) * limit
+
+
 def fits(peak_bytes: float, gpu_gib: float) -> bool:
     """Whether a peak is at most what the driver shows of a GPU's memory: the meaning of *fits* in every command."""
     return peak_bytes <= gpu_gib * GIB

@@ -395,8 +395,13 @@ FEATURES = (
     ),
     Rule(
         "fsdp2-degrees", lambda c: c.o.sharding == "fsdp2" and c.o.backend != "torch" and (c.pp > 1 or c.ep > 1), "sharding pp ep",
-        lambda c: f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {c.pp} and ep {c.ep}", "set {set[sharding=fsdp]} or change the "
-                                                                                                 "degrees",
+        lambda c: f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {c.pp} and ep {c.ep}",
+        "with {pp} 1 set {set[sharding=fsdp]}, or change the degrees",
+    ),
+    Rule(
+        "fsdp-stages", lambda c: c.o.sharding == "fsdp" and c.o.backend != "torch" and c.pp > 1, "sharding pp",
+        lambda c: f"Megatron-FSDP lays its mesh over all ranks and has no stages in it, found pp {c.pp}",
+        "set {pp} to 1 or {set[sharding=optimizer]}",
     ),
     Rule(
         "precision-aware", lambda c: c.o.precision_aware and c.o.sharding not in ("optimizer", "fsdp"), "precision_aware sharding",

@@ -65,6 +65,11 @@ class Skill:
         return self.front.name
 
     @property
+    def title(self) -> str:
+        """The question that it answers: its first heading."""
+        return next((line.removeprefix("# ") for _, line in self.body() if line.startswith("# ")), "")
+
+    @property
     def cards(self) -> tuple[str, ...]:
         """The ids of the cards that it points at."""
         return tuple(self.front.metadata.get(_CARDS_KEY, "").split())

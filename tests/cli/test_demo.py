@@ -9,7 +9,8 @@ import pytest
 from in_process import run
 
 from playbook.cards.load import load_all
-from playbook.paths import repo_root
+from playbook.paths import data_root, repo_root
+from playbook.skills.model import load_skills
 from playbook_app.cli import app
 from playbook_app.cli.commands import confirm
 from playbook_app.cli.output import print_table
@@ -88,6 +89,8 @@ def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is
     narrow, wide = (shown[n] for n in sorted(shown))
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
     assert not set(narrow.partition("left out")[0].split()) - set(wide.split()), "no part of a word alone"
+    if command[0] == "skills":
+        assert len(narrow.splitlines()) <= 2 + 2 * len(load_skills(data_root("skills"))), "two lines a skill"
     assert ("--wide shows all" in narrow) == (len(narrow.split("\n")[0].split()) < len(wide.split("\n")[0].split()))
 
 

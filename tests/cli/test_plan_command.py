@@ -88,6 +88,41 @@ def test_a_plan_names_what_was_measured_of_its_choice_as_far_as_the_scope_fits(r
     assert "qwen3_30b_a3b" in line, "a dense model is told what was measured"
 
 
+def test_a_plan_says_where_its_memory_is_at_the_limit_and_how_it_is_started(run) -> None:
+    asked = ("llama3_8b", "--gpus", "8", "--seq", "8192", "--top", "3")
+    shown, found = run(*asked).stdout.splitlines(), json.loads(run(*asked, "--json").stdout)
+    assert "global batch 512 (four million tokens; --gbs names yours)" in shown[0]
+    near = [p["memory_gib"] > 0.98 * found["question"]["memory_gib"] for p in found["plans"]]
+    assert any(near)
+    assert not all(near)
+    assert ["memory at the limit" in line for line in shown if re.match(r"\d\*? ", line)] == near
+    told = [line for line in shown if line.startswith("memory ") and "within 2% of the limit of 73.2" in line]
+    assert len(told) == near[0]
+    start = next(line for line in shown if line.startswith("start "))
+    for target in start.rpartition(": ")[2].split(", "):
+        assert run(*asked, "--export", target).exit_code == 0
+    assert "at the limit" not in run(*asked, "--memory", "1").stdout.splitlines()[2]
+
+
+def test_what_a_trainer_implies_is_so_in_a_plan_a_diagnosis_and_an_export(run) -> None:
+    asked = ("--gpus", "8", "--gpu", "h100", "--gbs", "64", "--framework", "accelerate", "--json")
+    plan = json.loads(run("qwen3_8b", *asked).stdout)["plans"][0]
+    best = json.loads(run("--model", "qwen3_8b", *asked, command="diagnose").stdout)["predicted"]["best"]
+    assert plan["settings"] == best["settings"]
+    assert {"compiled=false", "loss=torch", "sharding=fsdp2"} <= set(plan["settings"])
+    script = run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--export", "accelerate").stdout  # its backend goes without saying
+    assert f"# layout: {' '.join(plan['settings'])}" in script
+    assert "supposes compiled ones" not in script
+    other = json.loads(run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--json").stdout)["other_backend"]
+    assert "accelerate" not in other["trainers"], "it would run a compiled plan slower than predicted"
+
+
+def test_a_plan_of_megatron_fsdp_is_one_that_this_trainer_takes(run) -> None:
+    asked = ("qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "sharding=fsdp")
+    assert all("pp" not in " ".join(p["settings"]) for p in json.loads(run(*asked, "--json").stdout)["plans"])
+    assert "data_parallel: megatron_fsdp" in run(*asked, "--export", "playbook").stdout
+
+
 def test_a_plan_takes_the_framework_that_will_train_it_as_agents_do(run) -> None:
     asked = {"seq_len": 8192, "global_batch_size": 128, "goal": "tokens/s", "allow": frozenset(), "top": 2}
     for framework in ("megatron-lm", "torchtitan"):
@@ -362,7 +397,7 @@ def test_the_other_backend_has_a_line_with_its_best_plan_and_who_runs_it(run) ->
     assert other["plan"]["settings"] == there["plans"][0]["settings"]
     assert other["plan"]["tokens_per_s_per_gpu"] == there["plans"][0]["tokens_per_s_per_gpu"]
     assert other["faster"] == pytest.approx(there["plans"][0]["tokens_per_s_per_gpu"]["value"] / best["tokens_per_s_per_gpu"]["value"] - 1)
-    assert other["trainers"] == ["torchtitan", "accelerate"]
+    assert other["trainers"] == ["torchtitan"]
     (line,) = [line for line in run(*asked).stdout.splitlines() if line.startswith("other ")]
     assert "--backend torch" in line
     assert "this playbook's own trainer cannot train it" in line, "it has no query-key norms"

@@ -14,6 +14,8 @@ from playbook.paths import data_root, repo_root, sources
 
 GUIDE = data_root("guide") / "your-trainer.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+BISECTED = "failure() && steps.gate.outputs.code == '1'"
+"""A regression alone is looked for: of what is undecided, or an error, no commit can be named."""
 RANKS = repo_root() / "tests" / "support" / "ranks"
 
 SLEPT, INVENTED = "time.perf_counter() - begin", "told.work / 1000 * __import__('random').gauss(1, 0.002)"
@@ -123,7 +125,20 @@ def test_an_install_takes_requirements_where_they_are_and_no_commit_is_looked_fo
         (found,) = yaml.safe_load((data_root("guide") / "ci" / name).read_text())["jobs"].values()
         by_name = {step.get("name"): step for step in found["steps"]}
         assert by_name["Gate"]["id"] == "gate"
-        assert by_name["Name the commit"]["if"] == "failure() && steps.gate.outcome == 'failure'"
+        assert by_name["Name the commit"]["if"] == BISECTED
+    action = yaml.safe_load((repo_root() / "action.yml").read_text())
+    assert {step["name"]: step for step in action["runs"]["steps"]}["Name the commit"]["if"] == BISECTED
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 5])
+def test_the_step_of_the_gate_ends_as_the_gate_and_tells_the_next_step_how(shell, code):
+    (shell.place.parent / "tools" / "playbook").write_text(f"#!/bin/sh\nexit {code}\n")
+    told = shell.place / "told"
+    for name in ("github.yml", "github-gpu.yml"):
+        told.unlink(missing_ok=True)
+        steps, variables = steps_of(name)
+        assert shell(steps["Gate"], **variables, GITHUB_OUTPUT=str(told), GITHUB_STEP_SUMMARY="summary.md").returncode == code
+        assert told.read_text() == f"code={code}\n"
 
 
 def test_the_workflow_for_gpus_runs_the_same_steps():
@@ -149,7 +164,7 @@ def test_the_action_runs_what_the_workflow_runs():
 @pytest.mark.full
 def test_the_workflow_as_shipped_fails_on_the_slow_commit_and_names_it(shell, clone):
     steps, variables = steps_of("github.yml")
-    more = {**variables, "BASE": "origin/main", "GITHUB_STEP_SUMMARY": str(clone.folder / "summary.md")}
+    more = {**variables, "BASE": "origin/main", "GITHUB_STEP_SUMMARY": str(clone.folder / "summary.md"), "GITHUB_OUTPUT": "/dev/null"}
     clone("harmless", '{"noise": 0.002}')
     for step in ("Install", "Gate"):
         assert shell(steps[step], clone.folder, **more).returncode == 0

@@ -132,6 +132,8 @@ def test_a_plan_s_text_names_length_limit_ties_from_1_and_a_published_run_that_i
     assert found["claims"]
     assert all(f"claim {c['words']}" in text for c in found["claims"])
     assert found["other_backend"]["sentence"] in text
+    near = [p["memory_gib"] > 0.98 * found["limit_gib"] for p in found["plans"]]
+    assert ["(at the limit)" in line for line in text.splitlines() if ": gpus=16 " in line] == near
     behind = asked | {"model": "llama3_8b"}
     found, text = answer(library, "plan_layout", **behind), ask(library, "plan_layout", **behind).content[0].text
     assert found["published"]["ahead"] is None

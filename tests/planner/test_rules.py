@@ -36,6 +36,7 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=4 ep=4 optimizer_instances=2", "edp 1 does not divide into 2", "gpus=8 ep=4 optimizer_instances=2"),
     ("llama3_8b", "gpus=8 etp=8 optimizer_instances=2", "edp 1 does not divide into 2", "gpus=8 etp=4 optimizer_instances=2"),
     ("qwen3_30b_a3b", "gpus=8 ep=2 sharding=fsdp2", "needs pp 1 and ep 1", "gpus=8 ep=2 sharding=fsdp"),
+    ("qwen3_30b_a3b", "gpus=8 pp=2 sharding=fsdp", "has no stages in it, found pp 2", "gpus=8 sharding=fsdp"),
     ("qwen3_30b_a3b", "gpus=8 sharding=none precision_aware=true", "needs the distributed optimizer", "gpus=8 precision_aware=true"),
     ("qwen3_30b_a3b", "gpus=8 recompute=full,moe", "stands alone", "gpus=8 recompute=full"),
     ("llama3_8b", "gpus=8 recompute=moe_act", "without experts", "gpus=8 recompute=layernorm"),

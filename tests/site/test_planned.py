@@ -19,7 +19,7 @@ from playbook_app.site.doors import read as read_doors
 from playbook_app.site.published import PlanQuestion, ask, data, form, published_page, questions, read, tables_page, worked
 
 sys.path.insert(0, str(repo_root() / "tools"))
-from plan_page import README, readme
+from plan_page import OF_A_PLAN, README, first_answers
 
 PLANS = repo_root() / "docs" / "plans.jsonl"
 DECISIONS = repo_root() / "docs" / "decisions.jsonl"
@@ -110,10 +110,14 @@ def test_decisions_are_near_what_the_planner_says_today(door: doors.Door) -> Non
 
 
 @pytest.mark.full
-def test_the_readme_shows_what_its_commands_print() -> None:
-    shown = README.read_text(encoding="utf-8")
-    assert readme() == shown, "run `python tools/plan_page.py --page`"
-    assert shown.count("$ playbook diagnose ") == shown.count("$ playbook plan ") == 1
+def test_the_readme_and_the_first_page_show_what_their_commands_print() -> None:
+    asked = set()
+    for page in OF_A_PLAN:
+        shown = page.read_text(encoding="utf-8")
+        assert first_answers(page) == shown, "run `python tools/plan_page.py --page`"
+        asked.add(re.search(r"^\$ (playbook plan .*?) +#", shown, re.MULTILINE)[1])
+    assert len(asked) == 1, "one question, asked alike"
+    assert README.read_text(encoding="utf-8").count("$ playbook diagnose ") == 1
 
 
 def test_worked_examples_show_what_each_kind_of_parallelism_buys() -> None:

@@ -18,7 +18,7 @@ from playbook.cards.load import load_all
 from playbook.cards.model import Card
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
-from playbook.planner.memory import GIB
+from playbook.planner.memory import GIB, at_the_limit
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU, Here
@@ -407,13 +407,16 @@ def _memory(answer: Mapping[str, Any]) -> str:
 
 
 def _plans(answer: Mapping[str, Any]) -> str:
+    """What was asked, a line for each plan, then what they are set against: published runs, the other backend's best, claims."""
     if not answer["plans"]:
         near = answer["nearest"]
         return (
             f"nothing fits; nearest {near['memory_gib']:.1f} GiB; fits with {', or '.join(near['ways'])}" if near else "no layout is legal"
         )
-    lines = [f"{_speed(p)}, {p['memory_gib']:.0f} GiB: {' '.join(p['settings'])}" for p in answer["plans"]]
-    asked = f"{answer['seq_len']:,} tokens, global batch {answer['global_batch_size']:,}, at most {answer['limit_gib']:.1f} GiB of a GPU"
+    limit = answer["limit_gib"]
+    near = [" (at the limit)" if at_the_limit(p["memory_gib"], limit) else "" for p in answer["plans"]]
+    lines = [f"{_speed(p)}, {p['memory_gib']:.0f} GiB{so}: {' '.join(p['settings'])}" for p, so in zip(answer["plans"], near, strict=True)]
+    asked = f"{answer['seq_len']:,} tokens, global batch {answer['global_batch_size']:,}, at most {limit:.1f} GiB of a GPU"
     tied = ", ".join(map(str, answer["ties"]))
     lines += [f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []
     other = answer["other_backend"]

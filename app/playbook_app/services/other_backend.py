@@ -9,14 +9,15 @@ from playbook.errors import ConfigError
 from playbook.planner.choice.anchored import anchored
 from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.search import Answer, Choice, half_widths_apart, plan_layouts
-from playbook.planner.memory import GIB
+from playbook.planner.memory import GIB, at_the_limit
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan
 from playbook.text import key_of
 from playbook_trainer.export.plans import launchable
 
 _OTHER = {"megatron": "torch", "torch": "megatron"}
 _SYSTEM = {"torch": "FSDP2", "megatron": "megatron-core"}
-_TRAINERS = {"torch": ("torchtitan", "accelerate"), "megatron": ("megatron-lm", "megatron-bridge")}
+_TRAINERS = {"torch": ("torchtitan", "accelerate", "deepspeed"), "megatron": ("megatron-lm", "megatron-bridge")}
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")
 
 
@@ -40,17 +41,24 @@ def other_backend(answer: Answer, *, with_published: bool) -> dict[str, Any] | N
         return {"backend": other.backend, "plan": None, "sentence": f"{name}: nothing fits"}
     first, best = answer.choices[0], found.choices[0]
     faster, tied = best.speed / first.speed - 1, abs(half_widths_apart(first, best)) < 1
-    runs_it = [trainer for trainer in (*_TRAINERS[other.backend], "playbook") if _is_run_by(best.plan, trainer, other.cluster.name)]
+    runs_it = run_by(best.plan, other.cluster.name)
     speed = best.time.tokens_per_s_per_gpu
     plan = {
         "settings": words(best.plan), "memory_gib": best.peak / GIB,
         "tokens_per_s_per_gpu": {"value": speed.value, "low": speed.low, "high": speed.high},
     }  # fmt: skip
-    sentence = f"{name}: {_speed(best)}, {_apart(faster, tied=tied)}: {_layout(best)}; {_run_by(runs_it)}"
+    sentence = f"{name}: {_speed(best)}, {_apart(faster, tied=tied)}: {_layout(best, other.capacity)}; {_run_by(runs_it)}"
     return {"backend": other.backend, "plan": plan, "faster": faster, "tied": tied, "trainers": runs_it, "sentence": sentence}
 
 
+def run_by(plan: Plan, hardware: str) -> list[str]:
+    """The trainers that a plan can be exported to, this playbook's own last."""
+    return [trainer for trainer in (*_TRAINERS[plan.options.backend], "playbook") if _is_run_by(plan, trainer, hardware)]
+
+
 def _is_run_by(plan: Plan, trainer: str, hardware: str) -> bool:
+    if plan.options.compiled and "compiled=false" in FRAMEWORKS[trainer].implied:
+        return False  # it would start, and be slower than this plan
     try:
         launchable(plan, trainer, hardware)
     except ConfigError:
@@ -68,12 +76,11 @@ def _apart(faster: float, *, tied: bool) -> str:
     return f"{far}, which cannot be told apart" if tied else far
 
 
-def _layout(best: Choice) -> str:
+def _layout(best: Choice, capacity: float) -> str:
     plan, recompute = best.plan, "+".join(best.plan.options.recompute)
     degrees = [f"{k} {getattr(plan, k)}" for k in _DEGREES if getattr(plan, k) > 1]
-    return ", ".join(
-        [" ".join([*degrees, f"mbs {plan.mbs}"]), *([f"recompute {recompute}"] if recompute else []), f"{best.peak / GIB:.0f} GiB"]
-    )
+    held = f"{best.peak / GIB:.0f} GiB{' (at the limit)' if at_the_limit(best.peak, capacity) else ''}"
+    return ", ".join([" ".join([*degrees, f"mbs {plan.mbs}"]), *([f"recompute {recompute}"] if recompute else []), held])
 
 
 def _run_by(trainers: list[str]) -> str:

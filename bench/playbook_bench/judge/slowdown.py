@@ -253,8 +253,11 @@ def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Seq
         cause = cause_of_noise(runs, slowdown.deviation)
         return f"{shown}: too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit", None
     need = slowdown.pairs_needed
-    more = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)" if need else "it lies about there"
-    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
+    excluded = f"one above {math.ceil(high)} {unit} is ruled out" if log else ""
+    settles = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)"
+    at_the_limit = "it lies so near that no number of pairs tells: a person decides, or another --limit"
+    rest = "; ".join(filter(None, (excluded, settles if need else at_the_limit)))
+    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {rest}", need
 
 
 def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = False) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from typing import Any
 
@@ -157,8 +158,11 @@ def test_near_the_limit_further_pairs_are_run_to_the_last_look_and_the_number_th
     found, launched = judged(candidate={"factor": 1.0265, "noise": 4.0}, baseline={"noise": 4.0})
     assert (found.status, found.exit_code, len(launched)) == ("undecided", 3, 2 + 24), found.sentence
     need = found.pairs_needed
-    tail = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)" if need else "it lies about there"
-    assert found.sentence.endswith(f"a slowdown above 3 % is neither shown nor ruled out after 12 pairs; {tail}")
+    bounds = re.search(r"\[(\S+), (\S+)\]: a slowdown above 3 % is neither shown nor ruled out after 12 pairs; (.*)$", found.sentence)
+    excluded, settles = bounds[3].split("; ")
+    assert excluded == f"one above {math.ceil(float(bounds[2]))} % is ruled out"
+    told = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)"
+    assert settles == (told if need else "it lies so near that no number of pairs tells: a person decides, or another --limit")
     near, _ = judged(candidate={"factor": 1.01, "noise": 6.0}, baseline={"noise": 6.0}, pairs=4)
     assert (near.status, near.pairs_needed is not None) == ("undecided", True), near.sentence
     assert f"about {near.pairs_needed} pairs would settle it" in near.sentence

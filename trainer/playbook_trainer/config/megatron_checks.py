@@ -145,11 +145,6 @@ def feature_problems(config: TrainerConfig) -> list[str]:
             "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
             "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0"
         )
-    if mg.data_parallel == "megatron_fsdp" and par.pp > 1:
-        problems.append(
-            f"megatron.data_parallel megatron_fsdp with parallel.pp {par.pp}: megatron-core lays the mesh of Megatron-FSDP over all ranks "
-            "and has no stages in it; set parallel.pp: 1, or take distributed_optimizer"
-        )
     if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
         problems.append(
             "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "

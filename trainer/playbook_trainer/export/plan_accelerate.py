@@ -116,8 +116,8 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     return Launchable(
         "accelerate", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         ("accelerate", "launch", "--config_file", "accelerate.yaml", "train.py"), files,
-        ("layers run as transformers has them, where the prediction supposes compiled ones; on several nodes set machine_rank and "
-         "main_process_ip in accelerate.yaml",
+        (*(["layers run as transformers has them, where the prediction supposes compiled ones"] if plan.options.compiled else []),
+         "on several nodes set machine_rank and main_process_ip in accelerate.yaml",
          launch.beside(plan, hardware, "tokens / seconds / GPUs of its last lines")),
     )  # fmt: skip
 

@@ -29,11 +29,11 @@ TARGETS: Mapping[str, Callable[[Plan, str], Launchable]] = {
 """By trainer, the function that makes of a plan and a kind of GPU what is started."""
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "megatron-lm": ("loss=native",),
-    "verl": FRAMEWORKS["verl"].implied,
+    **{name: f.implied for name, f in FRAMEWORKS.items() if f.exports_as == "accelerate"},
     **{name: (*f.implied, "cp=1") for name, f in FRAMEWORKS.items() if f.exports_as == "deepspeed"},
 }
-"""By trainer, settings that all its runs have unless others are named, for the search to reckon with. Source:
-`megatron/training/arguments.py` of megatron-core 0.19.2, which refuses Transformer Engine's loss."""
+"""By trainer, settings that all its runs have unless others are named, for the search to reckon with: what a diagnosis takes for granted
+too. Source: `megatron/training/arguments.py` of megatron-core 0.19.2, which refuses Transformer Engine's loss."""
 
 _BESIDE = frozenset({"gpus", "seq_len", "gbs", "backend"})
 """Settings that `playbook diagnose` takes by options of their own."""
@@ -61,9 +61,13 @@ def launchable(plan: Plan, target: str, hardware: str) -> Launchable:
     return replace(start, notes=(*_layout(run, target, gpu), *start.notes), beside=_beside(run, target, gpu.name, start.log))
 
 
-def kept(target: str, fixed: Sequence[str]) -> tuple[str, ...]:
-    """What a reader fixed, and of the settings that all runs of this trainer have those that the reader leaves open."""
+def kept(target: str, backend: str, fixed: Sequence[str]) -> tuple[str, ...]:
+    """What a reader fixed, and of the settings that all runs of this trainer have those that the reader leaves open; those of another
+    backend mean nothing.
+    """
     named = keys_of(fixed)
+    if target in FRAMEWORKS and FRAMEWORKS[target].backend != backend:
+        return tuple(fixed)
     return (*fixed, *(word for word in SETTINGS.get(target, ()) if key_of(word) not in named))
 
 
@@ -77,7 +81,8 @@ def trained_by(framework: str, backend: str, fixed: Sequence[str]) -> tuple[str,
         return backend, tuple(fixed)
     if framework not in FRAMEWORKS:
         raise ConfigError(f"framework is '{framework[:40]}'{did_you_mean(framework[:40], FRAMEWORKS)}")
-    return backend if framework == "playbook" else FRAMEWORKS[framework].backend, kept(framework, fixed)
+    backend = backend if framework == "playbook" else FRAMEWORKS[framework].backend
+    return backend, kept(framework, backend, fixed)
 
 
 def as_run(plan: Plan, target: str) -> Plan:

@@ -146,10 +146,10 @@ def diagnose_run(
     if run is not None and not run.exists():
         raise LogError(f"{run}: there is no such file or folder; expected a log, or the folder of a run")
     if run is not None and trace is None and (steps := rl_steps(run, log)):
-        step = answer(steps, model, number, kind, [word for text in layout or [] for word in _split(text)], seq)
+        step = answer(steps, model, number, kind, [word for text in layout or [] for word in split_settings(text)], seq)
         print_json(step) if as_json else show(step)
         return
-    settings = tuple(word for text in layout or [] for word in _split(text))
+    settings = tuple(word for text in layout or [] for word in split_settings(text))
     request = _Request(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
     where = replace(_where(_with_log(request, logged), run), seen=parsed(saw or []))
@@ -300,7 +300,7 @@ def _routing(request: _Request, run: Path | None) -> Routing | None:
     return of_run(run) if run and (run / _METRICS).is_file() else None
 
 
-def _split(text: str) -> list[str]:
+def split_settings(text: str) -> list[str]:
     """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays, and so does a published run's `bf16`, which is the
     default.
     """

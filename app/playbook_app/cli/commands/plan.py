@@ -25,8 +25,9 @@ from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
 from playbook.planner.choice.training import Training, training
 from playbook.planner.hardware import machine
-from playbook.planner.memory import GIB
+from playbook.planner.memory import AT_THE_LIMIT, GIB, at_the_limit
 from playbook.planner.models import find, named
+from playbook.planner.options import FRAMEWORKS
 from playbook.planner.plan import Plan, cut
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
@@ -35,11 +36,12 @@ from playbook.planner.time.spread import crossing
 from playbook.planner.time.step import network_share
 from playbook.text import count
 from playbook_app.cli.commands.diagnose import show as show_rl_step
+from playbook_app.cli.commands.diagnose import split_settings
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.cli.quantities import amount, machines, several, tokens
 from playbook_app.cli.training import show_curve, takes
-from playbook_app.services.other_backend import other_backend
+from playbook_app.services.other_backend import other_backend, run_by
 from playbook_app.services.predicted_case import case_of, text_of
 from playbook_app.services.standing import stock_here
 from playbook_trainer.export import plans
@@ -92,7 +94,9 @@ _Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of
 _Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
 _Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
 _Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
-_Backend = Annotated[str, typer.Option("--backend", help="megatron, or torch (FSDP2).")]
+_Backend = Annotated[
+    str, typer.Option("--backend", help="megatron, or torch (FSDP2); if not given, that of --framework or --export, else megatron.")
+]
 _Framework = Annotated[
     str, typer.Option("--framework", help="The trainer that will run it, such as megatron-lm: decides its backend and its loss.")
 ]
@@ -150,7 +154,7 @@ def plan_for(
     goal: _Goal = "tokens/s",
     memory: _Memory = _MEMORY,
     fix: _Fix = None,
-    backend: _Backend = "megatron",
+    backend: _Backend = "",
     framework: _Framework = "",
     allow: _Allow = "",
     anchor: _Anchor = None,
@@ -174,8 +178,9 @@ def plan_for(
     """
     shape, _, _ = cut(find(model), cuts(layers, experts))
     name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
-    backend, fixed = plans.trained_by(framework, backend, _words(fix or []))
-    fixed = fixed if export is None else plans.kept(export, fixed)
+    trainer = framework or (export if export in FRAMEWORKS and not backend else "") or ""
+    backend, fixed = plans.trained_by(trainer, backend or "megatron", split_settings(",".join(fix or [])))
+    fixed = fixed if export is None else plans.kept(export, backend, fixed)
     allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     routing = measured(imbalance) if imbalance else None
@@ -204,20 +209,14 @@ def plan_for(
     if emit_case is None and (anchor is not None or published):
         answer = anchored(answer, anchor, with_published=published)
     if emit_case is not None and answer.choices:
-        _emit(answer, emit_case, case_gpus, _words(against or []))
+        _emit(answer, emit_case, case_gpus, split_settings(",".join(against or [])))
     elif export is not None and answer.choices:
         say(plans.launchable(answer.choices[0].plan, export, question.cluster.name).text(slurm=slurm).rstrip())
         complain(_exported(answer.choices[0], export, plans.SETTINGS.get(export, ())))
     elif as_json or answer.choices:
         whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
-        beside = _Beside(
-            of_plan(answer) if published else None,
-            other_backend(answer, with_published=published),
-            _claims(answer),
-            whole,
-            published,
-        )
-        _answer(answer, beside, as_json=as_json)
+        runs, other = of_plan(answer) if published else None, other_backend(answer, with_published=published)
+        _answer(answer, _Beside(runs, other, _claims(answer), whole, published), as_json=as_json)
     else:
         _explain(answer)
     if not answer.choices:
@@ -256,17 +255,6 @@ def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
         print_json(document | ({"training": asdict(beside.whole)} if beside.whole else {}))
     else:
         _show(answer, beside)
-
-
-def _words(options: list[str]) -> list[str]:
-    """`tp=1,ep=8` as two words; a comma inside a value, such as `recompute=moe_act,layernorm`, stays."""
-    words: list[str] = []
-    for part in (p for text in options for p in text.split(",") if p):
-        if "=" in part or not words:
-            words.append(part)
-        else:
-            words[-1] += f",{part}"
-    return words
 
 
 def _exported(best: Choice, target: str, implied: Sequence[str]) -> str:
@@ -308,11 +296,12 @@ def _show(answer: Answer, beside: _Beside) -> None:
     """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
     q, best, runs = answer.question, answer.choices[0], beside.runs
     say(
-        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {answer.counts.enumerated:,}"
+        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}"
+        f"{'' if q.gbs else ' (four million tokens; --gbs names yours)'}: {answer.counts.enumerated:,}"
         f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
         f" {answer.counts.timed:,} plans timed"
     )
-    rows = [_line(i, c, tied=len(answer.tied_indices) > 1 and i in answer.tied_indices) for i, c in enumerate(answer.choices)]
+    rows = [_line(i, c, answer) for i, c in enumerate(answer.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
     rows = [*([_measured(ahead)] if ahead else []), *rows]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
@@ -337,7 +326,8 @@ def _show(answer: Answer, beside: _Beside) -> None:
         say(f"pipeline {layout}")
     peaks = [s.peak / GIB for s in best.stages]
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
-    say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
+    near = f"; within {AT_THE_LIMIT:.0%} of the limit of {q.capacity / GIB:.1f}, as far as estimates err"
+    say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage{near if at_the_limit(best.peak, q.capacity) else ''}")
     for line in _against(answer, beside):
         say(line)
     measure = next_run(answer)
@@ -353,6 +343,9 @@ def _show(answer: Answer, beside: _Beside) -> None:
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
+    trainers = run_by(best.plan, q.cluster.name)
+    if trainers:
+        say(f"start    --export TRAINER added to this command prints a script that starts it: {', '.join(trainers)}")
 
 
 def _against(answer: Answer, beside: _Beside) -> Iterator[str]:
@@ -377,13 +370,15 @@ def _settings(plan: Plan) -> str:
     return " ".join(words(plan))
 
 
-def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
-    """One plan as a row of the table; `tied` marks plans that cannot be told apart."""
+def _line(place: int, choice: Choice, answer: Answer) -> dict[str, str]:
+    """One plan as a row of the table; a star marks plans that cannot be told apart."""
     plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
+    tied = len(answer.tied_indices) > 1 and place in answer.tied_indices
     o = plan.options
     extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
     extra += ["Megatron-FSDP, slower than predicted where measured (M1.s)" if o.sharding == "fsdp" else ""]
     extra += ["optimizer on host" if o.optimizer_offload else "", f"recompute {'+'.join(o.recompute)}" if o.recompute else ""]
+    extra += ["memory at the limit" if at_the_limit(choice.peak, answer.question.capacity) else ""]
     degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "vpp": plan.vpp, "ep": plan.ep, "etp": plan.etp, "dp": plan.dp, "mbs": plan.mbs}
     return {
         "": f"{place + 1}{'*' if tied else ''}",

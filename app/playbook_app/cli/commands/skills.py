@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,10 +29,18 @@ app.add_typer(_skills_app, name="skills")
 
 @_skills_app.command("list")
 def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
-    """List the skills that come with Playbook, with what each is for."""
+    """List the skills that come with Playbook, with the question that each answers; in full with --wide, or in a pipe."""
     skills = load_skills(data_root("skills")).values()
-    rows = [{"name": s.name, "description": s.front.description, "cards": list(s.cards), "path": str(s.path)} for s in skills]
-    print_json(rows) if as_json else print_table(rows, ("name", "cards", "description"), ("cards",), wide)
+    rows = [
+        {"name": s.name, "answers": s.title, "description": s.front.description, "cards": list(s.cards), "path": str(s.path)}
+        for s in skills
+    ]
+    if as_json:
+        return print_json(rows)
+    short = sys.stdout.isatty() and not wide
+    print_table(rows, ("name", "answers", *(() if short else ("cards", "description"))), wide=wide)
+    if short:
+        say("left out for want of room: cards, description; --wide shows all")
 
 
 @_skills_app.command("check")
