@@ -87,7 +87,7 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test-browser: $(VENV)/.browser
-	$(BIN)/python -m pytest -m browser tests/site
+	$(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m browser tests/site
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
