@@ -8,6 +8,7 @@ requests are not counted, so a measured rollout takes longer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from playbook.diagnosis.rl_step import Engine, Step, engine
 from playbook.errors import ConfigError
@@ -48,16 +49,29 @@ class Placed:
     at_once: float
 
 
+def smallest(shape: Shape, gpu_gib: float, gpus: int) -> tuple[int, Engine, float]:
+    """The engine of the fewest of `gpus` GPUs whose weights leave half of its memory to keys and values: its GPUs, what one of them stores,
+    and the bytes that the engine takes of it.
+    """
+    room = gpu_gib * GIB * _ENGINE
+    sizes = [2**i for i in range(gpus.bit_length())]
+    tp = next((n for n in sizes if engine(shape, n).weights <= room * _WEIGHTS), sizes[-1])
+    return tp, engine(shape, tp), room
+
+
+def memory(trainer_bytes: float, gpu_gib: float, tp: int, stored: Engine, kv_tokens: int | None) -> dict[str, Any]:
+    """What trainer and engine store on a GPU, as plain data."""
+    held = {"tp": tp, "weights_gib": stored.weights / GIB, "kv_bytes_per_token": stored.kv_per_token, "kv_tokens": kv_tokens}
+    return {"trainer_gib": trainer_bytes / GIB, "gpu_gib": gpu_gib, "engine": held}
+
+
 def placed(shape: Shape, cluster: Cluster, gpus: int, rollouts: Rollouts) -> Placed:
-    """The engines that `gpus` GPUs hold: of the fewest GPUs whose weights leave half of the engine's memory to keys and values.
+    """The smallest engines that `gpus` GPUs hold.
 
     Raises:
         ConfigError: not even an engine of all GPUs has room for one response.
     """
-    room = cluster.memory_gib * GIB * _ENGINE
-    sizes = [tp for tp in (2**i for i in range(gpus.bit_length())) if tp <= gpus]
-    tp = next((n for n in sizes if engine(shape, n).weights <= room * _WEIGHTS), sizes[-1])
-    stored = engine(shape, tp)
+    tp, stored, room = smallest(shape, cluster.memory_gib, gpus)
     context = (rollouts.prompt + rollouts.mean) * stored.kv_per_token
     if stored.weights + context > room:
         raise ConfigError(

@@ -146,15 +146,12 @@ def prove(
     case_ids: Sequence[str],
     *,
     profile: str | None = None,
-    full_length: bool = False,
     command: Sequence[str] | None = None,
     say: Callable[[Proof], None] = lambda proof: None,
 ) -> list[Proof]:
     """Launch each variant of each case once, in short, and judge its receipt by the case's rules; nothing is timed and nothing is stored.
 
     Of a gate's case, which names no candidate, the baseline alone is launched.
-
-    `full_length` keeps the case's own steps, for metrics that only they show.
 
     Raises:
         ConfigError: a case launches nothing, or cannot run on this machine.
@@ -174,20 +171,18 @@ def prove(
             machine = requirements.restrict(whole_machine, chosen)
             environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
             threads = threads_per_rank(machine, [resolved])
-            proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length)
+            proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER)
             proofs.append(_compared(case, proof, proofs))
             say(proofs[-1])
     return proofs
 
 
-def _launch(
-    case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str], full_length: bool
-) -> Proof:
-    """Launch a variant once, shortened unless `full_length`, and judge its receipt."""
+def _launch(case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str]) -> Proof:
+    """Launch a variant once, shortened, and judge its receipt."""
     folder.mkdir()
     if isinstance(run, Resolved):
         environment = {"OMP_NUM_THREADS": str(threads), **environment}
-        run = run if full_length else _shortened(run)
+        run = _shortened(run)
     launched = run.ready(folder.parent / "cache", proves=True)
     ended = launched.launch(LocalLauncher(command), folder, environment, case.budget.launch_timeout_s, lambda step: None)
     if ended.outcome != "ok":

@@ -288,7 +288,7 @@ def _print_inapplicable(outcomes: Sequence[Outcome], out: Console) -> None:
     lacks = Counter(_lack(o.evidence.measured) for o in outcomes if o.status == "not_applicable")
     if lacks:
         parts = ", ".join(f"{number} {what}" for what, number in lacks.most_common())
-        out.print(Text(f"not applicable here: {count(lacks.total(), 'claim')} ({parts}); --verbose lists them"))
+        out.print(Text(f"not applicable here: {count(lacks.total(), 'claim')} ({parts}); --json lists them"))
 
 
 def _lack(measured: Measured) -> str:

@@ -75,7 +75,7 @@ def printed(told: list[Outcome], counts: bool) -> list[str]:
 )
 def test_what_does_not_apply_is_one_line_that_says_what_is_lacking(gpus: int, parts: str) -> None:
     lines = printed(outcomes(gpus), counts=True)
-    assert lines[-1] == f"not applicable here: 6 claims ({parts}); --verbose lists them"
+    assert lines[-1] == f"not applicable here: 6 claims ({parts}); --json lists them"
     assert not any(f"W{number}" in line for line in lines for number in range(1, 7))
     assert any("W0" in line for line in lines)
 

@@ -79,7 +79,6 @@ def confirm(
     trace: Annotated[
         bool, typer.Option("--trace/--no-trace", help="Trace the variants of a timed verdict from GPUs: where the difference lies.")
     ] = True,
-    verbose: Annotated[bool, typer.Option("--verbose", help="With --all, list what does not apply here instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Test claims by matched runs of the trainer, on this machine or in a Slurm job. Each claim gets a verdict with its evidence."""
@@ -117,7 +116,7 @@ def confirm(
         trace=trace,
         untraced=without_trace,
     )
-    show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
+    show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every)
 
 
 def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[list[str], Mapping[str, Evidence]]:

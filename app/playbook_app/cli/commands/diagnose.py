@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from playbook.diagnosis import rl_step
+from playbook.diagnosis import rl_plan, rl_step
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.seen import KINDS, parsed
@@ -500,10 +500,6 @@ def _percent(share: float | None) -> str:
 
 _UNCOUNTED_STEPS = 5
 """One of so many steps, the first ones, is not counted."""
-_ENGINE = 0.9
-"""Share of a GPU's memory that an engine takes, as vLLM's `gpu_memory_utilization` does by itself."""
-_WEIGHTS = 0.5
-"""Share that weights may have of it before tensor parallelism is assumed."""
 _MOST_TP = 64
 
 
@@ -526,21 +522,10 @@ def answer(
 
 def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) -> dict[str, Any]:
     """The peak of the trainer and the room of an inference engine on the same GPUs, in GiB."""
-    shape, room = find(model), machine(hardware).memory_gib * _ENGINE
-    sizes = (2**i for i in range(_MOST_TP.bit_length()))
-    tp = next((n for n in sizes if rl_step.engine(shape, n).weights / memory.GIB <= room * _WEIGHTS), _MOST_TP)
-    engine = rl_step.engine(shape, tp)
-    free_gib = room - engine.weights / memory.GIB
-    return {
-        "trainer_gib": memory.peak(parse(model, layout, gpus=gpus, shape=shape)) / memory.GIB,
-        "gpu_gib": machine(hardware).memory_gib,
-        "engine": {
-            "tp": tp,
-            "weights_gib": engine.weights / memory.GIB,
-            "kv_bytes_per_token": engine.kv_per_token,
-            "kv_tokens": max(0, int(free_gib * memory.GIB / engine.kv_per_token)) if engine.kv_per_token else None,
-        },
-    }
+    shape, gpu_gib = find(model), machine(hardware).memory_gib
+    tp, stored, room = rl_plan.smallest(shape, gpu_gib, _MOST_TP)
+    tokens = max(0, int((room - stored.weights) / stored.kv_per_token)) if stored.kv_per_token else None
+    return rl_plan.memory(memory.peak(parse(model, layout, gpus=gpus, shape=shape)), gpu_gib, tp, stored, tokens)
 
 
 def show(step_answer: Mapping[str, Any], basis: str = "") -> None:

@@ -4,7 +4,6 @@ package made a command so.
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -120,7 +119,6 @@ def bisect(
     pairs: Annotated[
         int | None, typer.Option(help="At most this many pairs of launches for each commit or version; more than the case names add looks.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="At most this long for each commit or version.")] = None,
     limit: Slowdown = "3%",
     as_json: AsJson = False,
 ) -> None:
@@ -135,9 +133,7 @@ def bisect(
     if packages is None and (len(arguments) != 2 or case is None or requirements is not None):
         raise PlaybookError("expected two commits and a case: playbook bisect GOOD BAD --case CASE; or --packages and a command")
     out = report.console(sys.stderr if as_json else None)
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
-    options = Options(profile, results or default_results(), pairs, None if minutes is None else 60 * minutes)
+    options = Options(profile, results or default_results(), pairs)
     share = to_share(limit, "--limit")
     span = bisection.package_span(packages) if packages is not None else None
     loaded = load_case(case) if case is not None else None

@@ -493,16 +493,7 @@ def plan_rl(
     answer = rl_step.diagnose(step) | {
         "steps": 1,
         "trainer": words(best[0].plan),
-        "memory": {
-            "trainer_gib": best[0].peak / GIB,
-            "gpu_gib": cluster.memory_gib,
-            "engine": {
-                "tp": engine.tp,
-                "weights_gib": engine.stored.weights / GIB,
-                "kv_bytes_per_token": engine.stored.kv_per_token,
-                "kv_tokens": int(engine.at_once * (prompt + mean)),
-            },
-        },
+        "memory": rl_plan.memory(best[0].peak, cluster.memory_gib, engine.tp, engine.stored, int(engine.at_once * (prompt + mean))),
     }
     if as_json:
         return print_json(answer)
