@@ -25,6 +25,7 @@ from playbook.planner.choice import search
 from playbook.records import read as records
 from playbook_app.services import check
 from playbook_bench.judge import design
+from playbook_bench.machine import detect
 from playbook_bench.variants import checkout
 
 # A fixture that a test's examples share is what its author chose; slowness is the machine's. The same examples every time, so more of them find no more.
@@ -80,6 +81,7 @@ cards_search.index = remembered(cards_search.index, lambda cards, pages=(): (car
 search.search = remembered(search.search, lambda question, count=5, *, prune=True: (question, count, prune))
 checkout.resolve_in = remembered(checkout.resolve_in, without_code)
 check.load = remembered(check.load, shipped("cases"))  # type: ignore[attr-defined]
+detect.versions = remembered(detect.versions, lambda: ())  # read after every launch
 design.order = remembered(design.order, lambda seed, variants, looks: (seed, variants, tuple(looks)))
 
 

@@ -232,7 +232,7 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
 @pytest.mark.parametrize(
     "words", [["mixtral_8x7b", "--gpus", "64"], ["gpt_oss_20b", "--gpus", "2", "--layers", "4"], ["llama3_70b", "--gpus", "64"]]
 )
-@pytest.mark.sample("words0-megatron-lm")
+@pytest.mark.sample("words1-megatron-lm")
 def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
     asked = [*words, "--gbs", "256"]
     loss = ["--fix", "loss=native"] if target == "megatron-lm" else []  # the only one that its runs have

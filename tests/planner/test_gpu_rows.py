@@ -32,8 +32,8 @@ def message(tmp_path, name, row):
     return line
 
 
-@pytest.mark.parametrize("name", SHIPPED["gpus"])
-def test_every_row_is_refused_by_its_name_and_field_where_a_figure_is_wrong(tmp_path, name):
+@pytest.mark.parametrize("name", ["h100", "b200"])
+def test_a_row_is_refused_by_its_name_and_field_where_a_figure_is_wrong(tmp_path, name):
     for field in SHIPPED["gpus"][name]:
         if field != "names":
             row = copy.deepcopy(SHIPPED["gpus"][name])

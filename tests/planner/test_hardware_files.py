@@ -120,7 +120,7 @@ def test_a_calibration_faster_than_its_gpu_is_of_another(tmp_path):
 def test_a_spoilt_calibration_is_read_or_refused(tmp_path):
     chance, refused = random.Random(5), 0
     small = calibration("host_launch", "linear", "collective", "attention", "grouped")
-    for _ in range(150):
+    for _ in range(60):
         data = json.loads(json.dumps(small))
         for _ in range(chance.choice((1, 3))):
             row = chance.choice(data["rows"])
@@ -132,7 +132,7 @@ def test_a_spoilt_calibration_is_read_or_refused(tmp_path):
             assert all(words.isprintable() for words in found.notes)
         except PlaybookError:
             refused += 1
-    assert 50 < refused < 150
+    assert 20 < refused < 60
     for text in ("", "{", "[" * 100_000, '{"schema": "calibration/1"}', "\x00"):
         with pytest.raises(PlaybookError):
             machine(written(tmp_path, text, "spoilt.json"))
@@ -169,7 +169,7 @@ def test_a_faster_network_is_never_slower_and_a_slower_host_never_faster():
     chance = random.Random(11)
     networks = ("none", "25GbE", "RoCE-100", "RoCE-200", "IB-400", "IB-800")
     worse = 0
-    for plan in plans(chance, 20):
+    for plan in plans(chance, 8):
         plan = replace(plan, options=replace(plan.options, recompute=chance.choice(((), ("full",))), ep_overlap=chance.random() < 0.3))
         base = cluster(chance.choice(clusters()))
         joined = sorted((on_network(base, name) for name in networks), key=lambda c: c.nic_bytes_per_s)
@@ -178,7 +178,7 @@ def test_a_faster_network_is_never_slower_and_a_slower_host_never_faster():
         hosts = [step_time(plan, replace(base, host_speed=speed)).seconds.value for speed in (0.3, 0.7, 1.0, 1.6, 3.0)]
         assert all(slow >= fast * (1 - 1e-9) for slow, fast in itertools.pairwise(hosts)), plan
         worse += times[0] > times[-1] and hosts[0] > hosts[-1]
-    assert worse > 20
+    assert worse > 8
 
 
 @pytest.mark.full

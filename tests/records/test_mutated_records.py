@@ -172,13 +172,13 @@ def accepted(data, paths):
     return evidence.derived.verdict.status if known and known[0] == claim.card else None
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(16))
 @pytest.mark.sample("0")
 def test_no_field_alone_makes_another_verdict(data, part):
     before = data["derived"]["verdict"]["status"]
-    paths = fields(data["measured"])[part::8]
+    paths = fields(data["measured"])[part::16]
     assert accepted(data, []) == before
-    assert len(paths) > 100
+    assert len(paths) > 50
     wrong = [path for path in paths if accepted(data, [path]) in {"confirmed", "refuted"} - {before}]
     assert wrong == []
 

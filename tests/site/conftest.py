@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from site_browser import served, started, watched
-from site_tree import add_sweep, build, make_tree
+from site_tree import Generated, add_sweep, build, generated, make_tree
 
 from playbook.paths import data_root
 
@@ -19,10 +18,18 @@ def tree(tmp_path: Path) -> Path:
     return make_tree(tmp_path, shipped=False)
 
 
-@pytest.fixture
-def every_card(tree: Path) -> None:
-    """The shipped cards beside it."""
-    shutil.copytree(data_root("cards"), tree / "cards", dirs_exist_ok=True)
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Generated:
+    """The pages of such a tree, for tests that only read."""
+    return generated(make_tree(tmp_path_factory.mktemp("plain"), shipped=False))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Generated:
+    """The same with the shipped cards and a sweep."""
+    made = make_tree(tmp_path_factory.mktemp("whole"))
+    add_sweep(made)
+    return generated(made)
 
 
 @pytest.fixture(scope="session")

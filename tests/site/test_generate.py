@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from site_tree import ID, claim_ref, evidence, render, reseal
+from site_tree import CARD, ID, Generated, claim_ref, evidence, generated, page, render, reseal
 
 from playbook.errors import FileError
 from playbook.records.evidence import stored_sha
 from playbook.records.read import Present, read
-from playbook_app.site import build
 from playbook_app.site.text import NBSP, percent, quantity, text
-
-TODAY = date(2026, 11, 21)
-
-
-def generate(tree: Path, today: date = TODAY) -> build.GeneratedSite:
-    return build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=today)
-
-
-def page(tree: Path, name: str) -> str:
-    """The page, with plain spaces for the ones that keep a number and its unit on one line."""
-    return (tree / "docs" / name).read_text().replace(NBSP, " ")
 
 
 def record(tree: Path) -> Path:
@@ -38,9 +26,8 @@ def add(tree: Path, evidence_id: str, **changes: Any) -> Path:
     return path
 
 
-def test_a_card_shows_verdict_effect_interval_machine_date_and_command(tree: Path) -> None:
-    generate(tree)
-    shown = page(tree, "cards/fixture-card.md")
+def test_a_card_shows_verdict_effect_interval_machine_date_and_command(plain: Generated) -> None:
+    shown = plain.page("cards/fixture-card.md")
     assert "pb-confirmed" in shown
     assert f"[+7.3 % &#91;+6.2, +8.5&#93;](../evidence/{ID}.md)" in shown
     assert "4 x NVIDIA H200, NVLink" in shown
@@ -50,11 +37,10 @@ def test_a_card_shows_verdict_effect_interval_machine_date_and_command(tree: Pat
     assert "<svg" in shown
 
 
-def test_a_changed_figure_changes_the_page(tree: Path) -> None:
-    generate(tree)
-    before = page(tree, "cards/fixture-card.md")
+def test_a_changed_figure_changes_the_page(tree: Path, plain: Generated) -> None:
+    before = plain.page("cards/fixture-card.md")
     reseal(record(tree), lambda d: d["derived"]["comparison"].update(effect=0.0412))
-    generate(tree)
+    generated(tree)
     after = page(tree, "cards/fixture-card.md")
     assert "+7.3 %" in before
     assert "+4.1 %" not in before
@@ -67,7 +53,7 @@ def test_an_altered_record_is_never_a_verdict(tree: Path, name: str) -> None:
     data = json.loads(record(tree).read_text())
     data["derived"]["comparison"]["effect"] = 0.5
     record(tree).write_text(json.dumps(data))
-    generate(tree)
+    generated(tree)
     shown = page(tree, name)
     assert "pb-confirmed" not in shown
     assert "+50.0 %" not in shown
@@ -78,12 +64,12 @@ def test_an_altered_record_is_never_a_verdict(tree: Path, name: str) -> None:
 
 def test_an_altered_sample_is_noticed(tree: Path) -> None:
     record(tree).write_text(record(tree).read_text().replace('"seconds": 0.1,', '"seconds": 0.2,', 1))
-    generate(tree)
+    generated(tree)
     assert "pb-altered" in page(tree, "evidence/index.md")
 
 
 def test_an_expired_verdict_is_stale(tree: Path) -> None:
-    generate(tree, date(2100, 1, 1))
+    generated(tree, date(2100, 1, 1))
     assert "expired on 2099-05-20" in page(tree, "cards/fixture-card.md")
     assert "pb-stale" in page(tree, "cards/index.md")
 
@@ -99,7 +85,7 @@ def test_a_verdict_of_an_older_trainer_is_stale(tree: Path) -> None:
 def test_a_verdict_on_another_wording_of_the_claim_is_stale(tree: Path) -> None:
     card = tree / "cards" / "fixture-card.yaml"
     card.write_text(card.read_text().replace('op: ">=", margin: {value: 3,', 'op: ">=", margin: {value: 9,'))
-    generate(tree)
+    generated(tree)
     assert "the claim has changed since" in page(tree, "cards/fixture-card.md")
 
 
@@ -107,7 +93,7 @@ def test_the_newest_verdict_speaks_and_a_failed_run_does_not_hide_it(tree: Path)
     add(tree, "01JD0000000000000000000002", effect=0.0912, created="2026-11-21T10:00:00Z")
     failed = add(tree, "01JD0000000000000000000003", created="2026-11-22T10:00:00Z")
     reseal(failed, lambda d: d["derived"]["verdict"].update(status="error", reason="run_error", sentence="rank 0 was killed"))
-    generate(tree)
+    generated(tree)
     shown = page(tree, "_generated/claims.md")
     assert "+9.1 %" in shown
     assert "+7.3 %" not in shown
@@ -117,7 +103,7 @@ def test_the_newest_verdict_speaks_and_a_failed_run_does_not_hide_it(tree: Path)
 def test_a_margin_that_is_a_ratio_is_marked_beside_the_effect(tree: Path) -> None:
     card = tree / "cards" / "fixture-card.yaml"
     card.write_text(card.read_text().replace("margin: {value: 3, unit: percent}", "margin: {value: 0.45, unit: ratio}"))
-    generate(tree)
+    generated(tree)
     assert "at least −55.0 %</text>" in page(tree, "cards/fixture-card.md")
 
 
@@ -125,7 +111,7 @@ def test_the_band_of_an_equality_is_drawn_where_the_verdict_has_it(tree: Path) -
     """On logarithms: an interval that ends at -9.7 % is not inside 10 %."""
     card = tree / "cards" / "fixture-card.yaml"
     card.write_text(card.read_text().replace('op: ">=", margin: {value: 3,', "op: within, margin: {value: 10,"))
-    generate(tree)
+    generated(tree)
     shown = page(tree, "cards/fixture-card.md")
     assert ">claim&#58; +10.0 %</text>" in shown
     assert ">claim&#58; −9.1 %</text>" in shown
@@ -133,24 +119,22 @@ def test_the_band_of_an_equality_is_drawn_where_the_verdict_has_it(tree: Path) -
 
 def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -> None:
     record(tree).unlink()
-    generate(tree)
+    generated(tree)
     shown = page(tree, "cards/fixture-card.md")
     assert "pb-untested" in shown
     assert "playbook confirm fixture-card/X1" in shown
 
 
-@pytest.mark.usefixtures("every_card")
-def test_every_card_and_every_claim_has_its_place(tree: Path) -> None:
-    made = generate(tree)
+def test_every_card_and_every_claim_has_its_place(whole: Generated) -> None:
     from playbook.cards.load import load_all
 
-    matrix, index = page(tree, "_generated/claims.md"), page(tree, "cards/index.md")
-    assert set(load_all()) < set(made.cards)
+    matrix, index = whole.page("_generated/claims.md"), whole.page("cards/index.md")
+    assert set(load_all()) < set(whole.made.cards)
     for card in load_all().values():
-        own = page(tree, f"cards/{card.id}.md")
+        own = whole.page(f"cards/{card.id}.md")
         listed = not card.own_trainer
         assert card.id in matrix
-        assert (card.id in index) == (f"cards/{card.id}." in page(tree, "llms.txt")) == listed
+        assert (card.id in index) == (f"cards/{card.id}." in whole.page("llms.txt")) == listed
         for claim in card.claims:
             for name in (claim.id, *([claim.mechanism_check.id] if claim.mechanism_check else [])):
                 anchor = name.lower().replace(".", "-")
@@ -159,37 +143,33 @@ def test_every_card_and_every_claim_has_its_place(tree: Path) -> None:
                 assert (f"{card.id}.md#{anchor}" in index) == listed
 
 
-def test_the_evidence_page_shows_launches_receipt_samples_and_replay(tree: Path) -> None:
-    generate(tree)
-    shown = page(tree, f"evidence/{ID}.md")
+def test_the_evidence_page_shows_launches_receipt_samples_and_replay(plain: Generated) -> None:
+    shown = plain.page(f"evidence/{ID}.md")
     assert "require all" in shown
     assert shown.count("<circle") == 16
     assert "playbook bench replay" in shown
-    assert json.loads(page(tree, f"evidence/{ID}.json"))["evidence_id"] == ID
+    assert json.loads(plain.page(f"evidence/{ID}.json"))["evidence_id"] == ID
 
 
-@pytest.mark.usefixtures("every_card")
-def test_what_a_claim_expects_is_said_in_words_that_mean_it(tree: Path) -> None:
+def test_what_a_claim_expects_is_said_in_words_that_mean_it(whole: Generated) -> None:
     """`holds` is no metric, and 0.45 times the baseline is not 0.45 times better."""
-    generate(tree)
-    whole = page(tree, "llms-full.txt")
-    for shown in (page(tree, "cards/long-context-cp-sizing.md"), whole):
+    full = whole.page("llms-full.txt")
+    for shown in (whole.page("cards/long-context-cp-sizing.md"), full):
         assert "| **Expects** | holds |" in shown or "- Expects: holds\n" in shown
         assert "holds</code> holds" not in shown
         assert "holds holds" not in shown
-    assert "at least 0.45 times as good" in page(tree, "cards/torch-trainer-speed.md")
-    assert "times better" not in whole
+    assert "at least 0.45 times as good" in whole.page("cards/torch-trainer-speed.md")
+    assert "times better" not in full
 
 
-def test_the_evidence_page_says_by_how_much_a_metric_of_which_less_is_better_fell(tree: Path) -> None:
-    generate(tree)
-    assert "Change of the metric itself" not in page(tree, f"evidence/{ID}.md"), "the same as the effect where higher is better"
+def test_the_evidence_page_says_by_how_much_a_metric_of_which_less_is_better_fell(tree: Path, plain: Generated) -> None:
+    assert "Change of the metric itself" not in plain.page(f"evidence/{ID}.md"), "the same as the effect where higher is better"
 
     def turn(data: dict[str, Any]) -> None:
         data["derived"]["comparison"] |= {"better": "lower", "baseline": 150.0, "candidate": 100.0, "effect": 0.5, "low": 0.4, "high": 0.6}
 
     reseal(record(tree), turn)
-    generate(tree)
+    generated(tree)
     assert "| Change of the metric itself | −33.3 % |" in page(tree, f"evidence/{ID}.md")
 
 
@@ -199,49 +179,46 @@ def test_the_evidence_page_asks_for_no_fewer_pairs_than_a_verdict_needs(tree: Pa
         data["measured"]["plan"] = {"rules": 2, "seed": 1, "looks": [4, 8], "alpha": 0.05, "budget_s": 600.0, "stopped": "budget"}
 
     reseal(record(tree), few)
-    generate(tree)
+    generated(tree)
     assert "| Pairs needed | 4 |" in page(tree, f"evidence/{ID}.md")
 
 
 def test_noise_reads_as_under_the_conditions_and_what_pairs_settle_is_counted_from_the_margin(tree: Path) -> None:
     """The condition A/A names the deviation of logarithms; 14 % there and 15 % above it would be two figures for one."""
     reseal(record(tree), lambda d: d["derived"]["comparison"].update(floor=0.14, deviation=0.08, mde=0.2))
-    generate(tree)
+    generated(tree)
     shown = page(tree, f"evidence/{ID}.md")
     assert "| Deviation of the stored A/A | 14.0 % |" in shown
     assert "| Deviation of the paired differences | 8.0 % |" in shown
     assert "| Least distance from the margin that so many pairs settle | 22.1 % |" in shown
 
 
-def test_an_interval_between_looks_says_so_wherever_it_is_shown(tree: Path) -> None:
+def test_an_interval_between_looks_says_so_wherever_it_is_shown(tree: Path, plain: Generated) -> None:
     def stopped(data: dict[str, Any]) -> None:
         data["derived"]["comparison"].update(look=None, pairs=2)
         data["derived"]["verdict"].update(status="inconclusive", reason="budget", sentence="+7.3 %; stopped after 2 pairs")
 
-    generate(tree)
     pages = ("_generated/claims.md", "cards/fixture-card.md", "evidence/index.md", f"evidence/{ID}.md")
-    assert not any("between looks" in page(tree, name) for name in pages)
+    assert not any("between looks" in plain.page(name) for name in pages)
     reseal(record(tree), stopped)
-    generate(tree)
+    generated(tree)
     assert all("&#93; between looks" in page(tree, name) for name in pages)
 
 
-def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:
-    generate(tree)
-    assert "the GPU computed" not in page(tree, f"evidence/{ID}.md"), "not known off the GPU"
+def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path, plain: Generated) -> None:
+    assert "the GPU computed" not in plain.page(f"evidence/{ID}.md"), "not known off the GPU"
 
     def observe(data: dict[str, Any]) -> None:
         for i, run in enumerate(data["measured"]["runs"]):
             run["observed"] = {"counters": {"gpu_computing_percent": 30.0 + i % 3 if run["variant"] == "baseline" else 98.0}}
 
     reseal(record(tree), observe)
-    generate(tree)
+    generated(tree)
     assert "the GPU computed 31 % of the step in baseline, 98 % of the step in candidate" in page(tree, f"evidence/{ID}.md")
 
 
-def test_the_evidence_page_says_what_of_a_step_went_into_data(tree: Path) -> None:
-    generate(tree)
-    assert "on data." not in page(tree, f"evidence/{ID}.md"), "too little to speak of"
+def test_the_evidence_page_says_what_of_a_step_went_into_data(tree: Path, plain: Generated) -> None:
+    assert "on data." not in plain.page(f"evidence/{ID}.md"), "too little to speak of"
 
     def spend(data: dict[str, Any]) -> None:
         for run in data["measured"]["runs"]:
@@ -249,7 +226,7 @@ def test_the_evidence_page_says_what_of_a_step_went_into_data(tree: Path) -> Non
                 sample["data_seconds"] = sample["seconds"] * (0.11 if run["variant"] == "candidate" else 0.001)
 
     reseal(record(tree), spend)
-    generate(tree)
+    generated(tree)
     assert "The host spent 11 % of the step in candidate on data." in page(tree, f"evidence/{ID}.md")
 
 
@@ -275,7 +252,7 @@ def test_the_evidence_page_says_what_data_were_read(baseline: Any, candidate: An
             run["config_sha"] = ("b" if run["variant"] == "baseline" else "c") * 16
 
     reseal(record(tree), read_these)
-    generate(tree)
+    generated(tree)
     rows = [line for line in page(tree, f"evidence/{ID}.md").splitlines() if line.startswith("| Data |")]
     assert rows == ([f"| Data | {shown} |"] if shown else [])
 
@@ -283,25 +260,23 @@ def test_the_evidence_page_says_what_data_were_read(baseline: Any, candidate: An
 def test_commands_in_prose_are_shown_as_code_and_stay_text(tree: Path) -> None:
     card = tree / "cards" / "fixture-card.yaml"
     card.write_text(card.read_text().replace("fix: Read the receipt", "fix: Run `playbook bench list <b>` and read `it"))
-    generate(tree)
+    generated(tree)
     assert "Run <code>playbook bench list &#60;b&#62;</code> and read &#96;it" in page(tree, "cards/fixture-card.md")
 
 
-def test_an_axis_names_the_effect_that_it_shows(tree: Path) -> None:
-    generate(tree)
-    assert ">measured +7.3 %</text>" in page(tree, "cards/fixture-card.md")
+def test_an_axis_names_the_effect_that_it_shows(plain: Generated) -> None:
+    assert ">measured +7.3 %</text>" in plain.page("cards/fixture-card.md")
 
 
-def test_the_evidence_page_says_what_other_machines_took(tree: Path) -> None:
-    generate(tree)
-    assert "hypervisor" not in page(tree, f"evidence/{ID}.md")
+def test_the_evidence_page_says_what_other_machines_took(tree: Path, plain: Generated) -> None:
+    assert "hypervisor" not in plain.page(f"evidence/{ID}.md")
 
     def take(data: dict[str, Any]) -> None:
         for run in data["measured"]["runs"]:
             run["telemetry"] = {"stolen_percent": 12.2 if run["variant"] == "baseline" else 0.4}
 
     reseal(record(tree), take)
-    generate(tree)
+    generated(tree)
     assert "The hypervisor kept processor time from this machine: 12 % from baseline." in page(tree, f"evidence/{ID}.md")
 
 
@@ -318,7 +293,7 @@ def test_the_evidence_page_says_what_held_clocks_down(over: str | None, tree: Pa
                 run["telemetry"]["over"] = over
 
     reseal(record(tree), limit)
-    generate(tree)
+    generated(tree)
     said = "In the timed steps, the GPUs' clocks were held down by power in 3 % of baseline (1,980 MHz), 94 % of candidate (1,695 MHz)."
     assert (said in page(tree, f"evidence/{ID}.md")) is bool(over)
     assert ("held down" in page(tree, f"evidence/{ID}.md")) is bool(over)
@@ -367,7 +342,7 @@ def test_a_trace_is_on_the_card_with_its_collector_and_coverage(tree: Path) -> N
     folder = tree / "results" / "traces"
     folder.mkdir()
     (folder / "fixture-case-h200x4-abcdef12.json").write_text(json.dumps(trace()))
-    generate(tree)
+    generated(tree)
     shown = page(tree, "cards/fixture-card.md")
     for part in ("12.34", "23.45", "nsys", "2025&#46;3.1", "98.7 %", "95.4 %", "../evidence/abcdef12.md"):
         assert part in shown
@@ -381,7 +356,7 @@ def test_a_trace_of_a_sweep_has_a_column_for_each_value(tree: Path) -> None:
     host = {**one, "table": {**one["table"], "measures": "host"}}
     failed = {**one, "outcome": "oom", "table": None}
     (folder / "sweep.json").write_text(json.dumps(trace(variants={"1": failed, "2": host, "4": host})))
-    generate(tree)
+    generated(tree)
     shown = page(tree, "cards/fixture-card.md")
     assert "| Range | Phase | 1 | 2 | 4 |" in shown
     assert shown.count("[12.34](../evidence/abcdef12.md)") == 2
@@ -398,16 +373,15 @@ def test_a_trace_of_this_machine_stands_beside_that_of_a_gpu_and_replaces_an_old
         (folder / f"{trace_id}.json").write_text(
             json.dumps(trace(trace_id=trace_id, profile="cpu", created=f"2026-11-{day}T11:00:00+00:00", collector="kineto"))
         )
-    generate(tree)
+    generated(tree)
     shown = page(tree, "cards/fixture-card.md")
     for part in ("fixture-case on h200x4", "../evidence/abcdef12.md", "fixture-case on cpu", "../evidence/00000002.md"):
         assert part in shown
     assert "../evidence/00000001.md" not in shown
 
 
-def test_text_from_files_never_becomes_markup(tree: Path) -> None:
-    generate(tree)
-    shown = page(tree, "cards/fixture-card.md") + page(tree, "cards/index.md")
+def test_text_from_files_never_becomes_markup(plain: Generated) -> None:
+    shown = plain.page("cards/fixture-card.md") + plain.page("cards/index.md")
     assert "<script>alert" not in shown
     assert "<b>long</b>" not in shown
     assert "](javascript:" not in shown
@@ -420,37 +394,38 @@ def test_text_from_files_never_becomes_markup(tree: Path) -> None:
 def test_a_file_that_is_no_record_stops_the_build_with_its_path(tree: Path, content: str) -> None:
     (tree / "results" / "h200x4" / "bad.json").write_text(content)
     with pytest.raises(FileError, match=r"bad\.json"):
-        generate(tree)
+        generated(tree)
 
 
 def test_a_well_hashed_record_of_another_shape_is_a_clear_error(tree: Path) -> None:
     reseal(record(tree), lambda d: d["derived"].update(receipts=["x"]))
     with pytest.raises(FileError, match=r"derived\.receipts\.0"):
-        generate(tree)
+        generated(tree)
 
 
 def test_a_card_that_does_not_load_stops_the_build(tree: Path) -> None:
     (tree / "cards" / "bad.yaml").write_text("id: bad\n")
     with pytest.raises(FileError, match=r"bad\.yaml"):
-        generate(tree)
+        generated(tree)
 
 
-@pytest.mark.usefixtures("every_card")
 def test_pages_whose_source_is_gone_are_removed_and_others_left_alone(tree: Path) -> None:
-    generate(tree)
+    other = CARD.replace("fixture-card", "other-card").replace("X1", "X2").replace("thingamajig", "doohickey")
+    (tree / "cards" / "other-card.yaml").write_text(other)
+    generated(tree)
     record(tree).unlink()
     (tree / "cards" / "fixture-card.yaml").unlink()
-    generate(tree)
+    generated(tree)
     assert not (tree / "docs" / "cards" / "fixture-card.md").exists()
     assert not (tree / "docs" / "evidence" / f"{ID}.json").exists()
     assert (tree / "docs" / "guide" / "verdicts.md").exists()
 
 
 def test_an_unchanged_page_is_not_written_again(tree: Path) -> None:
-    generate(tree)
+    generated(tree)
     path = tree / "docs" / "cards" / "fixture-card.md"
     before = path.stat().st_mtime_ns
-    generate(tree)
+    generated(tree)
     assert path.stat().st_mtime_ns == before
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from datetime import date
 from html import unescape
 from pathlib import Path
 
 import pytest
-from site_tree import ID, LENGTHS, SWEEP, add_sweep
+from site_tree import ID, LENGTHS, SWEEP, Generated, add_sweep, generated, page, reseal
 
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
@@ -24,19 +25,9 @@ from playbook_app.site.lists import facts, one_gpu_page, travel_page
 from playbook_app.site.models import plan_of, settings
 from playbook_app.site.text import NBSP
 
-TODAY = date(2026, 11, 21)
 
-
-def generate(tree: Path, **more: object) -> build.GeneratedSite:
-    return build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=TODAY, **more)
-
-
-def page(tree: Path, name: str) -> str:
-    return (tree / "docs" / name).read_text().replace(NBSP, " ")
-
-
-def test_a_card_draws_a_current_interval_from_gpus_and_home_counts_it(tree: Path) -> None:
-    made = generate(tree)
+def test_a_card_draws_a_current_interval_from_gpus_and_home_counts_it(plain: Generated) -> None:
+    made = plain.made
     assert "**1 are settled on GPUs**" in made.inserts["coverage"]
     shown = unescape(made.inserts["example of verdicts"]).replace(NBSP, " ")
     assert 'cards/fixture-card.html#x1"' in shown
@@ -48,37 +39,34 @@ def test_a_card_draws_a_current_interval_from_gpus_and_home_counts_it(tree: Path
 
 
 def test_a_verdict_that_is_out_of_date_is_not_drawn_and_counts_as_open(tree: Path) -> None:
-    made = build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=date(2199, 1, 1))
+    made = generated(tree, date(2199, 1, 1)).made
     assert made.inserts["example of verdicts"] == ""
     assert "**0 are settled on GPUs**" in made.inserts["coverage"]
 
 
-def test_home_has_every_card_once(tree: Path) -> None:
-    made = generate(tree)
+def test_home_has_every_card_once(plain: Generated) -> None:
+    made = plain.made
     for card in made.cards:
         assert made.inserts["cards by phase"].count(f"(cards/{card}.md)") == (card not in made.trainer)
 
 
-@pytest.mark.usefixtures("every_card")
-def test_rows_of_claims_carry_what_they_are_filtered_by(tree: Path) -> None:
-    generate(tree)
-    rows = re.findall(r'data-text="([^"]*)" data-standings="([^"]*)" data-card="([^"]*)"', unescape(page(tree, "_generated/claims.md")))
+def test_rows_of_claims_carry_what_they_are_filtered_by(whole: Generated) -> None:
+    rows = re.findall(r'data-text="([^"]*)" data-standings="([^"]*)" data-card="([^"]*)"', unescape(whole.page("_generated/claims.md")))
     assert len(rows) == sum(1 + bool(c.mechanism_check) for card in load_all().values() for c in card.claims) + 2
     held = {words.split()[0]: (standings, card) for words, standings, card in rows}
     assert held["x1"] == ("h200x4:confirmed", "fixture-card")
     assert held["x1.m"] == (":untested", "fixture-card")
 
 
-def test_claims_that_gpus_have_settled_come_first_and_untested_ones_are_folded(tree: Path) -> None:
-    generate(tree)
-    shown = page(tree, "_generated/claims.md")
+def test_claims_that_gpus_have_settled_come_first_and_untested_ones_are_folded(plain: Generated) -> None:
+    shown = plain.page("_generated/claims.md")
     settled, untested = shown.index("Current, on GPUs: 1"), shown.index("<summary>Untested: ")
     assert settled < shown.index("fixture-card.md#x1)") < untested < shown.index("fixture-card.md#x1-m)")
 
 
 def test_a_card_shows_its_settings_in_the_words_of_other_trainers_and_its_intervals(tree: Path) -> None:
     words = {"megatron-lm": ["--moe-token-dispatcher-type alltoall"], "torchtitan": ["a<b"]}
-    generate(tree, reference=build.Reference(flags=lambda keys: words if keys == {"moe.dispatcher": "alltoall"} else {}))
+    generated(tree, reference=build.Reference(flags=lambda keys: words if keys == {"moe.dispatcher": "alltoall"} else {}))
     shown = unescape(page(tree, "cards/fixture-card.md"))
     assert "| Set | Megatron-LM | torchtitan |" in shown
     assert "--moe-token-dispatcher-type alltoall" in shown
@@ -86,9 +74,8 @@ def test_a_card_shows_its_settings_in_the_words_of_other_trainers_and_its_interv
     assert "<p hidden>thingamajig</p>" in shown
 
 
-def test_every_model_is_on_its_page_with_its_source(tree: Path) -> None:
-    generate(tree)
-    shown = page(tree, "_generated/models.md")
+def test_every_model_is_on_its_page_with_its_source(plain: Generated) -> None:
+    shown = plain.page("_generated/models.md")
     for name, shape in MODELS.items():
         assert f"{{ #{name.replace('_', '-')} }}" in shown
         assert f"calculator.md?model={name}" in shown
@@ -96,10 +83,8 @@ def test_every_model_is_on_its_page_with_its_source(tree: Path) -> None:
     assert "671" in shown or "682" in shown, "DeepSeek-V3 with its MTP layer"
 
 
-@pytest.mark.usefixtures("every_card")
-def test_every_family_is_listed_and_what_its_link_opens_is_what_was_checked(tree: Path) -> None:
-    generate(tree)
-    shown = page(tree, "_generated/families.md")
+def test_every_family_is_listed_and_what_its_link_opens_is_what_was_checked(whole: Generated) -> None:
+    shown = whole.page("_generated/families.md")
     checked = 0
     for card in load_all().values():
         for family in card.families:
@@ -112,12 +97,9 @@ def test_every_family_is_listed_and_what_its_link_opens_is_what_was_checked(tree
     assert checked > 5
 
 
-@pytest.mark.usefixtures("every_card")
-def test_a_sweep_is_drawn_with_its_speed_its_memory_and_its_intervals(tree: Path) -> None:
-    add_sweep(tree)
-    generate(tree)
+def test_a_sweep_is_drawn_with_its_speed_its_memory_and_its_intervals(whole: Generated) -> None:
     for name in ("cards/long-context-cp-sizing.md", f"evidence/{SWEEP}.md"):
-        shown = unescape(page(tree, name))
+        shown = unescape(whole.page(name))
         assert shown.count('<svg class="pb-curve"') == 2
         assert shown.count('<svg class="pb-contrasts"') == 1
         for length, (rate, gib) in LENGTHS.items():
@@ -127,26 +109,22 @@ def test_a_sweep_is_drawn_with_its_speed_its_memory_and_its_intervals(tree: Path
         assert "16384 over 4096: −9.7 %, interval −11.7 % to −7.7 %" in shown
 
 
-@pytest.mark.usefixtures("every_card")
 def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
-    from site_tree import reseal
-
     def spoil(data: dict) -> None:
         data["derived"]["curve"]["points"] = [{"variant": "a", "outcome": "ok", "launches": 4, "value": None}]
         data["derived"]["curve"]["contrasts"] = [{"name": "b", "weights": {}, "effect": None, "low": None, "high": None}]
 
+    shutil.copy(data_root("cards") / "long-context-cp-sizing.yaml", tree / "cards")
     reseal(add_sweep(tree), spoil)
-    generate(tree)
+    generated(tree)
     assert "<svg class=" not in page(tree, f"evidence/{SWEEP}.md").split("## Launches")[0]
 
 
-@pytest.mark.usefixtures("every_card")
-def test_the_file_of_what_is_measured_holds_current_verdicts_alone(tree: Path) -> None:
-    generate(tree)
-    lines = [line for line in page(tree, "llms-measured.txt").splitlines() if line.startswith("- ")]
+def test_the_file_of_what_is_measured_holds_current_verdicts_alone(whole: Generated) -> None:
+    lines = [line for line in whole.page("llms-measured.txt").splitlines() if line.startswith("- ")]
     assert any(f"On h200x4, 2026-11-20: confirmed, +7.3 % [+6.2, +8.5] (evidence {ID})" in line for line in lines)
     assert not [line for line in lines if not re.search(r": (?:confirmed|refuted)(?:,|\b)", line) or "stale" in line]
-    assert "untested" in page(tree, "llms.txt")
+    assert "untested" in whole.page("llms.txt")
 
 
 def test_the_index_for_machines_has_absolute_links_where_the_site_has_an_address() -> None:
@@ -156,10 +134,9 @@ def test_the_index_for_machines_has_absolute_links_where_the_site_has_an_address
     assert all(t.startswith("https://example.org/playbook/") for t in targets)
 
 
-@pytest.mark.usefixtures("every_card")
-def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> None:
-    made = generate(tree)
-    index, full = page(tree, "llms.txt"), page(tree, "llms-full.txt")
+def test_the_text_for_machines_has_every_card_claim_and_verdict(whole: Generated) -> None:
+    made = whole.made
+    index, full = whole.page("llms.txt"), whole.page("llms-full.txt")
     assert re.match(r"# [^\n]+\n\n> [^\n]+\n\n[^#]", index), "a title, a summary in a quotation, then text"
     assert set(re.findall(r"^## (.+)$", index, re.MULTILINE)) == {"Cards", "Guides", "Optional"}
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)(?:: .+)?$", index, re.MULTILINE)
@@ -167,7 +144,7 @@ def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> N
     assert {f"cards/{card}.html.md" for card in made.cards if card not in made.trainer} == set(made.plain) <= set(listed)
     for path in listed:
         source = path.removesuffix(".html") + ".md" if path.endswith(".html") else path
-        assert path in made.plain or (tree / "docs" / source).is_file(), path
+        assert path in made.plain or (whole.tree / "docs" / source).is_file(), path
     for card in guidance(load_all()).values():
         assert all(c.statement in full and f"### {c.id}" in full for c in card.claims)
     own = made.plain["cards/fixture-card.html.md"]
@@ -181,9 +158,8 @@ def test_scripts_of_the_site_name_no_other_host(name: str, tree: Path) -> None:
     assert "http" not in (tree / "docs" / "javascripts" / name).read_text()
 
 
-def test_the_calculator_carries_every_model(tree: Path) -> None:
-    generate(tree)
-    held = re.search(r'id="pb-tables">(.*?)</script>', page(tree, "_generated/calculator.md"))
+def test_the_calculator_carries_every_model(plain: Generated) -> None:
+    held = re.search(r'id="pb-tables">(.*?)</script>', plain.page("_generated/calculator.md"))
     assert held
     assert set(json.loads(held[1])["models"]) == set(MODELS)
 
@@ -257,15 +233,13 @@ def test_the_page_of_a_trace_says_what_the_difference_of_the_steps_is_made_of(sh
     assert checked
 
 
-@pytest.mark.usefixtures("every_card")
-def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -> None:
-    generate(tree)
-    assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in page(tree, "cards/recompute.md")
-    whole = page(tree, "llms-full.txt")
-    assert "; avoid train.recompute_modules: " in whole
+def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(whole: Generated) -> None:
+    assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in whole.page("cards/recompute.md")
+    full = whole.page("llms-full.txt")
+    assert "; avoid train.recompute_modules: " in full
 
     for dispute in (d for card in load_all().values() for d in card.disputes):
-        assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in whole
+        assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in full
 
 
 def test_the_page_of_travel_counts_what_both_machines_have_decided(shipped: Shelf) -> None:

@@ -250,7 +250,7 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [("kill", "killed"), ("hang", "hang")])
-@pytest.mark.sample("kill-killed")
+@pytest.mark.full
 def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
     plant(baseline={"fault": fault, "rank": 1})
     timeout = 600 if fault == "kill" else 12

@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from playbook.cards import model
 from playbook.paths import data_root, repo_root
@@ -33,6 +34,8 @@ from playbook.records.evidence import (
     seal,
     stored_sha,
 )
+from playbook_app.site import build as site
+from playbook_app.site.text import NBSP
 from playbook_bench.run.store import render
 
 ID = "01JD0000000000000000000001"
@@ -220,6 +223,27 @@ def make_tree(root: Path, shipped: bool = True) -> Path:
     folder.mkdir(parents=True)
     (folder / f"{ID}.json").write_text(render(evidence(claim_ref(root / "cards"))))
     return root
+
+
+def page(tree: Path, name: str) -> str:
+    """The page, with plain spaces for the ones that keep a number and its unit on one line."""
+    return (tree / "docs" / name).read_text().replace(NBSP, " ")
+
+
+class Generated(NamedTuple):
+    """A tree whose pages are made, and what their making gave."""
+
+    tree: Path
+    made: site.GeneratedSite
+
+    def page(self, name: str) -> str:
+        """One of its pages."""
+        return page(self.tree, name)
+
+
+def generated(tree: Path, today: date = date(2026, 11, 21), **more: Any) -> Generated:
+    """The tree with its pages, which are written into its `docs`."""
+    return Generated(tree, site.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=today, **more))
 
 
 def build(root: Path, more: Sequence[Path] = ()) -> Path:

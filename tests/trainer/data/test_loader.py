@@ -138,7 +138,7 @@ def test_batches_without_images_have_no_vision() -> None:
 @pytest.mark.parametrize(("dp", "mbs", "workers"), [(2, 1, 0), (4, 2, 0), (1, 4, 2), (2, 2, 1)])
 @pytest.mark.sample("2-1-0")
 def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: int, mbs: int, workers: int) -> None:
-    overrides = {"train__global_batch_size": 8, "data__max_image_pixels": 16_384}
+    overrides = {"train__global_batch_size": 8, "data__max_image_pixels": 4_096}
     expected = steps(config(VL, **overrides), 2)
     cfg = config(VL, **overrides, train__micro_batch_size=mbs, data__num_workers=workers)
     ranks = [steps(cfg, 2, dp_rank=rank, dp_size=dp) for rank in range(dp)]
@@ -151,7 +151,7 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.sample("0")
 def test_resuming_equals_going_on(workers: int) -> None:
-    cfg = config(VL, data__max_image_pixels=16_384, data__num_workers=workers)
+    cfg = config(VL, data__max_image_pixels=4_096, data__num_workers=workers)
     whole = steps(cfg, 4)
     loader = build_loader(cfg, dp_rank=0, dp_size=1)
     list(itertools.islice(loader, 2))
@@ -171,7 +171,7 @@ def test_resuming_in_a_later_epoch() -> None:
 
 @pytest.mark.full
 def test_iterating_again_starts_again() -> None:
-    loader = build_loader(config(VL, data__num_workers=1, data__max_image_pixels=16_384), dp_rank=0, dp_size=1, split="eval")
+    loader = build_loader(config(VL, data__num_workers=1, data__max_image_pixels=4_096), dp_rank=0, dp_size=1, split="eval")
     first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
     second = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
     loader.close()

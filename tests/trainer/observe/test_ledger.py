@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from playbook.planner import flops, parameters
 from playbook.planner.models import MODELS
 from playbook_trainer.axes import Axes
 from playbook_trainer.config.sections import shape_of
-from playbook_trainer.config.tree import load
+from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import build_loader
 from playbook_trainer.observe.totals import Ledger, StepTotals, counts
 from playbook_trainer.torch import build
@@ -24,23 +23,23 @@ from playbook_trainer.torch import build
 CONFIGS = Path("trainer/configs")
 
 
+def read(config: str, changes: dict[str, Any]) -> tuple[TrainerConfig, list[Batch], StepTotals[float]]:
+    """A small configuration, the batches of its first step, and what stands in them."""
+    small = {"data.num_workers": 0, "train.device": "cpu", "model.num_layers": 2, "train.micro_batch_size": 1, "train.global_batch_size": 1}
+    tree = load(CONFIGS / f"{config}.yaml", small | {key.replace("__", "."): value for key, value in changes.items()})
+    batches = next(iter(build_loader(tree, dp_rank=0, dp_size=1)))
+    return tree, batches, StepTotals(squared_grad_norm=0.0, loss=0.0, **counts(batches))
+
+
 def one_step(config: str, **changes: Any) -> tuple[Ledger, StepTotals[float], float]:
     """The ledger, what it counts in one step of real data, and what PyTorch counts in the same step."""
-    return counted_once(config, json.dumps(changes))
-
-
-@cache
-def counted_once(config: str, changes: str) -> tuple[Ledger, StepTotals[float], float]:
-    words = {key.replace("__", "."): value for key, value in json.loads(changes).items()}
-    tree = load(CONFIGS / f"{config}.yaml", {"data.num_workers": 0, "train.device": "cpu", **words})
+    tree, batches, totals = read(config, changes)
     model = build.build(tree, Axes(), torch.device("cpu"))
-    batches = next(iter(build_loader(tree, dp_rank=0, dp_size=1)))
     counter = FlopCounterMode(display=False)
     # The mathematical path multiplies whole squares and shows them as matrix products.
     with counter, sdpa_kernel(SDPBackend.MATH):
         for batch in batches:
             model(batch).backward()
-    totals = StepTotals(squared_grad_norm=0.0, loss=0.0, **counts(batches))
     return Ledger(tree), totals, counter.get_total_flops()
 
 
@@ -76,13 +75,14 @@ def test_the_ledger_agrees_with_pytorch(config: str, changes: dict[str, Any]) ->
 def test_whole_layers_again_cost_at_most_what_the_ledger_says() -> None:
     """PyTorch stops a recomputation once it has what it needs, before the last product; the convention totals whole forward passes."""
     book, totals, counted = one_step("qwen3_moe_tiny", train__recompute="full")
-    plain = one_step("qwen3_moe_tiny")[2]
-    assert plain < counted <= squared(book.hardware(totals)) < 1.06 * counted
-    assert book.model(totals) == one_step("qwen3_moe_tiny")[0].model(totals), "recomputed passes are no model FLOPs"
+    plain, _, less = one_step("qwen3_moe_tiny")
+    assert less < counted <= squared(book.hardware(totals)) < 1.06 * counted
+    assert book.model(totals) == plain.model(totals), "recomputed passes are no model FLOPs"
 
 
 def test_padding_is_hardware_and_not_model() -> None:
-    book, totals, _ = one_step("qwen3_vl_moe_tiny")
+    tree, _, totals = read("qwen3_vl_moe_tiny", {})
+    book = Ledger(tree)
     assert totals.useful_tokens < totals.raw_tokens
     model, hardware = book.model(totals), book.hardware(totals)
     assert model["head"] / hardware["head"] == pytest.approx(totals.useful_tokens / totals.raw_tokens)
@@ -90,7 +90,8 @@ def test_padding_is_hardware_and_not_model() -> None:
 
 
 def test_documents_bound_attention() -> None:
-    book, totals, _ = one_step("qwen3_moe_tiny")
+    tree, _, totals = read("qwen3_moe_tiny", {"train__global_batch_size": 4})
+    book = Ledger(tree)
     whole = totals._replace(raw_tokens=totals.useful_tokens, pairs=totals.useful_tokens**2, padded_pairs=totals.useful_tokens**2)
     assert book.model(totals)["attention"] < 0.7 * book.model(whole)["attention"]
     assert book.model(totals)["linear"] == book.model(whole)["linear"]

@@ -48,7 +48,7 @@ def documents(config, batch):
     return [Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
 
 
-@pytest.mark.sample("text-moe", "text-dense-tied", "vl-moe")
+@pytest.mark.sample("text-moe", "vl-dense-tied")
 def test_logits_loss_and_gradients_equal_those_of_transformers(pair, request):
     config, decoder, model, batches = pair
     name = request.node.callspec.params["pair"]
@@ -74,7 +74,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(pair, request):
         parity.record("models.jsonl", row | {"gradients": worst, "worst": whose})
 
 
-@pytest.mark.sample("text-moe", "vl-moe")
+@pytest.mark.sample("text-moe")
 def test_a_packed_document_does_not_see_its_neighbours(pair):
     config, decoder, _, batches = pair
     docs = documents(config, batches["packed"])
@@ -84,7 +84,7 @@ def test_a_packed_document_does_not_see_its_neighbours(pair):
         torch.testing.assert_close(decoder(parity.pack(docs[::-1]), logits=True), torch.cat(alone[::-1]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.sample("text-moe", "vl-dense")
+@pytest.mark.sample("vl-dense-tied")
 def test_recompute_gives_the_same_gradients(pair):
     from playbook_trainer.torch.model.decoder import Options
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
-import parity
 import pytest
 import torch
 from test_switches import MODELS, TEXT, build, document_batch
@@ -69,13 +68,13 @@ def test_a_storage_travels_once_and_parameters_stay():
 
 def test_offload_that_is_switched_off_inside_is_noticed(monkeypatch):
     monkeypatch.setattr(offload.Trip, "_travels", lambda self, t, modules: False)
-    config = parity.tiny("qwen3_moe_tiny")
+    config = MODELS["moe"]()
     _, _, observer = observed(config, document_batch(config), Options(offload=True))
     assert observer.counters["offloaded_activation_bytes"] == 0
 
 
 def test_offload_leaves_nothing_behind():
-    config = parity.tiny("qwen3_moe_tiny")
+    config = MODELS["moe"]()
     model = build(config, Options(offload=True))
     batch = document_batch(config)
 
@@ -97,7 +96,7 @@ def test_offload_leaves_nothing_behind():
 
 
 def test_without_gradients_nothing_travels():
-    config = parity.tiny("qwen3_moe_tiny")
+    config = MODELS["moe"]()
     model = build(config, Options(offload=True))
     observer = Observer(model, {})
     with torch.no_grad(), observing(observer):
@@ -123,7 +122,7 @@ def stand_in(monkeypatch, functions):
 def test_graphed_parts_are_the_whole_model_cut_otherwise(monkeypatch):
     functions = []
     stand_in(monkeypatch, functions)
-    config = parity.tiny("qwen3_moe_tiny")
+    config = MODELS["moe"]()
     batch = document_batch(config)
     loss, gradients, plain = observed(config, batch, Options())
     model = build(config, GRAPHED)
@@ -146,7 +145,7 @@ def test_graphed_parts_are_the_whole_model_cut_otherwise(monkeypatch):
 
 def test_another_shape_or_an_evaluation_replays_nothing(monkeypatch):
     stand_in(monkeypatch, [])
-    config = parity.tiny("qwen3_moe_tiny")
+    config = MODELS["moe"]()
     batch = document_batch(config)
     model = build(config, GRAPHED)
     graphs.capture(model.layers.values(), config, torch.float32, batch.tokens_N.numel() + 1, torch.device("cpu"))
