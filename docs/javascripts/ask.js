@@ -157,7 +157,12 @@
     const scores = found.likeness(known).map((odds) => found.alike * odds), best = found.cards.map(() => 0);
     for (const [weight, score] of found.fieldScores) score(known).forEach((s, i) => { scores[i] += weight * s; });
     found.pieceScores(known).forEach((s, i) => { best[found.passages[i][0]] = Math.max(best[found.passages[i][0]], s); });
-    const against = [...new Set(asked)].reduce((sum, t) => sum + (found.odds.get(found.numbers.get(t)) ?? found.unseen), 0);
+    const plain = words(normal(query)), ways = new Set(found.ways);
+    const about = Object.fromEntries(found.kinds.map(([kind, known]) => [kind, Math.min(found.most_words, plain.filter((w) => known.has(w)).length)]));
+    // The way of training speaks neither for a card nor against it in a question about speed or memory in several words, or in one and about experts.
+    const aims = about.aim + (about.aim > 0 && asked.some((t) => found.experts.includes(t)) ? 1 : 0);
+    const neutral = aims >= found.most_words && !about.fault ? ways : new Set();
+    const against = [...new Set(asked)].filter((t) => !neutral.has(t)).reduce((sum, t) => sum + (found.odds.get(found.numbers.get(t)) ?? found.unseen), 0);
     const weigh = new Map(asked.filter((t) => t.startsWith("=") || !t.includes("_")).map((t) =>
       [t, found.weights.get(found.numbers.get(t)) ?? (/\d/.test(t) ? 0 : found.unknown * found.most)]));
     const all = [...weigh.values()].reduce((a, b) => a + b, 0) || 1;
@@ -166,16 +171,16 @@
       {card, i, score: scores[i] + found.passage * best[i], evidence: share(found.vocabulary[i]) * Math.sqrt(best[i] / found.most)}
     )).filter((r) => best[r.i] > 0).sort((a, b) => b.score - a.score);
     const nearest = ranked.slice(0, found.nearest).map((r) => r.card);
-    const plain = words(normal(query)), beyond = phrases(found, plain.join(" ")).filter((p) => !found.named.has(found.numbers.get(p[1])));
+    const unnamed = phrases(found, plain.join(" ")).filter((p) => !found.named.has(found.numbers.get(p[1])));
+    const beyond = unnamed.filter((p) => !neutral.has(p[1])), subject = unnamed.find((p) => !ways.has(p[1]));
     const signs = ranked.length && {
       constant: 1, evidence: Math.max(...ranked.map((r) => r.evidence)), passage: Math.log1p(best[ranked[0].i]), own: share(found.own[ranked[0].i]),
-      beyond: Math.min(found.most_words, beyond.length), odds: against,
-      ...Object.fromEntries(found.kinds.map(([kind, known]) => [kind, Math.min(found.most_words, plain.filter((w) => known.has(w)).length)])),
+      beyond: Math.min(found.most_words, beyond.length), odds: against, ...about,
     };
     const covered = signs && Object.entries(signs).reduce((sum, [name, value]) => sum + found.signs[name] * value, 0) >= found.least;
     const said = facts(found, normal(query)), kept = ranked.filter((r, i) => i === 0 || r.evidence >= found.beside);
     if (!covered || !kept.some((r) => applies(r.card, said))) {
-      return {cards: [], none: beyond.length ? `No card covers “${beyond[0][0]}”.` : "No card covers this question.", nearest};
+      return {cards: [], none: subject ? `No card covers “${subject[0]}”.` : "No card covers this question.", nearest};
     }
     const fits = kept.filter((r) => applies(r.card, said)), rest = kept.filter((r) => !applies(r.card, said));
     return {cards: [...fits, ...rest].slice(0, 5).map((r) => r.card), said};

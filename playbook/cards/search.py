@@ -24,6 +24,7 @@ from playbook.cards.terms import (
     GPUS,
     LEAST,
     MOST,
+    WAYS,
     Facts,
     KnownQuestion,
     Likeness,
@@ -35,6 +36,7 @@ from playbook.cards.terms import (
     kinds,
     likeness,
     load_asked,
+    neutral,
     normal,
     odds,
     opening,
@@ -238,7 +240,7 @@ def search(
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
     ranked = rank(index, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(index, words)
-    subjects = [phrase for phrase, term in phrases(beginning) if term not in index.named]
+    subjects = [phrase for phrase, term in phrases(beginning) if term not in index.named and term not in WAYS]
     if not ranked or covered(signs(index, beginning, words, ranked)) < LEAST:
         return SearchResult([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
@@ -311,14 +313,15 @@ def rank(index: SearchIndex, words: list[str]) -> list[Ranked]:
 
 def signs(index: SearchIndex, beginning: str, words: list[str], ranked: Sequence[Ranked]) -> Signs:
     """What speaks for and against an answer, given the terms of the question and the cards that share one."""
-    first = ranked[0]
+    first, about = ranked[0], kinds(beginning)
+    by_the_way = neutral(words, about)
     return Signs(
         evidence=max(r.evidence for r in ranked),
         passage=log1p(first.passages[0][0]),
         own=_share(_weights(index, words), index.title_terms[first.card]),
-        beyond=float(min(MOST, sum(term not in index.named for _, term in phrases(beginning)))),
-        odds=against(index.odds, words),
-        **kinds(beginning),
+        beyond=float(min(MOST, sum(term not in index.named and term not in by_the_way for _, term in phrases(beginning)))),
+        odds=against(index.odds, (word for word in words if word not in by_the_way)),
+        **about,
     )
 
 

@@ -343,9 +343,13 @@ def load_asked() -> tuple[KnownQuestion, ...]:
 
 _WORDS = "question_words.yaml"
 _WEIGHTS = "coverage.yaml"
+WAYS = frozenset({"=lora", "lora", "qlora", "peft", "adapt"})
+"""Terms for a way of training that any subject may come with: adapters run out of memory, wait and pad like all weights."""
+EXPERTS = frozenset({"expert", "=mixture_of_experts"})
+"""Terms for a mixture of experts, whose adapters have claims of their own."""
 MOST = 2
 """How many words of a kind, or phrases, count at most, so that a long question says no more than a short one."""
-LEAST = -0.8
+LEAST = -0.7
 """Log odds from which on the search answers: with each sixth of the known questions left out of the fit, one covered question in 33 stays
 unanswered."""
 _UNSEEN = 0.3
@@ -384,6 +388,14 @@ def kinds(text: str) -> dict[str, float]:
     """How many words of each kind a question has."""
     question_words = words(text)
     return {kind: float(min(MOST, sum(w in kind_words for w in question_words))) for kind, kind_words in load_words().items()}
+
+
+def neutral(question_terms: Iterable[str], about: Mapping[str, float]) -> frozenset[str]:
+    """Terms that speak neither for a card nor against: the way of training, in a question that names no fault and is about speed or memory
+    in several words, or in one and about experts.
+    """
+    aims = about["aim"] + (about["aim"] > 0 and not EXPERTS.isdisjoint(question_terms))
+    return WAYS if aims >= MOST and not about["fault"] else frozenset()
 
 
 def odds(questions: Sequence[KnownQuestion]) -> dict[str, float]:

@@ -156,9 +156,9 @@ def test_questions_find_their_card(index: search.SearchIndex, half: str) -> None
 FIRST_LOOK = {
     "tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39),
     "eleventh": (50 / 69, 58 / 69, 31 / 47, 62 / 69),
-    "blind": (150 / 223, 185 / 223, 78 / 171, 198 / 223),
+    "blind": (150 / 224, 185 / 224, 77 / 170, 198 / 224),
 }
-"""The same of the newest batches: what the first look gave, but for one question without a card, for three that a card answers since (they count as not answered then), for two blind ones that are answered since, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
+"""The same of the newest batches: what the first look gave, but for one question without a card, for three that a card answers since (they count as not answered then), for three blind ones that are answered since, and for models that have names since (one more is first, one fewer among three); it stays below the aims, and may not get worse."""
 
 
 @pytest.mark.parametrize("batch", NEWEST)
@@ -302,6 +302,25 @@ def test_logs_do_not_drown_the_question_above_them(index: search.SearchIndex) ->
     assert sum(a == b for a, b in zip(alone, pasted, strict=True)) >= 0.9 * len(covered)
 
 
+@pytest.mark.parametrize(
+    ("ask", "card"),
+    [
+        ("LoRA fine-tuning of Qwen3-30B-A3B is slow", "moe-in-transformers"),
+        ("peft adapters on experts are slow, are target_parameters the reason", "moe-in-transformers"),
+        ("LoRA SFT with TRL pads half of the tokens, should I pack", "packed-fine-tuning"),
+        ("GRPO with TRL is slow, is generation the wall", "rl-step"),
+        ("best learning rate for LoRA", None),
+        ("merge a LoRA adapter into the weights", None),
+        ("KeyError when a QLoRA of a MoE is loaded, which layout", None),
+        ("DPO loss is nan with LoRA", None),
+    ],
+)
+def test_adapters_are_a_way_to_train_and_no_reason_to_refuse(index: search.SearchIndex, ask: str, card: str | None) -> None:
+    found = search.search(index, ask)
+    assert ([h.id for h in found.hits] or [None])[0] == card
+    assert "lora" not in found.none
+
+
 def test_a_question_like_one_without_a_card_takes_more_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = "training slow since tuesday, fans are loud"
 
@@ -392,7 +411,7 @@ def test_a_whole_card_may_not_apply(index: search.SearchIndex, ask: str, run: Fa
 
 
 @pytest.mark.parametrize(
-    "subject", ["LoRA rank of the experts", "Muon with tensor parallelism", "find the straggler node", "reshard a TP4 checkpoint"]
+    "subject", ["learning rate for LoRA", "Muon with tensor parallelism", "find the straggler node", "reshard a TP4 checkpoint"]
 )
 def test_a_subject_that_no_card_names_leads_to_the_nearest(index: search.SearchIndex, subject: str) -> None:
     found = search.search(index, subject)
@@ -465,8 +484,8 @@ def test_the_command_says_where_the_nearest_claims_stand_and_how_to_learn_of_the
 
 
 def test_the_command_says_what_is_nearest_where_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = said(["search", "LoRA rank of the experts"], capsys)
-    assert (code, out.startswith("nearest, and perhaps of no use: "), err.startswith("no card covers 'lora'; ")) == (0, True, True)
+    code, out, err = said(["search", "Muon with tensor parallelism"], capsys)
+    assert (code, out.startswith("nearest, and perhaps of no use: "), err.startswith("no card covers 'muon'; ")) == (0, True, True)
 
 
 def test_a_question_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from playbook.cards import search
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim, expectation
-from playbook.cards.terms import FAMILIES, GPUS, LEAST, MOST, PRIOR, load_weights, load_words, tables, terms
+from playbook.cards.terms import EXPERTS, FAMILIES, GPUS, LEAST, MOST, PRIOR, WAYS, load_weights, load_words, tables, terms
 from playbook.paths import data_root
 from playbook.planner.models import MODELS
 from playbook.records.read import DECIDED, Record, verdicts
@@ -130,6 +130,8 @@ def question_box(cards: Mapping[str, Card]) -> str:
             "signs": load_weights(),
             "kinds": {kind: sorted(known_questions) for kind, known_questions in load_words().items()},
             "most_words": MOST,
+            "ways": sorted(WAYS),
+            "experts": sorted(EXPERTS),
             "beside": search.BESIDE,
             "nearest": search.NEAREST,
             "unknown": search.UNKNOWN,
