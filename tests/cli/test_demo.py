@@ -70,30 +70,28 @@ def test_on_a_terminal_the_last_column_of_a_table_is_folded_and_elsewhere_no_lin
     assert "\x1b" not in "".join(shown[True] + shown[False])
 
 
-def printed(monkeypatch, command, columns, terminal):
-    """What a command prints on a terminal of so many columns, or into a pipe."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("sys.stdout", stream := io.StringIO())
-    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
-    with pytest.raises(SystemExit) as stop:
-        app.main(list(command))
-    assert not stop.value.code
-    return stream.getvalue()
-
-
 @pytest.mark.parametrize(
     "command",
     [("skills", "list"), ("bench", "list"), ("cards", "list"), ("cards", "list", "--claims"), ("config", "list"), ("evidence", "list")],
 )
 @pytest.mark.sample("command0", "command2")
-def test_a_list_fits_80_columns_without_breaking_a_word_and_is_whole_in_a_pipe(monkeypatch, command):
+def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is_to_be_wide(monkeypatch, command):
     monkeypatch.chdir(repo_root())
-    narrow, whole = (printed(monkeypatch, command, 80, terminal) for terminal in (True, False))
-    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, whole.splitlines()))
-    assert not set(narrow.partition("left out")[0].split()) - set(whole.split()), "no part of a word alone"
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for words in (command, (*command, "--wide")):
+        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        with pytest.raises(SystemExit) as stop:
+            app.main(list(words))
+        assert not stop.value.code
+        shown[len(words)] = stream.getvalue()
+    narrow, wide = (shown[n] for n in sorted(shown))
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert not set(narrow.partition("left out")[0].split()) - set(wide.split()), "no part of a word alone"
     if command[0] == "skills":
         assert len(narrow.splitlines()) <= 2 + 2 * len(load_skills(data_root("skills"))), "two lines a skill"
-    assert ("a pipe shows all" in narrow) == (len(narrow.split("\n")[0].split()) < len(whole.split("\n")[0].split()))
+    assert ("--wide shows all" in narrow) == (len(narrow.split("\n")[0].split()) < len(wide.split("\n")[0].split()))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,15 @@ def test_a_list_fits_80_columns_without_breaking_a_word_and_is_whole_in_a_pipe(m
 )
 @pytest.mark.parametrize("columns", [80, 100])
 def test_an_answer_fits_its_terminal_and_a_folded_command_reads_as_the_one_in_a_pipe(monkeypatch, command, columns):
-    shown = {terminal: printed(monkeypatch, command, columns, terminal) for terminal in (True, False)}
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = {}
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal, raising=False)
+        with pytest.raises(SystemExit) as stop:
+            app.main(list(command))
+        assert not stop.value.code
+        shown[terminal] = stream.getvalue()
     assert [line for line in shown[True].splitlines() if len(line) > columns and "https://" not in line] == []
     words = set(shown[False].split())
     assert not set(shown[True].split()) - words - {word.rstrip(";") for word in words} - {"\\"}, "no part of a word alone"

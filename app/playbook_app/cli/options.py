@@ -13,6 +13,7 @@ from playbook.planner.shapes import DEEPEST, LARGEST
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
 
+Wide = Annotated[bool, typer.Option("--wide", help="Every column, however narrow the terminal is.")]
 
 # --- of runs ---------------------------------------------------------------------------------------------------------------------
 

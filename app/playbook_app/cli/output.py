@@ -75,16 +75,16 @@ def print_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare: Sequence[str] = ()) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare: Sequence[str] = (), wide: bool = False) -> None:
     """A table without lines, a line for each row.
 
     On a terminal that is too narrow, cells are folded between their words, and where that does not do, the `spare` columns go, in their
-    order.
+    order; not where it is to be `wide`.
     """
     shown = {c: [c, *(plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for row in rows)] for c in columns}
     limit = shutil.get_terminal_size().columns
     left_out = []
-    if narrow := sys.stdout.isatty():
+    if narrow := sys.stdout.isatty() and not wide:
         for c in spare:
             if sum(map(_least, shown.values())) + _GAP * (len(shown) - 1) + _READABLE > limit:
                 left_out.append(c)
@@ -99,7 +99,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare
         for pieces in itertools.zip_longest(*parts, fillvalue=""):
             sys.stdout.write((" " * _GAP).join(p.ljust(w) for p, w in zip(pieces, widths, strict=True)).rstrip() + "\n")
     if left_out:
-        say(f"left out for want of room: {', '.join(left_out)}; a wider terminal or a pipe shows all")
+        say(f"left out for want of room: {', '.join(left_out)}; --wide shows all")
 
 
 def _least(cells: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from playbook.cards.model import by_claim
 from playbook.errors import ExitCode, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
-from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
+from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.output import (
     complain,
@@ -64,7 +64,7 @@ def bench_run(
 
 
 @_bench_app.command("list")
-def bench_list(as_json: AsJson = False) -> None:
+def bench_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the cases, with the claims that name them."""
     named: dict[str | None, list[str]] = {}
     for card in load_all().values():
@@ -74,7 +74,9 @@ def bench_list(as_json: AsJson = False) -> None:
         {"id": c.id, "kind": c.kind, "claims": named.get(c.id, []), "profiles": list(c.profiles), "metric": c.metric, "summary": c.summary}
         for c in map(load_case, list_cases())
     ]
-    print_json(rows) if as_json else print_table(rows, ("id", "kind", "claims", "profiles", "summary"), ("profiles", "kind", "claims"))
+    print_json(rows) if as_json else print_table(
+        rows, ("id", "kind", "claims", "profiles", "summary"), ("profiles", "kind", "claims"), wide
+    )
 
 
 @_bench_app.command("check")

@@ -19,7 +19,7 @@ from playbook.records.read import Record
 from playbook.records.standing import bases
 from playbook.text import count, pairs
 from playbook.yaml_files import did_you_mean
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import print_findings, print_json, print_table, say
 from playbook_app.services.standing import as_shown, here, records_here, status_of, today
 
@@ -49,6 +49,7 @@ def cards_check(
 @_cards_app.command("list")
 def cards_list(
     claims: Annotated[bool, typer.Option("--claims", help="One line per claim, with its status.")] = False,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """List the cards of guidance, or the claims of all cards."""
@@ -59,12 +60,12 @@ def cards_list(
         if as_json:
             print_json(rows)
         else:
-            print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"), ("card",))
+            print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"), ("card",), wide)
             say(f"\n{counted(cards)}")
         return
     keys = ("id", "phase", "wall", "title", "summary", "symptoms")
     rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(cards).values()]
-    print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"), ("claims", "wall", "phase"))
+    print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"), ("claims", "wall", "phase"), wide)
 
 
 def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any]]:

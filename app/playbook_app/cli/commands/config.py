@@ -12,7 +12,7 @@ from playbook.errors import PlaybookError
 from playbook.paths import shipped
 from playbook.planner.models import named
 from playbook.yaml_files import did_you_mean
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import print_json, print_table, say
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import load, parse_overrides
@@ -27,7 +27,7 @@ app.add_typer(_config_app, name="config")
 
 
 @_config_app.command("list")
-def config_list(as_json: AsJson = False) -> None:
+def config_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the recipes: published configurations as files, with the GPUs that each is meant for."""
     rows = [{**r.model_dump(mode="json"), "file": str(_recipes() / r.file)} for r in recipes.index().recipes]
     if as_json:
@@ -37,6 +37,7 @@ def config_list(as_json: AsJson = False) -> None:
             [{**row, "file": Path(row["file"]).name, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows],
             ("file", "gpus", "hardware", "title"),
             ("hardware", "gpus"),
+            wide,
         )
         say(f"they lie in {_recipes()}")
 

@@ -18,7 +18,7 @@ from playbook.records.evidence import Comparison, Evidence, to_frame
 from playbook.records.read import Record, read, read_file, verdicts
 from playbook.records.standing import in_words
 from playbook.yaml_files import did_you_mean
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.services.standing import as_shown, claim_of, here, present, records_here, today, verdict_row
 from playbook_bench.run import report, store
@@ -40,6 +40,7 @@ def evidence_list(
         str | None, typer.Argument(metavar="CLAIM", help="Only records of this claim, such as W9; of all, if not given.")
     ] = None,
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """List the records, newest first: those of this folder's runs and those in the repository."""
@@ -55,7 +56,7 @@ def evidence_list(
     # The table says whether a verdict is stale, and one reason is enough for that.
     rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in recorded]
     columns = ("evidence", "claim", "status", "created", "sentence")
-    print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",))
+    print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",), wide)
 
 
 @_evidence_app.command("show")

@@ -17,7 +17,7 @@ from playbook.skills.export import export
 from playbook.skills.model import INDEX, Accepted, Known, check, choose, index, index_findings, load_skills, read_skills
 from playbook.text import count
 from playbook_app.cli import app as root
-from playbook_app.cli.options import AsJson, commands
+from playbook_app.cli.options import AsJson, Wide, commands
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_app.services.standing import stock_here
 from playbook_trainer.config.tree import trainer_keys
@@ -28,8 +28,8 @@ app.add_typer(_skills_app, name="skills")
 
 
 @_skills_app.command("list")
-def skills_list(as_json: AsJson = False) -> None:
-    """List the skills that come with Playbook, with the question that each answers; in full in a pipe."""
+def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
+    """List the skills that come with Playbook, with the question that each answers; in full with --wide, or in a pipe."""
     skills = load_skills(data_root("skills")).values()
     rows = [
         {"name": s.name, "answers": s.title, "description": s.front.description, "cards": list(s.cards), "path": str(s.path)}
@@ -37,10 +37,10 @@ def skills_list(as_json: AsJson = False) -> None:
     ]
     if as_json:
         return print_json(rows)
-    short = sys.stdout.isatty()
-    print_table(rows, ("name", "answers", *(() if short else ("cards", "description"))))
+    short = sys.stdout.isatty() and not wide
+    print_table(rows, ("name", "answers", *(() if short else ("cards", "description"))), wide=wide)
     if short:
-        say("left out for want of room: cards, description; a pipe shows all")
+        say("left out for want of room: cards, description; --wide shows all")
 
 
 @_skills_app.command("check")
