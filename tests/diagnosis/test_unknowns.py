@@ -5,6 +5,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
+from test_diagnosis import run
 
 from playbook.diagnosis import answer, published
 from playbook.diagnosis.actions import actions
@@ -21,20 +22,12 @@ from playbook.planner.plan import parse
 from playbook.planner.runs.check import check, document
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.time.step import step_time
-from playbook_app.cli import app
 
 MOE = "qwen3_30b_a3b"
 
 
 def of(model, hardware, gpus, *layout, seq_len=4096, gbs=None, **other):
     return setting(MODELS[model], model, hardware, gpus, seq_len=seq_len, gbs=gbs, known=layout, **other)
-
-
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        app.main(["diagnose", *words])
-    shown = capsys.readouterr()
-    return stop.value.code, shown.out, shown.err
 
 
 def table(tmp_path, header, *rows):

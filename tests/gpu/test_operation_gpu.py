@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run, start, steps, summary
+from ranks import run, start, steps, summary, tensors
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 WORDS = [
@@ -41,17 +41,6 @@ assert saver.restore() is None
 assert saver.save(index.step, index.data) is None
 saver.wait()
 """
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """The bytes of every tensor of a checkpoint."""
-    index = json.loads((folder / "checkpoint.json").read_text())
-    files = {p.name: p.read_bytes() for p in folder.glob("*.distcp")}
-    return {
-        f"{name} {piece['offsets']}": files[piece["file"]][piece["start"] : piece["start"] + piece["length"]]
-        for name, tensor in index["tensors"].items()
-        for piece in tensor["pieces"]
-    }
 
 
 @pytest.mark.gpu

@@ -14,8 +14,11 @@ from playbook.paths import data_root
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """With one card: the pages of each are made anew by every test."""
-    return make_tree(tmp_path, shipped=False)
+    """With one card, for the pages of each are made anew by every test; without the planner's answers, for their pages change with no record."""
+    made = make_tree(tmp_path, shipped=False)
+    for answers in ("plans", "decisions"):
+        (made / "docs" / f"{answers}.jsonl").unlink()
+    return made
 
 
 @pytest.fixture(scope="session")

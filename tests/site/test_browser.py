@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
-from site_browser import ASK, places, watched
+from site_browser import ASK, names, places, watched
 from site_tree import CARD
 
 from playbook.cards import search
@@ -36,10 +36,6 @@ PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 900}
 INSPECT = (Path(__file__).parent / "inspect_page.js").read_text()
 CARDS = Path(__file__).parents[1] / "cards"
-
-
-def names(built: Path) -> list[str]:
-    return sorted(p.relative_to(built).as_posix() for p in built.rglob("*.html") if p.name != "404.html")
 
 
 def test_every_page_is_in_order(chromium: Any, built_site: Path, site_root: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from site_browser import ASK, places
+from site_browser import ASK, names, places
 
 from playbook.paths import repo_root
 from playbook_app.site.doors import DOORS
@@ -17,10 +17,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 900}
-
-
-def names(built: Path) -> list[str]:
-    return sorted(p.relative_to(built).as_posix() for p in built.rglob("*.html") if p.name != "404.html")
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])

@@ -270,7 +270,7 @@ def test_an_exported_folder_carries_its_cards_with_the_newest_verdicts(exported)
 def test_an_export_replaces_nothing(tmp_path, capsys):
     out = tmp_path / "out"
     (out / "choose-layout").mkdir(parents=True)
-    code, _, err = run(capsys, "skills", "export", str(out))
+    code, _, err = run(capsys, "skills", "export", str(out), "--skill", "choose-layout")
     assert code == 2
     assert "an export replaces nothing" in err
     assert [p.name for p in out.iterdir()] == ["choose-layout"]

@@ -22,11 +22,6 @@ QUICK = [
 RISES_AGAIN = ["train.steps=6", "optimizer.lr=0.05", "optimizer.schedule=constant", "eval.every=1", "train.deterministic=true"]
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks") / "log")
-
-
 def saved(folder: Path) -> list[int]:
     return sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*"))
 

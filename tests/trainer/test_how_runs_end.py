@@ -24,11 +24,6 @@ DENSE = "trainer/configs/qwen3_tiny.yaml"
 QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=4", "data.seq_len=64", "model.num_layers=1", "data.num_workers=0"]
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks") / "log")
-
-
 def said(forks: Forks, rank: int, before: int) -> list[str]:
     """The lines of a rank since it had printed so many, without those of torch's own network code."""
     return [line for line in forks.text(rank)[before:].splitlines() if not line.startswith("[")]

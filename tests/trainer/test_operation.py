@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from forking import Forks
-from ranks import SUPPORT, free_port, run, steps, summary
+from ranks import SUPPORT, free_port, run, steps, summary, tensors
 
 from playbook_bench.launch.local import LocalLauncher, Spec
 from playbook_bench.statements.training import read_wandb_offline_run
@@ -117,22 +117,6 @@ def slowly(self, **given):
     finish(self, **given)
 checkpoint_files.Writer.finish = slowly
 """
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks") / "log")
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """The bytes of every tensor of a checkpoint."""
-    index = json.loads((folder / "checkpoint.json").read_text())
-    files = {p.name: p.read_bytes() for p in folder.glob("*.distcp")}
-    return {
-        f"{name} {piece['offsets']}": files[piece["file"]][piece["start"] : piece["start"] + piece["length"]]
-        for name, tensor in index["tensors"].items()
-        for piece in tensor["pieces"]
-    }
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

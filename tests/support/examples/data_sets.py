@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,16 @@ def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", size, (number % 256, 20, 30)).save(out, format="JPEG")
     return out.getvalue()
+
+
+def png(width: int, height: int) -> bytes:
+    """A header that claims any size, with too little behind it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
 
 
 def tar(path: Path, members: list[tuple[str, bytes]]) -> Path:

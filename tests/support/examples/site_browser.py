@@ -85,3 +85,8 @@ async (questions) => {
 def places(found: list[list[str]]) -> list[str]:
     """Pages in the order in which the search shows them."""
     return [group[0] for group in found]
+
+
+def names(built: Path) -> list[str]:
+    """The pages of a built site."""
+    return sorted(p.relative_to(built).as_posix() for p in built.rglob("*.html") if p.name != "404.html")

@@ -81,3 +81,14 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a checkpoint."""
+    index = json.loads((folder / "checkpoint.json").read_text())
+    files = {p.name: p.read_bytes() for p in folder.glob("*.distcp")}
+    return {
+        f"{name} {piece['offsets']}": files[piece["file"]][piece["start"] : piece["start"] + piece["length"]]
+        for name, tensor in index["tensors"].items()
+        for piece in tensor["pieces"]
+    }

@@ -6,15 +6,14 @@ import gc
 import io
 import itertools
 import json
-import struct
 import weakref
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from data_sets import png
 from PIL import Image
 
 from playbook.errors import DataError
@@ -52,16 +51,6 @@ def animated(kind: str) -> bytes:
     frames = [Image.new("RGB", (40, 36), (60 * i, 0, 0)) for i in range(3)]
     frames[0].save(out, format=kind, save_all=True, append_images=frames[1:])
     return out.getvalue()
-
-
-def png(width: int, height: int) -> bytes:
-    """A header that claims any size, with too little behind it."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
 
 
 def mutated(number: int) -> bytes:

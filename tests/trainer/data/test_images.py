@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data_sets import png
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -112,12 +111,7 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(9_000, 9_000), (60_000, 60_000)])
 def test_a_decompression_bomb_is_refused_by_its_header(tmp_path: Path, width: int, height: int) -> None:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
-    (tmp_path / "bomb.png").write_bytes(data)
+    (tmp_path / "bomb.png").write_bytes(png(width, height))
     with pytest.raises(DataError, match=r"bomb\.png"):
         header_size(tmp_path / "bomb.png")
 

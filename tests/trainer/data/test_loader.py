@@ -15,21 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_sets import config
 from PIL import Image
 
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root, repo_root, sources
-from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.loader import build_loader
 from playbook_trainer.exit_codes import RunError
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
-
-
-def config(name: str, **overrides: Any) -> TrainerConfig:
-    keys = {"data.num_workers": 0} | {key.replace("__", "."): value for key, value in overrides.items()}
-    return load(data_root("configs") / f"{name}.yaml", keys)
 
 
 def steps(cfg: TrainerConfig, n: int, **options: Any) -> list[list[Batch]]:

@@ -36,11 +36,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks") / "log")
-
-
 def trained(forks: Forks, folder: Path, config: str, layout: str, *words: str) -> list[dict[str, Any]]:
     ranks, sizes = LAYOUTS[layout]
     codes = forks.run([config, *QUICK, *sizes, *words, f"output={folder}"], ranks, free_port())

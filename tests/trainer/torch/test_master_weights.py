@@ -18,11 +18,6 @@ NARROW = "optimizer.moments_dtype=bf16"
 TIED = "model.tie_word_embeddings=true"
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks") / "log")
-
-
 def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
     line = [config, *QUICK, "train.receipt=false", *words, f"output={folder}", f"checkpoint.export={folder}-weights"]
     assert forks.run(line, ranks, free_port()) == [0] * ranks, forks.told(ranks)

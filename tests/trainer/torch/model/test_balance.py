@@ -155,11 +155,6 @@ def test_what_does_not_go_together_is_refused(words: dict[str, Any], said: str) 
         checks.check(config(**{"moe__aux_loss_coeff": 0.01, **words}), 1, check_packages=False)
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks") / "log")
-
-
 QUICK = [
     str(TEXT),
     "train.receipt=false",
