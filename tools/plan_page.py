@@ -27,7 +27,7 @@ TABLES = ROOT / "docs" / "plans.jsonl"
 CHOICES = ROOT / "docs" / "decisions.jsonl"
 README = ROOT / "README.md"
 START = ROOT / "docs" / "guide" / "getting-started.md"
-OF_A_PLAN = {README: ("other ",), START: ("other ", "claim ")}
+OF_A_PLAN = {README: ("other ",), START: ("other ", "claim ", "start ")}
 """By page, the lines of a plan that it shows below the table."""
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"

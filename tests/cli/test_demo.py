@@ -113,6 +113,7 @@ def test_an_answer_fits_its_terminal_and_a_folded_command_reads_as_the_one_in_a_
         assert not stop.value.code
         shown[terminal] = stream.getvalue()
     assert [line for line in shown[True].splitlines() if len(line) > columns and "https://" not in line] == []
+    assert [line for line in shown[True].splitlines() if line.startswith("start ") and line.endswith("\\")] == [], "no command"
     words = set(shown[False].split())
     assert not set(shown[True].split()) - words - {word.rstrip(";") for word in words} - {"\\"}, "no part of a word alone"
     pasted = re.sub(r" \\\n +", " ", shown[True])

@@ -345,7 +345,7 @@ def _show(answer: Answer, beside: _Beside) -> None:
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
     trainers = run_by(best.plan, q.cluster.name)
     if trainers:
-        say(f"start    --export TRAINER added to this command prints a script that starts it: {', '.join(trainers)}")
+        say(f"start    add --export TRAINER to this command for a script that starts it: {', '.join(trainers)}")
 
 
 def _against(answer: Answer, beside: _Beside) -> Iterator[str]:
