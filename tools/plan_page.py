@@ -27,8 +27,8 @@ TABLES = ROOT / "docs" / "plans.jsonl"
 CHOICES = ROOT / "docs" / "decisions.jsonl"
 README = ROOT / "README.md"
 START = ROOT / "docs" / "guide" / "getting-started.md"
-OF_A_PLAN = {README: ("other ",), START: ("other ", "claim ", "start ")}
-"""By page, the lines of a plan that it shows below the table."""
+OF_A_PLAN = {README: (100, ("other ",)), START: (90, ("other ", "claim ", "start "))}
+"""By page, the columns that it has room for, and the lines of a plan that it shows below the table."""
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"
 DIAGNOSIS = ROOT / "docs" / "guide" / "diagnose.md"
@@ -66,14 +66,15 @@ def sections() -> str:
 
 
 def first_answers(page: Path) -> str:
-    """The README or the first page with what its commands print today, as in a terminal of 100 columns: of the diagnosis where the run
+    """The README or the first page with what its commands print today, as in a terminal of its width: of the diagnosis where the run
     stands, of the plan its table and some lines."""
+    columns, of_a_plan = OF_A_PLAN[page]
 
     def answered(shown: re.Match[str]) -> str:
         lines = answer(shown["command"]).splitlines()
-        wanted, table = (("so ",), []) if " diagnose " in shown["command"] else (OF_A_PLAN[page], lines[1:3])
+        wanted, table = (("so ",), []) if " diagnose " in shown["command"] else (of_a_plan, lines[1:3])
         chosen = [*table, *(line for line in lines if line.startswith(wanted))]
-        return "\n".join([shown["line"], *(part for line in chosen for part in folded(line, 100))])
+        return "\n".join([shown["line"], *(part for line in chosen for part in folded(line, columns))])
 
     command = r"(?P<line>\$ (?P<command>playbook (?:diagnose|plan) [^\n#]*?) +# [^\n]*)(?:\n(?!\$ |```)[^\n]*)*"
     return re.sub(command, answered, page.read_text(encoding="utf-8"))
