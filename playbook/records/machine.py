@@ -62,7 +62,8 @@ def told_apart(name: str, machine_kind: tuple[Any, ...], others: Collection[tupl
 
 
 def _slug(text: str) -> str:
-    return "-".join(re.findall(r"[a-z0-9]+", text.lower())) or "unknown"
+    """`Intel(R) Xeon(R) Processor` as `intel-xeon`."""
+    return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"\((?:r|tm)\)|\b(?:processor|cpu)\b|@.*", " ", text.lower()))) or "unknown"
 
 
 NOTABLE_DATA = 0.03
