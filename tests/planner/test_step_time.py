@@ -30,13 +30,13 @@ def each(request):
     return plan(request.param)
 
 
-@pytest.mark.parametrize("gpu", clusters())
-def test_no_plan_is_faster_than_the_peak(each, gpu):
-    found, machine = step_time(each, cluster(gpu)), cluster(gpu)
+def test_no_plan_is_faster_than_the_peak(each):
     work = flops.per_token(each.shape, each.seq_len) * each.global_batch * each.seq_len / each.gpus
-    assert found.seconds.value > work / machine.bf16_flops_per_s
-    assert found.tflops_per_gpu == pytest.approx(work / found.seconds.value / 1e12)
-    assert 0 < found.mfu < 1
+    for machine in map(cluster, clusters()):
+        found = step_time(each, machine)
+        assert found.seconds.value > work / machine.bf16_flops_per_s, machine.name
+        assert found.tflops_per_gpu == pytest.approx(work / found.seconds.value / 1e12)
+        assert 0 < found.mfu < 1
 
 
 @pytest.mark.parametrize("rate", ["bf16_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s", "host_speed"])
@@ -83,14 +83,14 @@ def test_an_a800_is_an_a100_with_a_slower_link():
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h200", "gb200"])
-@pytest.mark.parametrize("pp", [1, 2, 4])
-def test_the_bound_of_the_search_is_never_above_a_time(each, gpu, pp):
-    staged = replace(each, pp=pp, vpp=1, gbs=0, options=replace(each.options, ep_overlap=False))
-    if staged.gpus % (staged.tp * staged.cp * pp) == 0 and staged.gpus % (staged.ep * staged.etp * pp) == 0:
-        assert least_seconds(staged, cluster(gpu)) <= step_time(staged, cluster(gpu)).seconds.value
-    assert (
-        0.3 * step_time(each, cluster(gpu)).seconds.value < least_seconds(each, cluster(gpu)) <= step_time(each, cluster(gpu)).seconds.value
-    )
+def test_the_bound_of_the_search_is_never_above_a_time(each, gpu):
+    machine = cluster(gpu)
+    for pp in (1, 2, 4):
+        staged = replace(each, pp=pp, vpp=1, gbs=0, options=replace(each.options, ep_overlap=False))
+        if staged.gpus % (staged.tp * staged.cp * pp) == 0 and staged.gpus % (staged.ep * staged.etp * pp) == 0:
+            assert least_seconds(staged, machine) <= step_time(staged, machine).seconds.value
+    seconds = step_time(each, machine).seconds.value
+    assert 0.3 * seconds < least_seconds(each, machine) <= seconds
 
 
 @pytest.mark.parametrize(

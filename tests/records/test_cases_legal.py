@@ -23,37 +23,33 @@ CLAIMS = [claim for card in load_all().values() for claim in card.claims]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
-def test_no_variant_is_refused_before_it_starts(case, monkeypatch):
+def test_no_variant_is_refused_before_it_starts_and_each_fits_the_gpu_that_is_to_measure_it(case, monkeypatch):
     monkeypatch.setattr(megatron, "installed", lambda module: True)  # what is missing here is for preflight to say
     may_fail = {name for claim in CLAIMS if claim.case == case.id for name in variant_names(claim.expect.infeasible)}
     for profile in case.profiles:
-        for name, variant in resolve_all(case, profile).items():
+        variants = resolve_all(case, profile)
+        for name, variant in variants.items():
             with contextlib.suppress(*([ConfigError] if name in may_fail else [])):
                 checks.check(variant.config, variant.ranks)
             if variant.config.data.kind != "mock":
                 load_tokenizer(variant.config.data.tokenizer, variant.config.model)
+            if profile.startswith("h100x") or (profile == "h200x1" and case.metric != "fits"):
+                assert peak(variant) < room(profile, variant.shared), (profile, name)
+        if profile == "h200x1" and case.metric != "fits":
+            # It casts and copies in every step of one rank, so that a pair with it on one side compares more than it names.
+            torch_ones = [v for v in variants.values() if v.config.backend == "torch" and v.ranks == 1]
+            assert len({automatic.switched(v.config, v.target).wants_fsdp(1, 1) for v in torch_ones}) <= 1
 
 
-ONE_GPU = [case for case in CASES if "h200x1" in case.profiles and case.metric != "fits"]
+def peak(variant):
+    """By the planner, on the fullest GPU: of one rank, or of all that share it."""
+    of_a_rank = max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages)
+    return of_a_rank * (variant.ranks if variant.shared else 1)
 
 
-@pytest.mark.parametrize("case", ONE_GPU, ids=lambda c: c.id)
-def test_what_one_gpu_is_to_measure_fits_it_by_the_planner(case):
-    for name, variant in resolve_all(case, "h200x1").items():
-        peak = max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages)
-        # Of ranks that share the GPU, each has a CUDA context too, and keeps memory that it has freed.
-        assert variant.ranks * peak < (0.85 * 139 * 2**30 if variant.shared else 141e9), name
-
-
-H100 = [(case, name) for case in CASES for name in case.profiles if name.startswith("h100x") and case.trainer]
-
-
-@pytest.mark.parametrize(("case", "profile"), H100, ids=lambda v: v if isinstance(v, str) else v.id)
-def test_what_h100s_are_to_measure_fits_80_gb_by_the_planner(case, profile):
-    for name, variant in resolve_all(case, profile).items():
-        peak = max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages)
-        sharing = variant.ranks if variant.shared else 1
-        assert sharing * peak < 0.92 * 79 * 2**30, name
+def room(profile, shared):
+    """Of ranks that share a GPU, each has a CUDA context too, and keeps memory that it has freed."""
+    return 0.92 * 79 * 2**30 if profile.startswith("h100x") else 0.85 * 139 * 2**30 if shared else 141e9
 
 
 def test_a_profile_begins_from_another_with_its_values_for_single_variants():
@@ -71,13 +67,6 @@ def test_a_profile_begins_from_another_with_its_values_for_single_variants():
         told["profiles"]["h100x1"] = {"like": other}
         with pytest.raises(ValueError, match=r"expected one that is written out: .*h200x1"):
             Case.model_validate(told)
-
-
-@pytest.mark.parametrize("case", ONE_GPU, ids=lambda c: c.id)
-def test_no_variant_alone_brings_in_fsdp(case):
-    """It casts and copies in every step of one rank, so that a pair with it on one side compares more than it names."""
-    torch_ones = [v for v in resolve_all(case, "h200x1").values() if v.config.backend == "torch" and v.ranks == 1]
-    assert len({automatic.switched(v.config, v.target).wants_fsdp(1, 1) for v in torch_ones}) <= 1
 
 
 def test_long_rows_without_cp_exceed_the_gpu_that_ranks_share_and_nothing_else_does():

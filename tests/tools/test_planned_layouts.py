@@ -34,12 +34,13 @@ def test_all_models_and_layouts_are_registered() -> None:
         assert 0 < speed["low"] < speed["value"] < speed["high"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[tool.name_of(r) for r in ROWS])
-def test_every_registered_configuration_can_run_and_fits(row: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_registered_configuration_can_run_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "installed", lambda module: True)
-    config = tree.load(tool.ROOT / tool.CONFIG, row["settings"])
-    checks.check(config, row["gpus"])
-    assert max(s.peak for s in dry_run.dry_run(config, row["gpus"]).stages) < 0.92 * tool.cluster(gpu(row)).memory_gib * tool.GIB
+    for row in ROWS:
+        config = tree.load(tool.ROOT / tool.CONFIG, row["settings"])
+        checks.check(config, row["gpus"])
+        peak = max(s.peak for s in dry_run.dry_run(config, row["gpus"]).stages)
+        assert peak < 0.92 * tool.cluster(gpu(row)).memory_gib * tool.GIB, tool.name_of(row)
 
 
 def test_each_is_run_once_and_then_the_two_fastest_of_a_model_in_turns() -> None:
