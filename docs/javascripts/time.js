@@ -64,7 +64,7 @@ var PlaybookTime = (function (layout, memory) {
 
   function searched(t, p) {
     const s = p.shape;
-    if (!s.experts || p.imbalance === 1) return 0;
+    if (!s.experts || p.options.fp8 || p.imbalance === 1) return 0;
     const experts = s.experts / p.ep, tokens = p.mbs * p.seq_len / p.cp / (layout.sequenceParallel(p) ? p.tp : 1);
     const rows = tokens * s.top_k * p.imbalance * p.etp / experts;
     const products = (s.layers - s.dense_layers) / p.pp * layout.microbatches(p) * experts;
@@ -80,7 +80,7 @@ var PlaybookTime = (function (layout, memory) {
       torch, sharded: o.sharding !== "none", attention: o.attention || (torch ? "flash2" : "cudnn"),
       frozen: o.lora > 0 || o.frozen.includes("decoder"), native_loss: p.loss === "native", capacity: o.capacity,
       options: {backend: torch ? "torch" : "megatron", lora: o.lora, lora_targets: o.lora_targets, base: o.base},
-      compiled: !torch || o.compiled, apart: o.cp_comm === "a2a" ? p.cp : o.cp_comm === "a2a+p2p" && o.cp_sizes.length ? o.cp_sizes[0] : 1,
+      weight_grad: torch ? BF16 : 2 * p.grad_bytes, compiled: !torch || o.compiled, apart: o.cp_comm === "a2a" ? p.cp : o.cp_comm === "a2a+p2p" && o.cp_sizes.length ? o.cp_sizes[0] : 1,
       rows, local: rows / (sp ? p.tp : 1),
     };
   }
@@ -94,10 +94,14 @@ var PlaybookTime = (function (layout, memory) {
   const product = (law, flops, n, peak, bandwidth) => law.fixed + Math.max(flops / (law.share * peak), n / (law.memory_share * bandwidth));
   const up = (s) => s.gated ? 2 : 1, expertHidden = (s) => s.latent || s.hidden;
 
-  function dense(t, g, rows, wideIn, wideOut, fp8) {
-    const flops = 2 * rows * wideIn * wideOut, weight = wideIn * wideOut, moved = BF16 * (rows * (wideIn + wideOut) + weight), laws = g.laws;
-    const one = (law, n) => product(fp8 ? laws.fp8 : law, flops, fp8 ? n / 2 : n, fp8 ? g.fp8_flops_per_s : g.bf16_flops_per_s, g.memory_bytes_per_s) / t.constants.IN_STEP;
-    const found = cost({products: one(laws.forward, moved)}, {products: one(laws.input_gradient, moved) + one(laws.weight_gradient, moved + 2 * FP32 * weight)});
+  function dense(t, g, rows, wideIn, wideOut, w, wide = false) {
+    const flops = 2 * rows * wideIn * wideOut, weight = wideIn * wideOut, sides = BF16 * rows * (wideIn + wideOut), laws = g.laws, fp8 = wide ? "" : w.fp8;
+    const one = (law, read, written = 0) =>
+      product(fp8 ? laws.fp8 : law, flops, (fp8 ? read / 2 : read) + written, fp8 ? g.fp8_flops_per_s : g.bf16_flops_per_s, g.memory_bytes_per_s) / t.constants.IN_STEP;
+    const found = cost(
+      {products: one(laws.forward, sides + BF16 * weight)},
+      {products: one(laws.input_gradient, sides + BF16 * weight) + one(laws.weight_gradient, sides, w.weight_grad * weight)},
+    );
     return fp8 ? cast(t, g, found, fp8, rows, wideIn, wideOut) : found;
   }
 
@@ -108,11 +112,12 @@ var PlaybookTime = (function (layout, memory) {
 
   function grouped(t, g, rows, experts, wideIn, wideOut, w) {
     const tile = t.tile, padded = rows < 8 * tile ? Math.max(tile, Math.ceil(rows / tile) * tile) : rows, laws = g.laws, fp8 = w.fp8;
-    const flops = 2 * padded * experts * wideIn * wideOut, weight = experts * wideIn * wideOut, moved = BF16 * (experts * rows * (wideIn + wideOut) + weight);
+    const flops = 2 * padded * experts * wideIn * wideOut, weight = experts * wideIn * wideOut, sides = BF16 * experts * rows * (wideIn + wideOut);
     const fast = fp8 ? g.fp8_flops_per_s / g.bf16_flops_per_s * laws.fp8.share / laws.forward.share : 1;
     const [first, second] = laws.grouped[w.torch ? "torch" : "megatron"];
-    const one = (law, n) => product(law, flops / fast, n * (fp8 ? 0.5 : 1), g.bf16_flops_per_s, g.memory_bytes_per_s) / t.constants.IN_STEP;
-    const found = cost({grouped: one(first, moved)}, {grouped: one(second, moved) + one(second, moved + 2 * FP32 * weight)});
+    const one = (law, read, written = 0) =>
+      product(law, flops / fast, read * (fp8 ? 0.5 : 1) + written, g.bf16_flops_per_s, g.memory_bytes_per_s) / t.constants.IN_STEP;
+    const found = cost({grouped: one(first, sides + BF16 * weight)}, {grouped: one(second, sides + BF16 * weight) + one(second, sides, w.weight_grad * weight)});
     return fp8 ? cast(t, g, found, fp8, rows * experts, wideIn, wideOut) : found;
   }
 
@@ -134,7 +139,7 @@ var PlaybookTime = (function (layout, memory) {
     return [["", h, (n * (s.attention_gate ? 2 : 1) + 2 * Math.max(s.kv_heads / tp, 1)) * d], ["", n * d, h]];
   }
 
-  const multiplied = (t, g, w, widths) => together(widths.map(([, wideIn, wideOut]) => dense(t, g, w.rows, wideIn, wideOut, w.fp8)));
+  const multiplied = (t, g, w, widths) => together(widths.map(([, wideIn, wideOut]) => dense(t, g, w.rows, wideIn, wideOut, w)));
 
   function turned(s, k, w) {
     const m = s.mla;
@@ -213,7 +218,7 @@ var PlaybookTime = (function (layout, memory) {
 
   function mlp(t, g, s, w) {
     const moved = BF16 * t.layer._NORM_PASSES * w.local * s.hidden, gather = tensor(t, g, s, w), host = t.constants.HOST_MLP.map((x) => x / g.host_speed);
-    const first = dense(t, g, w.rows, s.hidden, up(s) * s.ffn / w.tp, w.fp8);
+    const first = dense(t, g, w.rows, s.hidden, up(s) * s.ffn / w.tp, w);
     return both(swiglu(t, g, s, s.ffn / w.tp, w), cost(
       {elementwise: bytes(g, moved), host: host[0], tp: 2 * gather},
       {elementwise: bytes(g, t.layer._BACKWARD_NORM * moved), host: host[1], tp: gathersBack(w, gather, first)},
@@ -231,11 +236,11 @@ var PlaybookTime = (function (layout, memory) {
   function moe(t, g, s, w) {
     const c = t.constants, m = t.layer, h = s.hidden, copies = w.local * s.top_k * w.imbalance, mine = s.experts / w.ep, wide = expertHidden(s);
     const each = copies * w.etp / mine, inner = s.expert_ffn / w.etp;
-    const products = [grouped(t, g, each, mine, wide, up(s) * inner, w), grouped(t, g, each, mine, inner, wide, w), dense(t, g, w.local, h, s.experts, "")];
-    if (s.latent) products.push(dense(t, g, w.local, h, wide, w.fp8), dense(t, g, w.local, wide, h, w.fp8));
+    const products = [grouped(t, g, each, mine, wide, up(s) * inner, w), grouped(t, g, each, mine, inner, wide, w), dense(t, g, w.local, h, s.experts, w, true)];
+    if (s.latent) products.push(dense(t, g, w.local, h, wide, w), dense(t, g, w.local, wide, h, w));
     if (s.shared_ffn) products.push(swiglu(t, g, s, s.shared_ffn / w.tp, w));
     const passes = s.expert_bias && w.fp8 !== "mxfp8" ? m._BIASED_GLU : up(s) + 1, act = BF16 * copies * w.etp * inner * passes;
-    const sorts = t.flex.includes(w.dispatcher) || (w.torch && w.ep * w.etp === 1) ? 1 : 2, permuted = BF16 * wide * copies * 2 * sorts;
+    const once = t.flex.includes(w.dispatcher) || (w.torch && w.ep * w.etp === 1), permuted = BF16 * wide * copies * 2 * (once ? w.etp : 1 + w.etp);
     const norm = BF16 * m._NORM_PASSES * w.local * h + 3 * FP32 * w.local * s.experts;
     const sent = 2 * dispatch(t, g, s, w) * (w.ep_overlap ? 1 - c.EP_HIDDEN : 1), shared = s.shared_ffn ? 2 * tensor(t, g, s, w) : 0;
     const launched = w.torch ? Math.min(mine, w.sharded ? m._TORCH_EXPERTS : 1) : mine;
@@ -460,7 +465,7 @@ var PlaybookTime = (function (layout, memory) {
     const parts = Object.fromEntries(PARTS.map((k) => [k, m * (slow.forward[k] + slow.backward[k])]));
     Object.assign(parts, between(t, g, p, stages, slow), offloaded(t, g, p, slow, placed[0]), dataParallel(t, g, p, slow));
     parts.optimizer = optimizer(t, g, p, most(stages, (x) => x.dense / Math.max(layout.dp(p) * p.cp, 1) + x.experts / Math.max(layout.edp(p), 1)));
-    if (p.gpus > 1) parts.stragglers = t.constants.STRAGGLERS * sum(Object.values(parts));
+    if (p.gpus > 1) parts.stragglers = (p.gpus <= g.domain ? g.stragglers : t.constants.STRAGGLERS) * sum(Object.values(parts));
     const whole = sum(Object.values(parts)), off = deviation(t, parts, p, g), wide = Math.exp(t.spread.QUANTILE * off);
     const tokens = layout.globalBatch(p) * p.seq_len / p.gpus, peak = p.options.fp8 ? g.fp8_flops_per_s : g.bf16_flops_per_s;
     return {

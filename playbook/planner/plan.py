@@ -38,7 +38,9 @@ class Plan:
 
     `etp` is 1 unless set, where megatron takes tp. The three `*_bytes` are per parameter (moments: each of the two); `imbalance` multiplies
     the tokens of the fullest rank's experts.
-    `even_rows` says that every expert gets equally many tokens, as benchmarks force them to.
+    `even_rows` says that every expert gets equally many tokens, as benchmarks force them to. `gradients_added` says that a kernel of its
+    own adds each gradient to what earlier micro-batches left, where the product does not; `experts_at_once` that one CUTLASS kernel
+    multiplies all experts, but for their weights' gradients. Only a configuration of this project's trainer says either.
     """
 
     shape: Shape
@@ -59,6 +61,8 @@ class Plan:
     loss: str = "te"
     imbalance: float = 1.0
     even_rows: bool = True
+    gradients_added: bool = False
+    experts_at_once: bool = False
     options: Options = field(default_factory=Options)
 
     @property
@@ -142,7 +146,16 @@ def idle(plan: Plan, given: Iterable[str]) -> list[str]:
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _OPTIONS = {f.name: f for f in fields(Options)}
-_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {
+_NUMBERS = {f.name for f in fields(Plan)} - {
+    "shape",
+    "model",
+    "options",
+    "loss",
+    "imbalance",
+    "even_rows",
+    "gradients_added",
+    "experts_at_once",
+} | {
     "layers",
     "experts",
     "ulysses",

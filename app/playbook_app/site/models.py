@@ -194,7 +194,7 @@ def _rates(gpu: Cluster, reference: Cluster) -> dict[str, Any]:
     keys = ("bf16_flops_per_s", "fp8_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s", "domain", "host_speed")
     kernel = next(iter(reference.laws.attention))
     return {
-        **{k: getattr(gpu, k) for k in (*keys, "has_fp8", "host_known", "transferred")},
+        **{k: getattr(gpu, k) for k in (*keys, "has_fp8", "host_known", "transferred", "stragglers")},
         "rings": gpu.rings,
         "bf16": gpu.laws.forward.share / reference.laws.forward.share,
         "fp8": gpu.laws.fp8.share / reference.laws.fp8.share,

@@ -14,6 +14,7 @@ from typing import Any
 
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import repo_root
+from playbook.planner.time.constants import STRAGGLERS
 from playbook.planner.time.laws import Laws, of_rows
 from playbook.yaml_files import KeyPath, did_you_mean, locate, read
 
@@ -21,7 +22,7 @@ _RATE, _SHARE = (1.0, 100_000.0), (0.01, 1.0)
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "bf16_tflops": _RATE, "fp8_tflops": _RATE, "memory_gib": (1, 10_000), "memory_gb_s": (10, 1_000_000), "board_w": (10, 10_000),
     "link_gb_s": (0.1, 10_000), "domain": (1, 4096), "nic_gb_s": (0.01, 10_000), "node": (1, 4096), "bf16_reached": _SHARE,
-    "fp8_reached": _SHARE, "host_speed": (0.05, 20),
+    "fp8_reached": _SHARE, "host_speed": (0.05, 20), "stragglers": (0.0, 1.0),
 }  # fmt: skip
 """The least and the most of each figure, in its own unit."""
 _WHOLE = ("domain", "node")
@@ -168,6 +169,8 @@ class Cluster:
     """Whether the kernels were measured on the very machine, by a file that the question names."""
     notes: tuple[str, ...] = ()
     """What such a file measured and states."""
+    stragglers: float = STRAGGLERS.value
+    """What waiting for the slowest of a domain's GPUs adds to a step, as a share of it."""
     board_w: float | None = None
     """The most watts that a GPU may draw; None where no source says it."""
 
@@ -175,6 +178,10 @@ class Cluster:
     def option(self) -> str:
         """What `--hardware` takes for it."""
         return self.file or self.name
+
+    def straggling(self, gpus: int) -> float:
+        """What waiting for the slowest of so many GPUs adds to a step, as a share of it; beyond one domain as where it was measured."""
+        return 0.0 if gpus == 1 else self.stragglers if gpus <= self.domain else STRAGGLERS.value
 
     def about_network(self, gpus: int) -> tuple[str, ...]:
         """What is said of the network between domains; nothing where one domain holds all GPUs."""
@@ -268,6 +275,7 @@ def _load(name: str) -> Cluster:
         fp8_reached=figures.get("fp8_reached", figures["bf16_reached"]),
         node=figures.get("node", _NODE),
         board_w=figures.get("board_w"),
+        stragglers=figures.get("stragglers", STRAGGLERS.value),
     )
 
 

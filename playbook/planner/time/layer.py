@@ -85,6 +85,11 @@ class Work(NamedTuple):
     base: str
     compiled: bool
     apart: int
+    weight_grad: int
+    """Bytes that a product moves for each gradient of a weight: written in 16 bits, or added to what earlier micro-batches left."""
+    added: int
+    """Bytes that a kernel of its own moves for each gradient, to add it to those of earlier micro-batches."""
+    at_once: bool
 
 
 class Kind(NamedTuple):
@@ -137,14 +142,17 @@ def work(plan: Plan) -> Work:
         o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
         o.capacity, o.lora, o.lora_targets, o.base, not torch or o.compiled, o.heads_apart(plan.cp),
+        BF16 if torch or plan.gradients_added else 2 * plan.grad_bytes, BF16 + 2 * plan.grad_bytes if plan.gradients_added else 0,
+        plan.experts_at_once,
     )  # fmt: skip
 
 
 def searched(plan: Plan) -> float:
     """The share of experts' products for which cuBLAS looks for a kernel, where their rows differ: sizes come again within a step the
-    sooner, the more products it has and the fewer rows.
+    sooner, the more products it has and the fewer rows. Rows of 8-bit products are padded, so that their sizes come again at once.
+    Source: Megatron-LM, `megatron/core/transformer/moe/experts.py` (Fp8Padding).
     """
-    if not plan.shape.experts or (plan.even_rows and plan.imbalance == 1):
+    if not plan.shape.experts or plan.options.fp8 or (plan.even_rows and plan.imbalance == 1):
         return 0.0
     experts = plan.shape.experts / plan.ep
     tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
@@ -178,6 +186,8 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         more = Parts(elementwise=_bytes(cluster, _uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
         forward, backward = forward.plus(more), backward.plus(more, 2)
         blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
+    if w.added and not w.frozen:
+        backward = backward._replace(elementwise=backward.elementwise + _bytes(cluster, w.added * _parameters(shape, kind, w)))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     if w.lora:
@@ -187,6 +197,12 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     recomputed = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(recomputed), w, routed=routed))
+
+
+def _parameters(shape: Shape, kind: Kind, w: Work) -> float:
+    """A layer's parameters on one rank, before data parallelism shards them."""
+    counts = parameters.layer(shape, index_of(shape, kind))
+    return counts.sharded / w.tp + counts.repeated + counts.experts / (w.ep * w.etp)
 
 
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
@@ -212,22 +228,23 @@ def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
     return parts._replace(host=both - device)
 
 
-def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: str) -> Cost:
-    """One matrix product with its two gradients; 8-bit products have their casts among the elementwise kernels."""
+def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, w: Work, *, wide: bool = False) -> Cost:
+    """One matrix product with its two gradients; casts to 8 bits, which `wide` ones never have, are among the elementwise kernels."""
+    fp8 = "" if wide else w.fp8
     flops, weight = 2.0 * rows * wide_in * wide_out, wide_in * wide_out
-    moved = BF16 * (rows * (wide_in + wide_out) + weight)
+    sides = BF16 * rows * (wide_in + wide_out)
     laws, peak, bandwidth = cluster.laws, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s
     slower = 1 / constants.IN_STEP.value
 
-    def one(law: Product, num_bytes: float) -> float:
+    def one(law: Product, read: float, written: float = 0.0) -> float:
         if fp8:
-            law, rate, num_bytes = laws.fp8, cluster.fp8_flops_per_s, num_bytes / 2
+            law, rate, read = laws.fp8, cluster.fp8_flops_per_s, read / 2
         else:
             rate = peak
-        return slower * law.seconds(flops, num_bytes, rate, bandwidth)
+        return slower * law.seconds(flops, read + written, rate, bandwidth)
 
-    forward = Parts(products=one(laws.forward, moved))
-    backward = Parts(products=one(laws.input_gradient, moved) + one(laws.weight_gradient, moved + 2 * _FP32 * weight))
+    forward = Parts(products=one(laws.forward, sides + BF16 * weight))
+    backward = Parts(products=one(laws.input_gradient, sides + BF16 * weight) + one(laws.weight_gradient, sides, w.weight_grad * weight))
     if not fp8:
         return Cost(forward, backward)
     cast_in, cast_out = (
@@ -241,17 +258,17 @@ def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide
     fp8 = w.fp8
     padded = max(TILE, -(-rows // TILE) * TILE) if rows < 8 * TILE else rows
     flops, weight = 2.0 * padded * experts * wide_in * wide_out, experts * wide_in * wide_out
-    moved = BF16 * (experts * rows * (wide_in + wide_out) + weight)
+    sides = BF16 * experts * rows * (wide_in + wide_out)
     laws, bandwidth, slower = cluster.laws, cluster.memory_bytes_per_s, 1 / constants.IN_STEP.value
     fast = (cluster.fp8_flops_per_s / cluster.bf16_flops_per_s) * laws.fp8.share / laws.forward.share if fp8 else 1.0
     first, second = laws.grouped["torch" if w.torch else "megatron"]
     size = 0.5 if fp8 else 1.0
 
-    def one(law: Product, num_bytes: float) -> float:
-        return slower * law.seconds(flops / fast, num_bytes * size, cluster.bf16_flops_per_s, bandwidth)
+    def one(law: Product, read: float, written: float = 0.0) -> float:
+        return slower * law.seconds(flops / fast, read * size + written, cluster.bf16_flops_per_s, bandwidth)
 
-    forward = Parts(grouped=one(first, moved))
-    backward = Parts(grouped=one(second, moved) + one(second, moved + 2 * _FP32 * weight))
+    forward = Parts(grouped=one(first, sides + BF16 * weight))
+    backward = Parts(grouped=one(second, sides + BF16 * weight) + one(second, sides, w.weight_grad * weight))
     if not fp8:
         return Cost(forward, backward)
     cast_in, cast_out = (
@@ -303,7 +320,7 @@ def _projections(shape: Shape, mixer: str, tp: int) -> list[tuple[str, float, fl
 def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Seconds of a layer's first half, both passes: projections, attention, norm and rotation, and what TP and CP send."""
     rows, local = _tokens(w)
-    products = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
+    products = _sum(_dense(cluster, rows, i, o, w) for _, i, o in _projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
     more = constants.HOST_MLA.value if shape.mla is not None and kind.mixer == "attention" else 1.0
@@ -323,7 +340,7 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     )
     gather = _tensor(cluster, shape, w)
     exchanged, ring = _context(cluster, shape, kind, w)
-    first = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp)[:-1])
+    first = _sum(_dense(cluster, rows, i, o, w) for _, i, o in _projections(shape, kind.mixer, w.tp)[:-1])
     return Cost(
         forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
         backward._replace(tp=_gathers_back(w, gather, first), cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
@@ -426,7 +443,7 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     products = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
     moved = BF16 * _NORM_PASSES * local * shape.hidden
     gather = _tensor(cluster, shape, w)
-    first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w.fp8)
+    first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w)
     return Cost(
         products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster,
         constants.HOST_MLP[0].value), tp=2 * gather),
@@ -439,8 +456,8 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 
 def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) -> Cost:
     """A dense MLP: up, activation, down."""
-    up, fp8 = shape.up, w.fp8
-    products = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
+    up = shape.up
+    products = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, w), _dense(cluster, rows, width, shape.hidden, w)]))
     act = _bytes(cluster, BF16 * rows * width * (up + 1))
     return Cost(
         products.forward._replace(elementwise=products.forward.elementwise + act),
@@ -454,26 +471,27 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     They are those of norm, router, routed and shared experts, permutation, host launches, and exposed EP and TP communication.
     """
     cp_tokens, sp_tokens = _tokens(w)
-    token_copies, fp8, h = sp_tokens * shape.top_k * w.imbalance, w.fp8, shape.hidden
+    token_copies, h = sp_tokens * shape.top_k * w.imbalance, shape.hidden
     local_experts, expert_hidden = shape.experts / w.ep, shape.expert_hidden
     per_expert = token_copies * w.etp / local_experts  # a rank gets as many copies as it sends
     expert_ffn = shape.expert_ffn / w.etp
     products = [
         _grouped(cluster, per_expert, local_experts, expert_hidden, shape.up * expert_ffn, w),
         _grouped(cluster, per_expert, local_experts, expert_ffn, expert_hidden, w),
-        _dense(cluster, sp_tokens, h, shape.experts, fp8=""),
+        _dense(cluster, sp_tokens, h, shape.experts, w, wide=True),
     ]
     if shape.latent:
-        products += [_dense(cluster, sp_tokens, h, expert_hidden, fp8), _dense(cluster, sp_tokens, expert_hidden, h, fp8)]
+        products += [_dense(cluster, sp_tokens, h, expert_hidden, w), _dense(cluster, sp_tokens, expert_hidden, h, w)]
     if shape.shared_ffn:
         products.append(_swiglu(cluster, shape, cp_tokens, shape.shared_ffn / w.tp, w))
     costs = _sum(iter(products))
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
     activation_bytes = BF16 * token_copies * w.etp * expert_ffn * passes
-    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself. megatron-core
-    # sorts twice on one rank too.
-    sorts = 1 if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 2
-    permute_bytes = BF16 * expert_hidden * token_copies * 2 * sorts
+    # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself: there those of
+    # all ETP ranks, which have been gathered. megatron-core sorts twice on one rank too.
+    # Source: Megatron-LM, `megatron/core/transformer/moe/token_dispatcher.py` (`MoEAlltoAllTokenDispatcher.dispatch_postprocess`).
+    sorted_copies = token_copies * (w.etp if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 1 + w.etp)
+    permute_bytes = BF16 * expert_hidden * sorted_copies * 2
     norm_and_router_bytes = BF16 * _NORM_PASSES * sp_tokens * h + 3 * _FP32 * sp_tokens * shape.experts
     forward = _bytes(cluster, activation_bytes + 2 * permute_bytes + norm_and_router_bytes)
     backward = _bytes(
@@ -504,13 +522,16 @@ def _launched(experts: float, w: Work) -> tuple[float, float]:
     """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows
     are a new number.
 
-    That is cuBLAS, the default; one CUTLASS kernel for all experts is not modelled.
+    That is cuBLAS, the default. One CUTLASS kernel for all experts leaves it the gradients of the weights, half of the backward pass.
+    Source: Transformer Engine, `common/gemm/cublaslt_gemm.cu` (nvte_multi_tensor_gemm).
     """
     if w.torch:
         experts = min(experts, _TORCH_EXPERTS if w.sharded else 1)
     forward, backward = (
         launch.value + w.searched * search.value for launch, search in zip(constants.HOST_EXPERT, constants.HOST_SEARCH, strict=True)
     )
+    if w.at_once:
+        return 0.0, experts * backward / 2
     return experts * forward, experts * backward
 
 
@@ -537,7 +558,7 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
         both = blocks[0].forward.plus(blocks[1].forward)
         widths = [(m.wide_in / (w.tp if m.split == "in" else 1), m.wide_out / (w.tp if m.split == "out" else 1)) for m in
                   activations.matmuls(shape, kind.mixer, kind.ffn)[1]]  # fmt: skip
-        again = _sum(_dense(cluster, _tokens(w)[0], wide_in, wide_out, w.fp8) for wide_in, wide_out in widths).forward
+        again = _sum(_dense(cluster, _tokens(w)[0], wide_in, wide_out, w) for wide_in, wide_out in widths).forward
         return both._replace(products=again.products, attention=0.0, tp=both.tp / 2, ep=0.0, cp=0.0)
     if "full" in names:
         return blocks[0].forward.plus(blocks[1].forward)
@@ -547,7 +568,7 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
         recomputed = recomputed.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
     if "mla_up_proj" in names:
         ups = [(i, o) for name, i, o in _projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
-        recomputed = recomputed.plus(_sum(_dense(cluster, rows, i, o, w.fp8) for i, o in ups).forward)
+        recomputed = recomputed.plus(_sum(_dense(cluster, rows, i, o, w) for i, o in ups).forward)
     if "layernorm" in names:
         recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
     if kind.ffn != "experts":

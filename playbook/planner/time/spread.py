@@ -100,7 +100,8 @@ def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     )
     sentences += [*cluster.notes, *cluster.about_network(plan.gpus), *_crossing(plan, cluster)]
     sentences.append("gradients and parameters travel beside the passes")
-    if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
+    searches = plan.options.backend == "megatron" and plan.options.sharding != "fsdp2" and not plan.options.fp8
+    if plan.shape.experts and plan.even_rows and searches:
         more = sum(x.value for x in c.HOST_SEARCH)
         cost = f"cuBLAS looks for kernels, up to {1e3 * more:.1f} ms a layer for each expert on a GPU"
         sentences.append(f"every expert gets equally many tokens; where they differ, {cost}")

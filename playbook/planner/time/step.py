@@ -15,7 +15,7 @@ from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, layer, spread
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP, STRAGGLERS
+from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP
 from playbook.planner.time.layer import BF16, Kind, Parts, Work
 
 _FP32 = 4
@@ -84,7 +84,7 @@ def step_time(plan: Plan, cluster: Cluster) -> StepTime:
     largest = max(stages, key=lambda s: s.dense / max(plan.dp * plan.cp, 1) + s.experts / max(plan.edp, 1))
     parts["optimizer"] = _optimizer(plan, cluster, largest)
     if plan.gpus > 1:
-        parts["stragglers"] = STRAGGLERS.value * sum(parts.values())
+        parts["stragglers"] = cluster.straggling(plan.gpus) * sum(parts.values())
     seconds = sum(parts.values())
     deviation = spread.deviation(parts, plan, cluster)
     tokens = plan.global_batch * plan.seq_len / plan.gpus
@@ -122,7 +122,7 @@ def least_seconds(plan: Plan, cluster: Cluster) -> float:
     """
     whole = _whole(cluster, plan.shape, layer.work(plan))
     passes = plan.microbatches / plan.pp + (1 - 1 / plan.pp) / plan.vpp
-    return whole * passes * (1 + STRAGGLERS.value if plan.gpus > 1 else 1.0)
+    return whole * passes * (1 + cluster.straggling(plan.gpus))
 
 
 @lru_cache(maxsize=65536)
@@ -195,12 +195,20 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
         dense += 0 if shape.tied and first else table
         one, product = _head(cluster, shape, work)
         forward = forward._replace(products=forward.products + one / 3)
-        backward = backward._replace(products=backward.products + 2 * one / 3 - (product if work.frozen else 0.0))
+        backward = backward._replace(
+            products=backward.products + 2 * one / 3 - (product if work.frozen else 0.0),
+            elementwise=backward.elementwise + (0.0 if work.frozen else work.added * table / _moved_per_s(cluster)),
+        )
     return _Stage(forward, backward, dense, experts, (beside, 0.0) if work.frozen else (dense, experts))
 
 
 def _lookup(cluster: Cluster, shape: Shape, work: Work) -> float:
-    return 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
+    return 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden / _moved_per_s(cluster)
+
+
+def _moved_per_s(cluster: Cluster) -> float:
+    """Bytes that kernels which only move them move in a second."""
+    return cluster.laws.memory_share * cluster.memory_bytes_per_s
 
 
 def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
@@ -214,7 +222,7 @@ def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
     if work.frozen:
         return 0.0
     moved = BF16 + (0 if work.torch else BF16 + 2 * _FP32)
-    return moved * values / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
+    return moved * values / _moved_per_s(cluster)
 
 
 def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
@@ -225,7 +233,7 @@ def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
     work_flops = 6.0 * rows * shape.hidden * (shape.vocab / work.tp * (1 + shape.mtp) + 2 * shape.hidden / work.tp * shape.mtp)
     moved = _LOGIT_BYTES * rows * shape.vocab / work.tp if work.native_loss else 0.0
     fused = work_flops / (cluster.laws.loss_share * cluster.bf16_flops_per_s * IN_STEP.value)
-    return fused + moved / (cluster.laws.memory_share * cluster.memory_bytes_per_s), fused / 3
+    return fused + moved / _moved_per_s(cluster), fused / 3
 
 
 def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:

@@ -93,7 +93,8 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
         aware = mg.precision_aware_optimizer
         plan = replace(
             plan, grad_bytes={"fp32": 4, "bf16": 2}[mg.grad_reduce_dtype], moment_bytes=moment_bytes if aware else 4,
-            master_bytes=2 if aware else 4,
+            master_bytes=2 if aware else 4, gradients_added=mg.data_parallel in ("ddp", "distributed_optimizer"),
+            experts_at_once=mg.grouped_gemm == "cutlass",
             options=replace(plan.options, optimizer_offload=round(100 * mg.optimizer_offload_fraction)),
         )  # fmt: skip
         return step_time(plan, on)
