@@ -23,21 +23,18 @@ _FP32 = 4
 _CASTS = {"mxfp8": (2, 3), "blockwise": (4, 4)}
 _SCALED_CASTS = (6, 6)
 """Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read
-where no norm or
-activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
+where no norm or activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
 _SCORES_FORWARD, _SCORES_BACKWARD = 13, 19
 """Bytes moved for each score: written, read and written by softmax and by dropout with its mask, and read; backwards likewise."""
 _BIASED_GLU = 18
 """Widths that an expert's activation reads and writes where it has biases and clamps, which only the kernel of MXFP8 experts fuses: two
-biases, two
-clamps, sigmoid, two products."""
+biases, two clamps, sigmoid, two products."""
 _NARROW = 0.5
 """Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _TORCH_EXPERTS = 64
 """The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them:
-with it three
-runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that
-shards nothing has one launch."""
+with it three runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One
+rank that shards nothing has one launch."""
 _NORM_PASSES = 5
 """Times that the hidden state is read or written by a block's norm and residual addition together, in the forward pass. No source is
 recorded."""
@@ -187,7 +184,9 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         forward, backward = forward.plus(more), backward.plus(more, 2)
         blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.added and not w.frozen:
-        backward = backward._replace(elementwise=backward.elementwise + _bytes(cluster, w.added * _parameters(shape, kind, w)))
+        counts = parameters.layer(shape, index_of(shape, kind))
+        held = counts.sharded / w.tp + counts.repeated + counts.experts / (w.ep * w.etp)
+        backward = backward._replace(elementwise=backward.elementwise + _bytes(cluster, w.added * held))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     if w.lora:
@@ -197,12 +196,6 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     recomputed = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(recomputed), w, routed=routed))
-
-
-def _parameters(shape: Shape, kind: Kind, w: Work) -> float:
-    """A layer's parameters on one rank, before data parallelism shards them."""
-    counts = parameters.layer(shape, index_of(shape, kind))
-    return counts.sharded / w.tp + counts.repeated + counts.experts / (w.ep * w.etp)
 
 
 def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
@@ -216,8 +209,7 @@ def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
     """`host` as what the host adds to the device's time: both are busy at once, but each waits for the other at times.
 
     Where the host can run ahead, the longer of the two counts. Where it must read how many tokens each expert has before it goes on, it is
-    the root
-    of the sum of squares, between perfect overlap and none. A graph of the whole step needs no host.
+    the root of the sum of squares, between perfect overlap and none. A graph of the whole step needs no host.
     """
     if "full_iteration" in w.graphs:
         return parts._replace(host=0.0)
@@ -245,12 +237,16 @@ def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, w: Wo
 
     forward = Parts(products=one(laws.forward, sides + BF16 * weight))
     backward = Parts(products=one(laws.input_gradient, sides + BF16 * weight) + one(laws.weight_gradient, sides, w.weight_grad * weight))
+    return _cast(cluster, Cost(forward, backward), fp8, rows * wide_in, rows * wide_out)
+
+
+def _cast(cluster: Cluster, products: Cost, fp8: str, values_in: float, values_out: float) -> Cost:
+    """Products with the casts of what they read in each pass, if to 8 bits."""
     if not fp8:
-        return Cost(forward, backward)
-    cast_in, cast_out = (
-        _bytes(cluster, b * rows * width) for b, width in zip(_CASTS.get(fp8, _SCALED_CASTS), (wide_in, wide_out), strict=True)
-    )
-    return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
+        return products
+    there, back = _CASTS.get(fp8, _SCALED_CASTS)
+    forward = products.forward._replace(elementwise=_bytes(cluster, there * values_in))
+    return Cost(forward, products.backward._replace(elementwise=_bytes(cluster, back * values_out)))
 
 
 def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, w: Work) -> Cost:
@@ -269,12 +265,7 @@ def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide
 
     forward = Parts(grouped=one(first, sides + BF16 * weight))
     backward = Parts(grouped=one(second, sides + BF16 * weight) + one(second, sides, w.weight_grad * weight))
-    if not fp8:
-        return Cost(forward, backward)
-    cast_in, cast_out = (
-        _bytes(cluster, b * rows * experts * width) for b, width in zip(_CASTS.get(fp8, _SCALED_CASTS), (wide_in, wide_out), strict=True)
-    )
-    return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
+    return _cast(cluster, Cost(forward, backward), fp8, rows * experts * wide_in, rows * experts * wide_out)
 
 
 def _sum(costs: Iterator[Cost]) -> Cost:
@@ -488,8 +479,7 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
     activation_bytes = BF16 * token_copies * w.etp * expert_ffn * passes
     # One way: each copy is read and written, and again where rows travel and the dispatcher does not sort by expert itself: there those of
-    # all ETP ranks, which have been gathered. megatron-core sorts twice on one rank too.
-    # Source: Megatron-LM, `megatron/core/transformer/moe/token_dispatcher.py` (`MoEAlltoAllTokenDispatcher.dispatch_postprocess`).
+    # all ETP ranks (megatron-core, `MoEAlltoAllTokenDispatcher.dispatch_postprocess`), twice on one rank too.
     sorted_copies = token_copies * (w.etp if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 1 + w.etp)
     permute_bytes = BF16 * expert_hidden * sorted_copies * 2
     norm_and_router_bytes = BF16 * _NORM_PASSES * sp_tokens * h + 3 * _FP32 * sp_tokens * shape.experts
