@@ -23,6 +23,7 @@ BEGAN = dict.fromkeys(revision.PATHS, FIRST_REVISION) | {"torch": 4, "megatron":
 """The revisions when paths came in; before, there was one number for each backend."""
 MOE, VISION = "qwen3_moe_tiny.yaml", "qwen3_vl_tiny.yaml"
 ONE_RANK = {
+    "checkpoint_files.py:identity",
     "checkpoint_files.py:is_finished",
     "checkpoint_files.py:mark_finished",
     "checkpoint_files.py:newest",
