@@ -84,9 +84,8 @@ def _layout(best: Choice, capacity: float) -> str:
 
 
 def _run_by(trainers: list[str]) -> str:
-    """Which trainers it is exported to; this playbook's own is named where it cannot train the model so."""
+    """Which trainers it is exported to."""
     others = [t for t in trainers if t != "playbook"]
     if not trainers:
         return "no trainer that plans are exported to can run it"
-    names = f"exports to {' and '.join(others)}" if others else "only this playbook's own trainer can run it"
-    return names if "playbook" in trainers else f"{names}; this playbook's own trainer cannot train it"
+    return f"exports to {' and '.join(others)}" if others else "only this playbook's own trainer can run it"

@@ -343,9 +343,9 @@ def _show(answer: Answer, beside: _Beside) -> None:
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
-    trainers = run_by(best.plan, q.cluster.name)
+    trainers = dict.fromkeys([*run_by(best.plan, q.cluster.name), *((beside.other or {}).get("trainers") or [])])
     if trainers:
-        say(f"start    add --export TRAINER to this command for a script that starts it: {', '.join(trainers)}")
+        say(f"start    add --export TRAINER to this command for a script of the best layout that TRAINER takes: {', '.join(trainers)}")
 
 
 def _against(answer: Answer, beside: _Beside) -> Iterator[str]:
