@@ -7,18 +7,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Case
 from playbook.records.commands import DELTAS, Steps, Traced, fill
 from playbook.records.evidence import Machine, Missing, Variant, digest
-from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.logs import reading
 from playbook_bench.machine import requirements
 from playbook_bench.variants import checkout
-from playbook_bench.variants.program import Program, keep_trace, start
+
+if TYPE_CHECKING:
+    from playbook_bench.launch.local import Launcher
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,10 @@ class CommandVariant:
             ConfigError: another launcher than the local one was asked for.
             LaunchError: it cannot be started.
         """
+        # Commands that only read records start nothing.
+        from playbook_bench.launch.local import LocalLauncher
+        from playbook_bench.variants.program import Program, keep_trace, start
+
         if type(launcher) is not LocalLauncher:
             raise ConfigError("a command is started as it stands; leave out --fork and --launcher, and start ranks in the command itself")
         cwd, paths = self.started_in, dict[str, str]()

@@ -17,7 +17,7 @@ from playbook_app.cli.app import main
 from playbook_bench.launch.outcome import Result
 from playbook_bench.run import ab, replay, schedule
 from playbook_bench.variants import checkout
-from playbook_bench.variants import command as variant
+from playbook_bench.variants import program as variant
 from playbook_bench.variants.program import Program, start
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py")

@@ -12,7 +12,7 @@ import pytest
 
 from playbook_bench.launch.outcome import Result
 from playbook_bench.tune import session
-from playbook_bench.variants import command
+from playbook_bench.variants import program
 
 LAUNCH_S = 20.0
 
@@ -83,7 +83,7 @@ class Launches:
 def launches(monkeypatch):
     """Invented launches; `monotonic` of the tuning is theirs."""
     out = Launches()
-    monkeypatch.setattr(command, "start", out.start)
+    monkeypatch.setattr(program, "start", out.start)
     monkeypatch.setattr(session, "time", out)
     return out
 

@@ -388,12 +388,12 @@ def test_a_budget_with_resume_leaves_off(tune, launches):
 def test_a_start_that_does_not_run_is_an_error_until_it_is_mended(tune, launches, monkeypatch):
     asked = {"words": ("train",), "knobs": f"knobs: {{fuse: {{argument: --fuse, {OFF_ON}}}}}\n"}
     start = launches.start
-    monkeypatch.setattr("playbook_bench.variants.command.start", lambda program, *rest: start(replace(program, words=["--crash"]), *rest))
+    monkeypatch.setattr("playbook_bench.variants.program.start", lambda program, *rest: start(replace(program, words=["--crash"]), *rest))
     done = tune("--resume", **asked)
     assert done.exit_code == 5
     assert "the start does not run" in done.stderr
     assert "not built" in done.stderr
-    monkeypatch.setattr("playbook_bench.variants.command.start", start)
+    monkeypatch.setattr("playbook_bench.variants.program.start", start)
     assert answer(tune("--resume", **asked))["kept"][0]["knob"] == "fuse"
 
 
