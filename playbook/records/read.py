@@ -192,6 +192,14 @@ class Record:
         return settles, self.measured, self.created, self.id
 
     @cached_property
+    def _moved(self) -> list[str]:
+        """What has moved on since in the trainer and in the reader's libraries."""
+        if not isinstance(self.content, Evidence):
+            return []
+        updates = updates_since(self._strict, self.present.here) if self.present.here else []
+        return revision_changes(self.content.measured, self.present.revisions, self.present.paths) + updates
+
+    @cached_property
     def _edits(self) -> list[str]:
         return self.present.case_changes(self.content.measured) if self.present.case_changes and isinstance(self.content, Evidence) else []
 
@@ -205,8 +213,7 @@ class Record:
         yield from _expired(self.content.expires, today)
         if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim):
             yield "the claim has changed since"
-        yield from revision_changes(self.content.measured, self.present.revisions, self.present.paths)
-        yield from updates_since(self._strict, self.present.here) if self.present.here else []
+        yield from self._moved
         if self._edits:
             yield f"its test has been edited since: {', '.join(self._edits)}"
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from playbook import yaml_files
 from playbook.cards.model import Claim, by_claim
 from playbook.diagnosis.claims import speed_effect
 from playbook.errors import ConfigError
@@ -79,7 +78,7 @@ def ready(case: Case, start: Runnable, stock: Stock, machine: Machine, goal: str
     words, ours = start.words if isinstance(start, CommandVariant) else (), trainer_of(start)
     values = {**(flatten(dump(ours[0])) if ours else {}), **case.baseline.get("environment", {})}
     framework = _framework(start)
-    sets = yaml.safe_load((data_root("tables") / "knobs.yaml").read_text(encoding="utf-8"))
+    sets, _ = yaml_files.read(data_root("tables") / "knobs.yaml")
     if framework not in sets:
         raise ConfigError(f"the command is of no framework with a ready set ({', '.join(sets)}); name a file of knobs: --knobs FILE")
     facts, claims = _facts(framework, words, ours, machine), by_claim(stock.cards)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from playbook.records.evidence import Evidence, to_frame
 from playbook.records.read import Record
 from playbook_app.site.svg import contrasts, curve
 from playbook_app.site.text import NBSP, attribute, badge, code, number, percent, quantity, table, text
@@ -91,11 +90,7 @@ def _point(point: Mapping[str, Any], unit: str) -> tuple[str, float | None, str]
 
 def _memory(record: Record, variants: list[str]) -> list[tuple[str, float | None]]:
     """The most device memory that any launch of a variant allocated."""
-    launches = to_frame([record.content]) if isinstance(record.content, Evidence) else None
-    if launches is None or f"metric.{_MEMORY}" not in launches:
-        return [(v, None) for v in variants]
-    most = launches.groupby("variant")[f"metric.{_MEMORY}"].max()
-    return [(v, float(most[v]) if most.get(v, 0.0) > 0 else None) for v in variants]
+    return [(v, max((r.metrics.get(_MEMORY) or 0.0 for r in record.runs if r.variant == v), default=0.0) or None) for v in variants]
 
 
 def _number(value: Any) -> float | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from playbook.cards.model import by_claim
-from playbook.records.evidence import Evidence, to_frame
+from playbook.records.evidence import Evidence, Run
 from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited, mapping_of
 from playbook.records.read import EVIDENCE, TRACE, Record, traces
 from playbook.records.trace import TraceResult, waterfall
@@ -32,9 +32,6 @@ from playbook_app.site.text import (
     text,
 )
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 _CONTENT = {"text": "text", "vqa": "photographs with questions"}
 _OF_ONES_OWN = {"text": "text", "vqa": "images with questions"}
 
@@ -44,8 +41,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     title = f"{record.about or 'a case'} on {record.machine}"
     if record.altered or not isinstance(record.content, Evidence):
         return render("altered.md", title=title, record=record)
-    launches, steps = to_frame([record.content]), to_frame([record.content], per="step")
-    spent = " ".join(filter(None, [_computing(record), _host(record), _limited(record), _on_data(launches), _stolen(record)]))
+    spent = " ".join(filter(None, [_computing(record), _host(record), _limited(record), _on_data(record.runs), _stolen(record)]))
     runs = sorted(
         (r for r in record.get("measured", "runs", default=[]) if isinstance(r, Mapping)), key=lambda r: int(r.get("position") or 0)
     )
@@ -64,7 +60,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
         traced=_traced(shelf, record),
         gates=_gates(record),
         missing=record.get("measured", "missing", default=[]),
-        steps=markdown(samples(launches, steps)),
+        steps=markdown(samples(record.runs)),
         launches=[_launch(r) for r in runs],
         figures=[[text(str(k).replace("_", " ")), _figure(v)] for k, v in record.get("derived", "figures", default={}).items()],
         environment=_environment(record),
@@ -288,10 +284,14 @@ def _limited(record: Record) -> str:
     return f"In the timed steps, the GPUs' clocks were held down by {text('; by '.join(limits))}." if limits else ""
 
 
-def _on_data(launches: pd.DataFrame) -> str:
+def _on_data(runs: Sequence[Run]) -> str:
     """A sentence on the share of step time that the host spent on data; only variants above NOTABLE_DATA."""
-    measured = launches[launches.role == "measure"]
-    medians = (measured.timed_data_seconds / measured.timed_seconds).groupby(measured.variant).median()
+    shares: dict[str, list[float]] = {}
+    for run in runs:
+        timed = [s for s in run.samples if s.timed]
+        if run.role == "measure" and (whole := sum(s.seconds for s in timed)):
+            shares.setdefault(run.variant, []).append(sum(s.data_seconds for s in timed) / whole)
+    medians = {variant: statistics.median(each) for variant, each in sorted(shares.items())}
     shown = ", ".join(f"{number(round(100 * m))} % of the step in {text(v)}" for v, m in medians.items() if m >= NOTABLE_DATA)
     return f"The host spent {shown} on data." if shown else ""
 

@@ -11,8 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from playbook import yaml_files
 from playbook.cards.model import Card, ConfigFamily, Quantity
 from playbook.errors import ConfigError
 from playbook.planner import activations, flops, memory, parameters, plan, shapes
@@ -326,7 +325,7 @@ def _recipes(configs: Path) -> dict[str, list[str]]:
     """Configurations of the trainer by the model that they name; under the empty name, the models that it knows."""
     recipes: dict[str, list[str]] = {"": sorted(p.stem for p in (configs / "models").glob("*.yaml"))}
     for path in sorted([*configs.glob("*.yaml"), *configs.glob("recipes/*_*.yaml")]):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content, _ = yaml_files.read(path)
         model = content.get("model") if isinstance(content, dict) else None
         name = model.get("preset") if isinstance(model, dict) else model
         if isinstance(name, str):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from playbook.records.evidence import Run
 from playbook_app.site.text import attribute, percent
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _WIDTH = 720
 _MAX_POINTS = 80
@@ -54,13 +52,9 @@ def _label(x: str, label: str, y: int) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{attribute(label)}</text>'
 
 
-def samples(launches: pd.DataFrame, steps: pd.DataFrame) -> str:
-    """Seconds of every timed step, launch by launch in the order in which they ran; the bar is a launch's mean.
-
-    Shapes: both tables are one record's, as `playbook.records.evidence.to_frame` makes them.
-    """
-    seconds_of = steps[steps.timed.astype(bool)].groupby("position").seconds.agg(list).to_dict()
-    series = [(run, seconds_of.get(run["position"], [])) for run in launches.sort_values("position").to_dict("records")]
+def samples(runs: Sequence[Run]) -> str:
+    """Seconds of every timed step, launch by launch in the order in which they ran; the bar is a launch's mean."""
+    series = [(run, [s.seconds for s in run.samples if s.timed]) for run in sorted(runs, key=lambda r: r.position)]
     values = [v for _, s in series for v in s]
     if not values:
         return ""
@@ -82,10 +76,10 @@ def samples(launches: pd.DataFrame, steps: pd.DataFrame) -> str:
     return "".join([*out, "</svg>"])
 
 
-def _launch(run: Mapping[Hashable, Any], seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
+def _launch(run: Run, seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
     """One launch: a dot for each of its steps, a line at their mean, and its letter and role below."""
-    variant = "candidate" if run.get("variant") == "candidate" else "baseline"
-    aside = "" if run.get("role") == "measure" else " pb-aside"
+    variant = "candidate" if run.variant == "candidate" else "baseline"
+    aside = "" if run.role == "measure" else " pb-aside"
     shown = seconds[:: max(1, math.ceil(len(seconds) / _MAX_POINTS))]
     step = column * 0.7 / max(1, len(shown))
     first = at + column * 0.15 + step / 2
@@ -97,7 +91,7 @@ def _launch(run: Mapping[Hashable, Any], seconds: Sequence[float], at: float, co
     )
     middle = f"{at + column / 2:.1f}"
     letter = "B" if variant == "candidate" else "A"
-    role = _LABEL.get(str(run.get("role")), "")
+    role = _LABEL[run.role]
     labels = f'<text x="{middle}" y="{bottom + 16}" text-anchor="middle">{letter}</text>'
     labels += f'<text class="pb-small" x="{middle}" y="{bottom + 30}" text-anchor="middle">{role}</text>' if role else ""
     return f'<g class="pb-{variant}{aside}">{dots}{mean}{labels}</g>'

@@ -95,7 +95,7 @@ class Sheet:
         """
         mentioned = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
         for key in self.values:
-            if any(_covers(word, key) for word in mentioned):
+            if not mentioned.isdisjoint(_words_for(key)):
                 continue
             if key in self.auto:
                 self.skip(key, "auto: the target chooses")
@@ -119,8 +119,10 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _covers(word: str, key: str) -> bool:
-    return word == key or (word.endswith(".*") and (key.startswith(word[:-1]) or key == word[:-2]))
+def _words_for(key: str) -> list[str]:
+    """The words that cover a key: its own, and `section.*` of what it is and lies in."""
+    parts = key.split(".")
+    return [key, *(".".join(parts[:n]) + ".*" for n in range(1, len(parts) + 1))]
 
 
 # Which release of another trainer exports are for; tests hold the exports against that release's own code.
