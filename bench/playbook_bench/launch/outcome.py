@@ -20,6 +20,8 @@ from playbook_trainer import exit_codes
 
 _TAIL_BYTES = 4000
 _EXCEPTION = re.compile(r"(\[rank\d+\]: )?(error: \S|[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Timeout)\b(:|$))")
+_PACKAGES = re.compile(r"(?<![^\s\"':,(])/[^\s\"':,(]*/(?=(site|dist)-packages/)")
+"""Where a machine keeps its packages says nothing to others who read a record."""
 _MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "DefaultCPUAllocator: can't allocate memory")
 _EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
     exit_codes.REFUSED: "refused",
@@ -106,13 +108,17 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def tail(log: Path) -> str:
-    """The end of a log, without what looks like a secret and with `~` for the home folder: it goes into records and messages."""
+    """The end of a log, without what looks like a secret, with `~` for the home folder and with packages by their names alone.
+
+    It goes into records and messages, which others read.
+    """
     try:
         with log.open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = commands.hidden(f.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""
+    text = _PACKAGES.sub("", text)
     home = os.environ.get("HOME", "").rstrip("/")
     return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\s\"':,)]|$)", "~", text) if home else text
 

@@ -11,7 +11,7 @@ import itertools
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from playbook_bench.trace.table import CONTAINERS, Kind, Op, RangePath, Span, St
 
 _MAX_EVENTS = 4_000_000
 """Events that are kept: those of the host and the device, without flows and Python functions."""
+_SLOW_NS = 5_000_000
+"""From here on an operator of the host has done something else than launch: a launch takes 5 to 20 us."""
 _EVALUATE = "autograd::engine::evaluate_function: "
 # Annotations that the profiler, the optimizer base class and the process groups add; they name no part of the step.
 _FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|enumerate\(|gloo:|nccl:|c10d::|autograd::|## )")
@@ -351,7 +353,17 @@ def _device_timeline(spans: list[Span], stacks: Stacks, recorded: _Recorded) -> 
                 )
             )
     notes = [f"{len(unlaunched)} operations have no recorded launching call and are left out"] if unlaunched else []
-    return Timeline("kineto", "gpu", spans, ops, unlaunched, notes=notes)
+    return Timeline("kineto", "gpu", spans, ops, unlaunched, slow=_slow(recorded.operators), notes=notes)
+
+
+def _slow(operators: Iterable[Event]) -> list[Span]:
+    """Operators that took `_SLOW_NS` and contain none that did: launching kernels takes microseconds."""
+    long = sorted(
+        (e for e in operators if e.end - e.start >= _SLOW_NS and _is_host_work(e.name)), key=lambda e: (e.thread, e.start, -e.end)
+    )
+    following = itertools.zip_longest(long, long[1:])
+    alone = [e for e, after in following if after is None or after.thread != e.thread or after.start >= e.end]
+    return [Span(e.thread, e.name, e.start, e.end) for e in alone]
 
 
 def _kind(name: str) -> Kind:

@@ -75,6 +75,8 @@ class Timeline:
     """Ranges that libraries opened, of steps and of waits for data; they name no part of the step."""
     device_marks: list[Span] = field(default_factory=list)
     """Ranges as the device ran them, by stream: from the first to the last operation that was launched in them."""
+    slow: list[Span] = field(default_factory=list)
+    """Operators of the host that took milliseconds by themselves, not by an operator in them."""
     rank: int | None = None
     notes: list[str] = field(default_factory=list)
 

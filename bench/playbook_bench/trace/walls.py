@@ -53,6 +53,8 @@ _LAUNCH_NS = 10_000
 profiler."""
 _UNKNOWN = -(1 << 63)
 """The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
+_FEW = 2
+"""So many operators of the host may be named as what the GPU waits for: a forward one and its backward."""
 _PRODUCTS = frozenset({"products", "grouped products", "attention"})
 
 
@@ -67,6 +69,18 @@ class ClassTime:
     share: float
     """Of the step."""
     count: float
+
+
+@dataclass(frozen=True)
+class HostOperator:
+    """An operator of the host that takes milliseconds by itself, while the GPU has nothing to do."""
+
+    name: str
+    share: float
+    """Of the step: the idle time that passes in it."""
+    count: float
+    """Slow calls in a step."""
+    longest_ms: float
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,8 @@ class Walls:
     groups: dict[str, float]
     """The same by kind and process group, where the trace names groups."""
     classes: tuple[ClassTime, ...]
+    waits_for: tuple[HostOperator, ...]
+    """The host's operators in which most of that idle time passes, where it is so few of them: the longest in sum first."""
     beyond: tuple[Wall, ...]
     """All walls above their thresholds, the largest first."""
     notes: tuple[str, ...]
@@ -162,11 +178,14 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
     if trace.measures == "host":
         waited = length(data or []) / span
         host = unknown = None
+        waits_for: tuple[HostOperator, ...] = ()
     else:
         of_data = [piece for gap in idle for piece in _inside(gap, data or [])]
         by_host = [gap for gap in idle if _starved(gap, near)]
         waited = length(of_data) / span
-        host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
+        of_host = subtract(by_host, union(of_data))
+        host = None if not trace.ops else length(of_host) / span
+        waits_for = _waits_for(trace.slow, of_host, span, num_steps)
         unknown = max(0.0, length(idle) / span - waited - (host or 0.0))
     exposed = subtract(sent, compute)
     collectives = _exposed(((collective(op.name), op) for op in ops), compute, span)
@@ -180,7 +199,7 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
     wall = beyond[0] if beyond else _kernels(trace.measures, shares["computing"], classes)
     return Walls(
         wall=wall,
-        sentence=_sentence(wall, waited, host, unknown, shares, classes),
+        sentence=_sentence(wall, waited, host, unknown, shares, classes, waits_for),
         collector=trace.collector,
         num_steps=num_steps,
         span_ms=span / NS_PER_MS / num_steps,
@@ -195,6 +214,7 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
         collectives=collectives,
         groups=groups,
         classes=classes,
+        waits_for=waits_for,
         beyond=tuple(beyond),
         notes=tuple(notes),
     )
@@ -303,6 +323,22 @@ def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
     return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch_ns > min(gap[0], gap[1] - _LAUNCH_NS)
 
 
+def _waits_for(slow: Iterable[Span], idle: list[Interval], span: int, num_steps: int) -> tuple[HostOperator, ...]:
+    """The operators, at most `_FEW`, in which more than half of the host's idle time passes, the longest in sum first; none, where it
+    takes more of them.
+    """
+    calls: dict[str, list[tuple[int, int]]] = {}
+    for each in slow:
+        if passed := length(_inside((each.start, each.end), idle)):
+            calls.setdefault(each.name, []).append((passed, each.end - each.start))
+    found = [
+        HostOperator(name, sum(passed for passed, _ in each) / span, len(each) / num_steps, max(took for _, took in each) / NS_PER_MS)
+        for name, each in calls.items()
+    ]
+    most = sorted((each for each in found if each.share * span > _LEAST * length(idle)), key=lambda each: -each.share)[:_FEW]
+    return tuple(most) if sum(each.share for each in most) * span > MOST * length(idle) else ()
+
+
 def _exposed(named: Iterable[tuple[str, Op]], compute: list[Interval], span: int) -> dict[str, float]:
     """Shares of the step in which the collectives of a name run and nothing is computed."""
     kinds: dict[str, list[Interval]] = {}
@@ -352,7 +388,13 @@ def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> W
 
 
 def _sentence(
-    wall: Wall, waited: float | None, host: float | None, unknown: float | None, shares: dict[str, float], classes: Sequence[ClassTime]
+    wall: Wall,
+    waited: float | None,
+    host: float | None,
+    unknown: float | None,
+    shares: dict[str, float],
+    classes: Sequence[ClassTime],
+    waits_for: Sequence[HostOperator],
 ) -> str:
     """The answer in one sentence, with the share behind it and what to try."""
     largest = classes[0].name if classes else "nothing"
@@ -361,6 +403,13 @@ def _sentence(
             return (
                 f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
                 "prefetching, or cheaper collation."
+            )
+        case "host-bound" if waits_for:
+            named = " and ".join(f"{each.count:.3g} slow calls of {each.name}, of up to {each.longest_ms:.0f} ms" for each in waits_for)
+            return (
+                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet, most of that in "
+                f"{named}; an operator that takes so long prepares or compiles, often for a shape that it has "
+                "not met: let fewer shapes come (pack rows, pad to a multiple), or choose another kernel."
             )
         case "host-bound":
             return (

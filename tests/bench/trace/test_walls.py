@@ -56,6 +56,31 @@ def test_a_gap_before_a_late_launch_is_the_hosts() -> None:
     assert any("when data was fetched" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("named", "slow"), [(True, 35), (False, 15)])
+def test_an_operator_that_holds_most_of_the_hosts_gap_is_named(named: bool, slow: float) -> None:
+    timeline = trace(planted(40, launch=69.9))
+    timeline.slow.extend([span("aten::prepares", 31, 31 + slow), span("aten::elsewhere", 2, 25)])
+    found = walls(timeline)
+    assert found.wall == "host-bound"
+    assert [(each.name, each.count) for each in found.waits_for] == ([("aten::prepares", 1)] if named else [])
+    assert ("1 slow calls of aten::prepares, of up to 35 ms" in found.sentence) is named
+
+
+def test_the_slow_operator_of_a_file_is_the_innermost(tmp_path: Path) -> None:
+    events: list[dict[str, object]] = [
+        {"ph": "X", "cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": 0, "dur": 100_000},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::attention", "pid": 1, "tid": 1, "ts": 20_000, "dur": 70_000},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::plan", "pid": 1, "tid": 1, "ts": 21_000, "dur": 68_000},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::small", "pid": 1, "tid": 1, "ts": 30_000, "dur": 900},
+    ]
+    for number, (start, length) in enumerate([(1_000, 19_000), (90_000, 9_000)]):
+        shared = {"ph": "X", "pid": 1, "args": {"correlation": number, "device": 0, "stream": 7}}
+        events.append({**shared, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": start - 900, "dur": 10})
+        events.append({**shared, "cat": "kernel", "name": GEMM, "tid": 7, "ts": start, "dur": length})
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    assert [each.name for each in walls(reports.timeline_from_file(tmp_path / "t.json")).waits_for] == ["aten::plan"]
+
+
 def test_a_gap_before_an_early_launch_is_not_the_hosts() -> None:
     found = walls(trace(planted(40, launch=10)))
     assert (found.wall, found.host_idle) == ("idle of unknown cause", 0)
@@ -427,6 +452,16 @@ def test_a_real_trace_of_a_slow_loader_waits_for_data(tmp_path: Path, capsys: py
     found = json.loads(out)
     assert (code, found["wall"]) == (0, "data wait")
     assert found["data_wait"] > 0.5
+
+
+@pytest.mark.full
+def test_a_trace_of_padded_batches_names_the_attention_that_prepares_for_each_length(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {}
+    for rows in ("padded", "packed"):
+        code, out, _ = shown(capsys, "--file", str(repo_root() / "bench/traces" / f"transformers-{rows}.json.xz"), "--json")
+        assert code == 0
+        names[rows] = {each["name"] for each in json.loads(out)["waits_for"]}
+    assert names == {"padded": {"aten::_cudnn_attention_forward", "aten::_cudnn_attention_backward"}, "packed": set()}
 
 
 @pytest.mark.full
