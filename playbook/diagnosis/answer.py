@@ -93,7 +93,9 @@ def traced_walls(trace: Mapping[str, Any]) -> list[Wall]:
     """The walls of a trace as `playbook bench trace --file FILE --json` gives them."""
     shares = {name: trace.get(kind.traced) for name, kind in _KINDS.items() if kind.traced}
     shares["compute-bound"] = trace["computing"]
-    return _ordered(shares, sight.of_trace(trace))
+    slow = " and ".join(each["name"] for each in trace.get("waits_for", ()))
+    signs = {"host-bound": f"; most of that passes in {slow}" if slow else ""}
+    return [replace(wall, sign=wall.sign + signs.get(wall.name, "")) for wall in _ordered(shares, sight.of_trace(trace))]
 
 
 def _ordered(shares: Mapping[str, float | None], shares_seen: Mapping[str, float]) -> list[Wall]:

@@ -273,7 +273,9 @@ def test_a_trace_goes_before_the_prediction(known):
     assert seen["walls_from"] == "trace"
     assert (seen["walls"][0]["name"], seen["walls"][0]["share"]) == ("data wait", 0.3)
     assert seen["how_to_tell"] == ""
-    hosted = small(known, Figures(mfu_percent=10), Seen({**TRACE, "host_idle": 0.5}), "tp=2", "recompute=full")
+    slow = {"host_idle": 0.5, "waits_for": [{"name": "aten::plan"}]}
+    hosted = small(known, Figures(mfu_percent=10), Seen({**TRACE, **slow}), "tp=2", "recompute=full")
+    assert "most of that passes in aten::plan" in hosted["walls"][0]["sign"]
     assert hosted["walls"][0]["name"] == "host-bound"
     assert "host-bound" in hosted["actions"][0]["walls"]
 
