@@ -276,7 +276,7 @@ class TuneAnswer(BaseModel):
     refused: list[TuneRow]
     launches: int
     at_least: int
-    """Launches that the proof of what looks better now would take."""
+    """Launches up to the end of the proof of what looks better now."""
 
 
 def tune_answer(knobs: Sequence[str], seen: Sequence[str], seed: int, false_keep_percent: float) -> TuneAnswer:
@@ -309,7 +309,7 @@ def tune_answer(knobs: Sequence[str], seen: Sequence[str], seed: int, false_keep
         why = "ended; compare the kept set with the start by playbook ab" if tuning.kept else "ended; nothing is proven to help"
     rows = [[_row(d) for d in tuning.decisions.values() if d.kept is kept] for kept in (True, False)]
     launch = None if due is None else dict(due.settings)
-    return TuneAnswer(launch=launch, why=why, kept=rows[0], refused=rows[1], launches=len(tuning.launched), at_least=tuning.to_prove)
+    return TuneAnswer(launch=launch, why=why, kept=rows[0], refused=rows[1], launches=len(tuning.launched), at_least=tuning.to_end)
 
 
 def _choice(text: str) -> Choice:

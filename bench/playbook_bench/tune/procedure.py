@@ -4,8 +4,8 @@
 simulation all use this one: a journal holds the observations, and adding them to a new `Tuning` gives the same state again.
 
 Two parts. The *race* is cheap and proves nothing: each candidate is launched on top of the best settings so far, between two launches of
-these. What does not look better is dropped, mostly after one launch; the best is adopted, and the next candidates are launched on top of
-it. Then *rounds*: the set of what was adopted, and the set without each change, on new launches in a drawn order. `proof` says which
+these. What does not look better is dropped, mostly after one launch; what clearly does is adopted, and the next candidates are launched on
+top of it. Then *rounds*: the set of what was adopted, and the set without each change, on new launches in a drawn order. `proof` says which
 changes are proven. Where one is not, the worst leaves the set, and the next round asks the others again. A set whose changes are all
 proven in it is the answer. The record of a tuning (its setup, what each launch gave, the answer) replays through the same procedure.
 """
@@ -52,6 +52,10 @@ _EQUAL_WORK = 1e-3
 """Share by which tokens of a step may differ."""
 _ONE_BY_ONE = 2
 """Rounds after which only the worst change leaves: of two that do one thing, the other then shows. Later, all that are not proven leave."""
+_AROUND = 2
+"""Launches after a candidate before a round begins: of the best before it, and of what was adopted together."""
+_CLEAR_GAIN = 0.05
+"""Logarithm of the gain that a candidate may turn out to have."""
 _TRIES = 2
 """Launches of settings that have run before, of which one has to end well."""
 
@@ -175,6 +179,8 @@ class Tuning:
         """Candidates that were out of memory, and beside what."""
         self.adopted: dict[str, Racer] = {}
         """By knob, in the order in which they were adopted."""
+        self._group_gains: list[float] = []
+        """Of the candidates of this group that were launched, against the launch before it."""
         self._steps = self._all()
         self.due: Launch | None = None
         self._resume(None)
@@ -202,10 +208,18 @@ class Tuning:
             self.due = None
 
     @property
-    def to_prove(self) -> int:
-        """Launches that the next round would take with what is adopted now."""
-        changes = len(self.best)
-        return (changes + 1) * proof.levels(self.setup.alpha, self.round, changes).launches if changes else 0
+    def to_end(self) -> int:
+        """Launches up to the end of the next round, if no candidate follows one that is due, and it and those of its group that look
+        better are adopted.
+        """
+        gains, around = [self.adopted[knob].gain for knob, _ in self.best], 0
+        if self.due is not None and self.due.why == "candidate":
+            maybe = [gain for gain in self._group_gains if gain > 0]
+            gains, around = [*gains, *maybe, max([*maybe, _CLEAR_GAIN])], 1 + _AROUND
+        return around + sum(self._sizes(gains)) if gains else 0
+
+    def _sizes(self, gains: Sequence[float]) -> tuple[int, ...]:
+        return proof.sizes(proof.levels(self.setup.alpha, self.round), gains, self.noise)
 
     @property
     def kept(self) -> list[Decision]:
@@ -229,14 +243,14 @@ class Tuning:
             if before is None:
                 continue
             group = [self.waiting.popleft() for _ in range(min(GROUP, len(self.waiting)))]
-            values = yield from self._group(group)
+            values = yield from self._group(group, before)
             after = before if self.hurried else (yield from self._running(self.best, "best"))
             if after is None:
                 continue
             for place, (racer, value) in enumerate(values, 1):
                 share = place / (len(values) + 1)
                 racer.gains.append((1 - share) * before + share * after - value)
-            self._weigh([racer for racer, _ in values])
+            yield from self._together(self._weigh([racer for racer, _ in values]), after)
             if not self.waiting:  # what was adopted since may have freed memory
                 self.waiting.extend(racer for racer, best in self._too_large.items() if best != self.best)
                 self._too_large = dict.fromkeys(self._too_large, self.best)
@@ -249,13 +263,14 @@ class Tuning:
             return self._cost(observation)
         return (yield from self._running(self.best, "best"))
 
-    def _group(self, group: Sequence[Racer]) -> Generator[Launch, Event, list[tuple[Racer, float]]]:
+    def _group(self, group: Sequence[Racer], before: float) -> Generator[Launch, Event, list[tuple[Racer, float]]]:
         """Launch each once. Those that do not run, or are not the same training, are refused here."""
-        values = []
+        values: list[tuple[Racer, float]] = []
         for racer in group:
             if self.hurried:
                 self.waiting.append(racer)
                 continue
+            self._group_gains = [before - value for _, value in values]
             settings = changed(self.best, self.choices[racer.knob], racer.value)
             event = yield Launch(settings, "candidate", (racer.knob, racer.value))
             if isinstance(event, Hurry):
@@ -271,8 +286,8 @@ class Tuning:
                 values.append((racer, self._cost(event)))
         return values
 
-    def _weigh(self, group: Sequence[Racer]) -> None:
-        """Drop those that do not look better, adopt the best of those that clearly do, and let the others run again."""
+    def _weigh(self, group: Sequence[Racer]) -> list[Racer]:
+        """Drop those that do not look better, adopt those that clearly do, the best of them first, and let the others run again."""
         error = self.noise * math.sqrt(_SPREAD)
         staying = []
         for racer in group:
@@ -286,17 +301,40 @@ class Tuning:
             for z, racer in staying
             if z > (_AT_ONCE if len(racer.gains) == 1 else _ADOPTED) and min(racer.gains) > error and racer.gain > _PROVABLE * self.noise
         ]
-        best = self._simplest(clear, error)
-        for _, racer in staying:
-            if racer is best:
-                self._adopt(racer)
-            elif best is not None:
+        picked: list[Racer] = []
+        while best := self._simplest(clear, error):
+            self._adopt(best)
+            picked.append(best)
+            clear = [racer for racer in clear if racer.knob != best.knob and self._displaces_nothing(racer)]
+        for racer in (racer for _, racer in staying if racer not in picked):
+            if picked:
                 racer.gains.clear()  # they were against other settings
                 self.waiting.appendleft(racer)
             elif len(racer.gains) < len(_DROPPED):
                 self.waiting.appendleft(racer)
             else:
                 self._refuse(racer, "a gain, if there is one, is too small to prove at this noise")
+        return picked
+
+    def _displaces_nothing(self, racer: Racer) -> bool:
+        return set(self.best) <= set(changed(self.best, self.choices[racer.knob], racer.value))
+
+    def _together(self, picked: Sequence[Racer], alone: float) -> Generator[Launch, Event, None]:
+        """Launch what was adopted at once. Where it does not run, or gains less than its changes did one by one, so that one of them may
+        be of no use beside another, only the best stays, and the others run again beside it.
+        """
+        if len(picked) < 2:
+            return
+        expected, least = math.fsum(racer.gain for racer in picked), min(racer.gain for racer in picked)
+        cost, _ = yield from self._tried(self.best, "best")
+        error = self.noise * math.sqrt(_SPREAD * len(picked) + 2)
+        if cost is not None and expected - (alone - cost) <= max(least / 2, _ADOPTED * error):
+            return
+        for racer in reversed(picked[1:]):
+            self.best = changed(self.best, self.choices[racer.knob], self.choices[racer.knob].values[0])
+            del self.adopted[racer.knob]
+            racer.gains.clear()
+            self.waiting.appendleft(racer)
 
     def _simplest(self, clear: Sequence[Racer], error: float) -> Racer | None:
         """The best, or the first value of its knob that is not clearly worse."""
@@ -370,7 +408,7 @@ class Tuning:
 
     def _round(self) -> Generator[Launch, Event, dict[str, tuple[bool, proof.Effect | None]] | None]:
         """Which changes of the set are proven in it, with their effects; None where the set does not run."""
-        bound = proof.levels(self.setup.alpha, self.round, len(self.best))
+        bound = proof.levels(self.setup.alpha, self.round)
         without = {knob: changed(self.best, self.choices[knob], self.choices[knob].values[0]) for knob, _ in self.best}
         looks: dict[str, list[proof.Look]] = {knob: [] for knob in without}
         decided: dict[str, tuple[bool, proof.Effect | None]] = {}
@@ -378,7 +416,8 @@ class Tuning:
             due = [knob for knob in without if knob not in decided]
             sets = [self.best, *(without[knob] for knob in due)]
             values: list[list[tuple[float, float]]] = [[] for _ in sets]
-            for which in proof.drawn(_seed(self.setup.seed, self.round, number), len(sets), bound.launches):
+            sizes = self._sizes([self.adopted[knob].gain for knob in due])
+            for which in proof.drawn(_seed(self.setup.seed, self.round, number), sizes):
                 if which and due[which - 1] in decided:
                     continue
                 value = yield from self._running(sets[which], "proof")
@@ -403,16 +442,24 @@ class Tuning:
         """The cost of settings that should run. None where they do not, twice in a row: the best settings then lose what was adopted
         last.
         """
-        for _ in range(_TRIES):
-            event = yield Launch(settings, why)
-            assert isinstance(event, Observation)  # `add` answers only candidates' launches with a Hurry
-            if not (problem := self._problem_of(event)):
-                return self._cost(event)
+        cost, problem = yield from self._tried(settings, why)
+        if cost is not None:
+            return cost
         if settings == self.best and settings:
             self._drop(list(self.adopted)[-1], f"with the changes before it: {problem}")
         elif not settings and why in ("warm_up", "start"):
             self.problem = problem
         return None
+
+    def _tried(self, settings: Settings, why: Why) -> Generator[Launch, Event, tuple[float | None, str]]:
+        """The cost of settings and no problem; or none, and the problem of the last launch."""
+        problem = ""
+        for _ in range(_TRIES):
+            event = yield Launch(settings, why)
+            assert isinstance(event, Observation)  # `add` answers only candidates' launches with a Hurry
+            if not (problem := self._problem_of(event)):
+                return self._cost(event), ""
+        return None, problem
 
     def _problem_of(self, observation: Observation) -> str:
         """Why a launch cannot be compared with the start; empty where it can."""

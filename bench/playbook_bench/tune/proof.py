@@ -6,14 +6,16 @@ launches, whatever the noise: heavy tails, drift, two modes. The share of orders
 (Fisher). A linear drift is taken out first, which costs nothing of that. A change is looked at twice; the product of both p values counts
 at the second look (Bauer and Köhne).
 
-The chance is shared by Bonferroni: over the rounds, of which each tests a new set on new launches and has its own part of `alpha`, and
-over the changes in a round. What chose the changes before a round cannot matter, since no launch is used for both.
+A set is taken only where every change in it is proven, each at the whole level of its round. A set that holds a useless change is then
+taken with a chance of at most that level, however many changes it has: an intersection-union test (Berger). The levels of all rounds, of
+which each tests a new set on new launches, add up to `alpha`. What chose the changes before a round cannot matter, since no launch is used
+for both.
 
 Equal labels alone would not do where a change makes a run noisier and not slower. So the interval of `judge.design`, with each variant's
 own deviation, has to lie above zero too.
 
-Sources: R. A. Fisher, The Design of Experiments, 1935, chapter 2; P. Bauer and K. Köhne, Biometrics 50 (1994), equation 4. Error rates:
-tools/simulate/tunings.py.
+Sources: R. A. Fisher, The Design of Experiments, 1935, chapter 2; P. Bauer and K. Köhne, Biometrics 50 (1994), equation 4; R. L. Berger,
+Technometrics 24 (1982), theorem 1. Error rates: tools/simulate/tunings.py.
 """
 
 from __future__ import annotations
@@ -33,45 +35,64 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FIRST_ROUND = 0.64
-"""Part of `alpha` that the first round may spend; each further one spends this part of what is left. Four changes are then settled by 5
-launches of each set.
-"""
-_FIRST_LOOK = 0.5
-"""Part of a change's chance that its first look may spend."""
+"""Part of `alpha` that the first round may spend; each further one spends this part of what is left."""
+_FIRST_LOOK = 0.6
+"""Part of a round's chance that a first look may spend."""
 _FUTILE = 0.1
 """A change whose p value is above it at the first look is given up."""
-_FEWEST, _MOST = 4, 9
-"""Launches of each set in a look."""
+_FEWEST, _MOST = 3, 8
+"""Launches of the set without a change in a look. Two would not tell that variant's own noise."""
+_MOST_OF_SET = 24
+"""Launches of the whole set in a look."""
+_WIDEST = 0.7
+"""Half of the interval that a look should leave, in gains of its change."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What one change in a round is held to."""
+    """What each change in a round is held to."""
 
     first: float
     """The p value at the first look."""
     product: float
     """The product of both p values at the second."""
-    launches: int
-    """Of each set, in a look: the fewest with which the first look can be passed."""
 
 
-def levels(alpha: float, round_: int, changes: int) -> Levels:
-    """The levels of each of `changes` in a round, counted from 0.
+def levels(alpha: float, round_: int) -> Levels:
+    """The levels of a round, counted from 0.
 
-    Most of a change's part is for the first look, by which nearly all are settled. The rest gives `product` by Bauer and Köhne: first +
-    product x ln(futile / first) is the whole.
+    Most is for the first look, by which nearly all are settled. The rest gives `product` by Bauer and Köhne: first + product x
+    ln(futile / first) is the whole.
     """
-    part = alpha * _FIRST_ROUND * (1 - _FIRST_ROUND) ** round_ / changes
+    part = alpha * _FIRST_ROUND * (1 - _FIRST_ROUND) ** round_
     first = _FIRST_LOOK * part
-    count = next((n for n in range(_FEWEST, _MOST) if 1 / math.comb(2 * n, n) <= first), _MOST)
-    return Levels(first, (part - first) / math.log(_FUTILE / first), count)
+    return Levels(first, (part - first) / math.log(_FUTILE / first))
 
 
-def drawn(seed: int, sets: int, launches: int) -> list[int]:
-    """An order in which each of `sets` is launched so often; every order is as likely as any other."""
-    order = [which for which in range(sets) for _ in range(launches)]
+def sizes(bound: Levels, log_gains: Sequence[float], noise: float) -> tuple[int, ...]:
+    """How often a look launches the whole set, then the set without each change: the fewest in all by which each can pass.
+
+    A change can pass where the best of all orders is rare enough, and where the interval is narrow enough beside what it looked like
+    before, at this deviation of a launch on the logarithmic scale.
+    """
+    return min(
+        ((whole, *(_least(bound.first, whole, gain, noise) for gain in log_gains)) for whole in range(_FEWEST, _MOST_OF_SET)), key=sum
+    )
+
+
+def _least(first: float, whole: int, log_gain: float, noise: float) -> int:
+    """Launches without a change, beside so many of the whole set."""
+    for n in range(_FEWEST, _MOST):
+        half = t_quantile(2 * first, n - 1.0) * noise * math.sqrt(1 / n + 1 / whole)
+        if math.comb(whole + n, n) * first >= 1 and half <= _WIDEST * log_gain:
+            return n
+    return _MOST
+
+
+def drawn(seed: int, sizes: Sequence[int]) -> list[int]:
+    """An order in which each set is launched as often as `sizes` says; every order is as likely as any other."""
+    order = [which for which, size in enumerate(sizes) for _ in range(size)]
     random.Random(seed).shuffle(order)
     return order
 
@@ -122,15 +143,11 @@ class Effect:
 def estimate_speedup(looks: Sequence[Look], tail_probability: float) -> Effect:
     """Speed-up of the change over all its looks, cost without / cost with - 1, and its confidence interval.
 
-    The true speed-up lies above the interval with probability `tail_probability`, and below it with the same.
+    The true speed-up lies above the interval with probability `tail_probability`, and below it with the same. What a launch leaves behind
+    is not fitted: most launches before are of other sets.
     """
-    launches: list[design.Launch] = []
-    for look in looks:
-        for changed, position in zip(look.changed, look.position, strict=True):
-            variant, last = int(changed), launches[-1] if launches else None  # variant 0 is without the change
-            previous_variant = last.variant if last and last.at == position - 1 else None
-            block = sum(x.variant == variant for x in launches)
-            launches.append(design.Launch(variant=variant, block=block, before=previous_variant, at=position))
+    rows = [(int(changed), at) for look in looks for changed, at in zip(look.changed, look.position, strict=True)]
+    launches = [design.Launch(variant=which, block=0, before=None, at=at) for which, at in rows]  # variant 0 is without the change
     estimate = design.fit(launches, 2).contrast([v for look in looks for v in look.log_costs], (1.0, -1.0))
     half_width = t_quantile(2 * tail_probability, float(estimate.degrees_of_freedom)) * float(estimate.standard_error)
     log_speedup = float(estimate.value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,8 +35,8 @@ from playbook_bench.tune.procedure import SCHEMA, Event, Hurry, Launch, Setup, T
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
 
 _JOURNAL, _FINAL = "events.jsonl", "final"
-_FINAL_LAUNCHES = 10
-"""Of the final comparison, at its first look: two that are discarded and four pairs."""
+_DISCARDED = 2
+"""Launches of the final comparison, one of each side."""
 _ALL_DAY_MINUTES = 1440.0
 
 Ended = Literal["complete", "budget", "interrupted", "failed"]
@@ -61,6 +60,11 @@ class Plan:
         """What tells one tuning from another: a resumed command has to ask for the same."""
         asked = [self.subject.case.model_dump(mode="json"), self.subject.profile, plain(self.setup), self.goal]
         return digest([*asked, self.subject.knobs.in_effect()], 16)
+
+    @property
+    def final_pairs(self) -> int:
+        """Of launches, at the first look of the final comparison."""
+        return self.subject.case.budget.pairs[0]
 
 
 @dataclass
@@ -233,7 +237,7 @@ def _launched(session: Session, running: Series, journal: SealedLines, deadline:
             and leaves_out
             and not tuning.hurried
             and due.why == "candidate"
-            and left < usual * (1 + tuning.to_prove + _FINAL_LAUNCHES)
+            and left < usual * (tuning.to_end + _DISCARDED + 2 * session.plan.final_pairs)
         ):
             _note(session, journal, due, Hurry(), None)
             continue
@@ -264,14 +268,14 @@ def _note(session: Session, journal: SealedLines, due: Launch, event: Event, run
 
 
 def _usual(session: Session) -> float:
-    """Seconds that a launch usually takes; 0 before the first."""
-    seconds: list[float] = [row["seconds"] for row in session.events if row.get("seconds")]
-    return statistics.median(seconds or [0.0])
+    """Seconds that three of four launches stay below; 0 before the first."""
+    seconds = sorted(row["seconds"] for row in session.events if row.get("seconds")) or [0.0]
+    return float(seconds[3 * len(seconds) // 4])
 
 
 def expected(tuning: Tuning) -> int:
     """Launches to come, as far as one can tell: each waiting candidate once, and a round."""
-    return 5 * len(tuning.waiting) // 4 + max(1, tuning.to_prove)
+    return 5 * len(tuning.waiting) // 4 + max(1, tuning.to_end)
 
 
 def _compare(session: Session, options: Options, progress: Progress) -> None:

@@ -138,7 +138,12 @@ def tune(
     answer = {**session.answer(found), "record": str(record)}
     if figure := _ladder(answer):
         replace(record.with_name("ladder.svg"), figure)
-    _show(found, answer, out)
+    _show(
+        found,
+        answer,
+        out,
+        "the same command" + ("" if resume else " with --resume" + (f" --seed {plan.setup.seed}" if seed is None else "")),
+    )
     is_borne_out = not answer["kept"] or (answer["final"] or {}).get("verdict") == "faster"
     if claims and is_borne_out and (card := tuning.emit_claims(plan, answer, machine, datetime.now(UTC).strftime("%Y-%m-%d"))):
         out.print(f"claims    {card}", markup=False, highlight=False)
@@ -193,8 +198,11 @@ def _explain(order: Sequence[Ranked], as_json: bool) -> None:
         out.print(Text(f"{'never' if row.skipped else number:>5}  {f'{row.knob}={row.value}':<{width}}  {expected:>8}  {row.why}"))
 
 
-def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
-    """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches."""
+def _show(found: Session, answer: Mapping[str, Any], out: Console, again: str) -> None:
+    """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches.
+
+    `again` names the command that goes on from here.
+    """
 
     def line(text: str) -> None:
         out.print(Text(text))
@@ -220,8 +228,13 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console) -> None:
         if answer["noise_percent"] is None
         else f", a launch varies by {answer['noise_percent']:.2g} %: gains below about {answer['provable_percent']:.1f} % cannot be proven"
     )
-    line(f"{answer['launches']} launches, {answer['seconds']:.0f} s{noise}; {_ENDS[found.ended]}")
-    if answer["kept"] and answer["final"] and answer["final"]["verdict"] != "faster":
+    line(f"{answer['launches']} launches, {answer['seconds']:.0f} s{noise}; {_ENDS[found.ended].format(again)}")
+    compared = (answer["final"] or {"verdict": "undecided"})["verdict"]
+    if answer["kept"] and compared == "undecided" and found.ended in ("budget", "interrupted"):
+        pairs = (answer["final"] or {"pairs": 0})["pairs"]
+        least = found.plan.final_pairs
+        line(f"missing   the comparison on fresh launches has {pairs} pairs so far and needs at least {least}: {again} makes the others")
+    elif answer["kept"] and compared != "faster":
         line("careful   the comparison on fresh launches does not bear out what was kept: find out why before you take it over")
     if answer["kept"] and answer["run"]:
         line(f"run       {answer['run']}")
@@ -242,8 +255,8 @@ def _ladder(answer: Mapping[str, Any]) -> str:
 
 _ENDS = {
     "complete": "complete",
-    "budget": "the time was up; with --resume the same command goes on",
-    "interrupted": "interrupted; with --resume the same command goes on",
+    "budget": "the time was up; {} goes on",
+    "interrupted": "interrupted; {} goes on",
     "failed": "nothing was tuned",
 }
 
