@@ -181,6 +181,8 @@ class Tuning:
         """By knob, in the order in which they were adopted."""
         self._group_gains: list[float] = []
         """Of the candidates of this group that were launched, against the launch before it."""
+        self._round_began = 0
+        """How many launches there were before it."""
         self._steps = self._all()
         self.due: Launch | None = None
         self._resume(None)
@@ -216,7 +218,8 @@ class Tuning:
         if self.due is not None and self.due.why == "candidate":
             maybe = [gain for gain in self._group_gains if gain > 0]
             gains, around = [*gains, *maybe, max([*maybe, _CLEAR_GAIN])], 1 + _AROUND
-        return around + sum(self._sizes(gains)) if gains else 0
+        made = len(self.launched) - self._round_began if self.due is not None and self.due.why == "proof" else 0
+        return max(1, around + sum(self._sizes(gains)) - made) if gains else 0
 
     def _sizes(self, gains: Sequence[float]) -> tuple[int, ...]:
         return proof.sizes(proof.levels(self.setup.alpha, self.round), gains, self.noise)
@@ -408,6 +411,7 @@ class Tuning:
 
     def _round(self) -> Generator[Launch, Event, dict[str, tuple[bool, proof.Effect | None]] | None]:
         """Which changes of the set are proven in it, with their effects; None where the set does not run."""
+        self._round_began = len(self.launched)
         bound = proof.levels(self.setup.alpha, self.round)
         without = {knob: changed(self.best, self.choices[knob], self.choices[knob].values[0]) for knob, _ in self.best}
         looks: dict[str, list[proof.Look]] = {knob: [] for knob in without}
