@@ -108,6 +108,11 @@ def parse(text: str, name: str) -> tuple[Any, Positions]:
     return data, marks
 
 
+def written(data: Any, width: int = 120) -> str:
+    """Plain data as text of YAML, in its own order: by libyaml where it is built in, which writes the same six times as fast."""
+    return str(yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, allow_unicode=True, width=width))
+
+
 _NO_TAG = ""
 """The tag of each node whose tag is not written out; `parse_scalar` says what a plain scalar is, by other rules than PyYAML's."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from playbook.diagnosis import published
 from playbook.diagnosis import seen as sight
 from playbook.diagnosis.actions import Action, Gain, actions
-from playbook.diagnosis.claims import Knowledge, Said
+from playbook.diagnosis.claims import Said, said
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.planner.choice import plain_data, space
 from playbook.planner.choice.anchored import anchored, scale_of, scaled
@@ -22,6 +22,7 @@ from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
+from playbook.records.standing import Stock
 
 _LEAST = 0.01
 """A share under this is not told by its name."""
@@ -156,7 +157,7 @@ class Seen:
 _NOTHING = Seen()
 
 
-def diagnose(where: Setting, speed: Measured | None, knowledge: Knowledge, export: _Exporter, observed: Seen = _NOTHING) -> dict[str, Any]:
+def diagnose(where: Setting, speed: Measured | None, stock: Stock, export: _Exporter, observed: Seen = _NOTHING) -> dict[str, Any]:
     """The diagnosis of a setting, `diagnosis/1`; everything that it says follows from its arguments.
 
     Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
@@ -170,7 +171,7 @@ def diagnose(where: Setting, speed: Measured | None, knowledge: Knowledge, expor
     time = current or (best.time if best else None)
     step_shares = sight.composition(time.parts, where.seen) if time else {}
     headroom = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
-    listed = [_entry(a, _ActionContext(where, knowledge, export, step_shares, headroom)) for a in actions(where, best)]
+    listed = [_entry(a, _ActionContext(where, stock, export, step_shares, headroom)) for a in actions(where, best)]
     first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
@@ -305,7 +306,7 @@ class _ActionContext:
     """
 
     where: Setting
-    knowledge: Knowledge
+    stock: Stock
     export: _Exporter
     step_shares: Mapping[str, float]
     headroom: float | None
@@ -340,8 +341,8 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
 def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     """One action as plain data."""
     where = context.where
-    measures = context.knowledge.said(action.measures, action.on, where.question.cluster)
-    also = context.knowledge.said(action.also, action.on, where.question.cluster)
+    measures = said(context.stock, action.measures, action.on, where.question.cluster)
+    also = said(context.stock, action.also, action.on, where.question.cluster)
     shown = [*measures, *also]
     record = next((s for s in measures if s.comparable), None)
     measured_gain = Gain(*record.effect) if record and record.effect else None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from typing import Any
 
-from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
+from playbook.cards.model import Claim, MechanismCheck, by_claim
 from playbook.cards.scope import unmet
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
 from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU
 from playbook.records.read import DECIDED, UNTESTED, Record, verdicts
-from playbook.records.standing import in_words
+from playbook.records.standing import Stock, in_words
 
 _SCALE = ("gpus:", "gpu_memory_gib:", "nodes:", "interconnect:")
 _BACKEND = "backend:"
@@ -79,46 +78,40 @@ class Said:
         return f"{self.id} of {self.card}, {self.sentence.partition(';')[0]} ({rests_on}): {self.statement}"
 
 
-@dataclass(frozen=True)
-class Knowledge:
-    """Cards with the evidence on their claims, as of a day."""
+def of_layout(stock: Stock, plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
+    """The claims about a plan's degrees and its sharding that GPUs have settled, as plain data with a sentence in `words`."""
+    degrees = [k for k in OF_DEGREE if getattr(plan, k) > 1]
+    found = said(stock, (*_OF_SHARDING, *(i for k in degrees for i in OF_DEGREE[k])), plan, cluster)
+    return [{**asdict(s), "words": s.words} for s in found if s.on_gpus and s.status in DECIDED]
 
-    cards: Mapping[str, Card]
-    records: Sequence[Record]
-    today: date
 
-    def of_layout(self, plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-        """The claims about a plan's degrees and its sharding that GPUs have settled, as plain data with a sentence in `words`."""
-        degrees = [k for k in OF_DEGREE if getattr(plan, k) > 1]
-        said = self.said((*_OF_SHARDING, *(i for k in degrees for i in OF_DEGREE[k])), plan, cluster)
-        return [{**asdict(s), "words": s.words} for s in said if s.on_gpus and s.status in DECIDED]
+def said(stock: Stock, ids: Iterable[str], plan: Plan, cluster: Cluster) -> list[Said]:
+    """What these claims say of a plan: those that are out of scope by more than scale and trainer are left out; decided ones first."""
+    cards_of = by_claim(stock.cards)
+    facts = _facts(plan, cluster)
+    statements = []
+    for i in ids:
+        if i not in cards_of:
+            continue
+        card, claim = cards_of[i]
+        limits = [*unmet(stock.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
+        if all(limit.startswith((*_SCALE, _BACKEND)) for limit in limits):
+            statements.append(_said(stock, card, claim, tuple(limits), cluster.name))
+    return sorted(statements, key=lambda s: s.rank)
 
-    def said(self, ids: Iterable[str], plan: Plan, cluster: Cluster) -> list[Said]:
-        """What these claims say of a plan: those that are out of scope by more than scale and trainer are left out; decided ones first."""
-        cards_of = by_claim(self.cards)
-        facts = _facts(plan, cluster)
-        statements = []
-        for i in ids:
-            if i not in cards_of:
-                continue
-            card, claim = cards_of[i]
-            limits = [*unmet(self.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
-            if all(limit.startswith((*_SCALE, _BACKEND)) for limit in limits):
-                statements.append(self._said(card, claim, tuple(limits), cluster.name))
-        return sorted(statements, key=lambda s: s.rank)
 
-    def _said(self, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
-        """The verdict on the same kind of GPU, else the first."""
-        rows = verdicts(self.records, claim.id)
-        rows.sort(key=lambda r: (not r.machine.startswith(gpu), r.stale(self.today, claim) is not None))
-        if not rows:
-            return Said(claim.id, card, claim.case, UNTESTED, UNTESTED, None, "", None, None, limits, None, claim.statement, None)
-        best = rows[0]
-        stale = best.stale(self.today, claim)
-        return Said(
-            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale,
-            limits, speed_effect(best), claim.statement, best.get("measured", "facts", "model")
-        )  # fmt: skip
+def _said(stock: Stock, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
+    """The verdict on the same kind of GPU, else the first."""
+    rows = verdicts(stock.records, claim.id)
+    rows.sort(key=lambda r: (not r.machine.startswith(gpu), r.stale(stock.today, claim) is not None))
+    if not rows:
+        return Said(claim.id, card, claim.case, UNTESTED, UNTESTED, None, "", None, None, limits, None, claim.statement, None)
+    best = rows[0]
+    stale = best.stale(stock.today, claim)
+    return Said(
+        claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale,
+        limits, speed_effect(best), claim.statement, best.get("measured", "facts", "model")
+    )  # fmt: skip
 
 
 def speed_effect(record: Record) -> tuple[float, float, float] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from typing import Literal
 
@@ -21,6 +22,15 @@ _Basis = Literal["measured", "refuted", "hypothesis"]
 
 _WITHOUT_RUNS: Mapping[str | None, str] = {"arithmetic": "arithmetic", "invariant": "check of the software"}
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 8: "eight"}
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Cards with the evidence on their claims, as of a day."""
+
+    cards: Mapping[str, Card]
+    records: Sequence[Record]
+    today: date
 
 
 def in_words(record: Record, stale: Sequence[str] | str | None = None, *, places: bool = True) -> str:

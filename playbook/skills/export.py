@@ -5,32 +5,20 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
+from playbook import __version__
 from playbook.cards.model import Card, by_claim
 from playbook.errors import PlaybookError
-from playbook.records.read import Record, verdicts
-from playbook.records.standing import bases, in_words
+from playbook.records.read import verdicts
+from playbook.records.standing import Stock, bases, in_words
 from playbook.skills.model import FILE, LINK, Skill, claim_ids, links, outside
-from playbook.yaml_files import did_you_mean
+from playbook.yaml_files import did_you_mean, written
 
 CARD_FILE = "card.yaml"
 _REFERENCES = "references"
-
-
-@dataclass(frozen=True)
-class Stock:
-    """The cards and records that an export reads."""
-
-    cards: Mapping[str, Card]
-    records: Sequence[Record]
-    today: date
-    version: str
 
 
 def export(skills: Iterable[Skill], out: Path, stock: Stock) -> list[Path]:
@@ -109,12 +97,12 @@ def card_file(ids: Sequence[str], stock: Stock) -> str:
         raise PlaybookError(f"card '{missing[0]}' does not exist{did_you_mean(missing[0], stock.cards)}")
     cards = [stock.cards[i] for i in ids]
     data = {
-        "exported": {"by": f"playbook {stock.version}", "on": stock.today.isoformat()},
+        "exported": {"by": f"playbook {__version__}", "on": stock.today.isoformat()},
         "cards": [card.model_dump(mode="json", exclude_defaults=True) for card in cards],
         "rests_on": {card.id: rests_on(card, stock) for card in cards},
         "verdicts": {i: standing(card, i, stock) for card in cards for i in claim_ids(card)},
     }
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+    return written(data)
 
 
 def rests_on(card: Card, stock: Stock) -> list[str]:

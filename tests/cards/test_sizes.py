@@ -1,6 +1,6 @@
 """Rules that name a size against the planner: questions of 25 models on clusters and eight lengths. Speeds are the planner's of now.
 
-A search takes seconds, so each place is asked at one length; with PLAYBOOK_PARITY=1 at all eight, as `docs/experiments/do-cards-and-planner-agree.md` was.
+A search takes seconds, so every other place is asked at one length; with PLAYBOOK_PARITY=1 each at all eight, as `docs/experiments/do-cards-and-planner-agree.md` was.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLACES = (
 )  # fmt: skip
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 EVERY = [f"{place} {length}" for place in PLACES for length in LENGTHS]
-FEW = {f"{place} {LENGTHS[i % 8]}" for i, place in enumerate(PLACES)}
+FEW = {f"{place} {LENGTHS[2 * i % 8]}" for i, place in enumerate(PLACES[::2])}
 RULES = [rule.sizes for card in load_all().values() for rule in card.decide if rule.sizes]
 QUESTIONS = [q for q in EVERY if q in FEW or os.environ.get("PLAYBOOK_PARITY")]
 
@@ -70,10 +70,9 @@ def apart(question, rules):
     return bad
 
 
-def test_each_place_and_each_length_is_asked_about():
-    assert len(set(EVERY)) == 200
-    assert {q.rpartition(" ")[0] for q in QUESTIONS} == set(PLACES)
-    assert {int(q.split()[-1]) for q in FEW} == set(LENGTHS)
+def test_each_model_is_asked_about_at_short_and_long():
+    assert {q.split()[0] for q in QUESTIONS} == {place.split()[0] for place in PLACES}
+    assert {int(q.split()[-1]) for q in QUESTIONS} >= set(LENGTHS[::2])
 
 
 @pytest.mark.timeout(7000)

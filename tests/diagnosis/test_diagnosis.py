@@ -12,7 +12,7 @@ from playbook.cards.terms import Facts
 from playbook.diagnosis import published
 from playbook.diagnosis.actions import actions
 from playbook.diagnosis.answer import Seen, diagnose, predicted_walls, traced_walls
-from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.claims import said
 from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.paths import data_root
@@ -22,6 +22,7 @@ from playbook.planner.models import MODELS
 from playbook.planner.options import FRAMEWORKS
 from playbook.planner.time.step import step_time
 from playbook.records.read import read
+from playbook.records.standing import Stock
 from playbook_app.cli import app
 from playbook_app.services.changes import changed
 from playbook_bench.trace.walls import DATA_WAIT, EXPOSED, HOST_BOUND
@@ -32,7 +33,7 @@ MOE = "qwen3_30b_a3b"
 @pytest.fixture(scope="module")
 def known():
     cards = load_all()
-    return Knowledge(cards, read([data_root("results")], cards), datetime.now(UTC).date())
+    return Stock(cards, read([data_root("results")], cards), datetime.now(UTC).date())
 
 
 def of(model=MOE, hardware="h100", gpus=64, *layout, framework="megatron-lm", seq_len=4096, gbs=None):
@@ -220,13 +221,13 @@ def test_a_model_that_the_trainer_does_not_train_has_flags_too():
 
 def test_claims_come_with_their_verdicts_and_what_their_scope_leaves_out(known):
     where = of(MOE, "h100", 64, "ep=8", "recompute=full")
-    said = {s.id: s for s in known.said(("V10.c", "W1.c", "V5"), where.plan, where.question.cluster)}
-    assert set(said) == {"V10.c", "W1.c"}  # V5 speaks of GB200
-    assert any(limit.startswith("gpus:") for limit in said["V10.c"].limits)
-    assert (said["V10.c"].status, said["V10.c"].machine) == ("confirmed", "h200x1")
-    assert said["V10.c"].effect[1] < said["V10.c"].effect[0] < said["V10.c"].effect[2]
+    found = {s.id: s for s in said(known, ("V10.c", "W1.c", "V5"), where.plan, where.question.cluster)}
+    assert set(found) == {"V10.c", "W1.c"}  # V5 speaks of GB200
+    assert any(limit.startswith("gpus:") for limit in found["V10.c"].limits)
+    assert (found["V10.c"].status, found["V10.c"].machine) == ("confirmed", "h200x1")
+    assert found["V10.c"].effect[1] < found["V10.c"].effect[0] < found["V10.c"].effect[2]
     dense = of("llama3_8b", "h100", 8, "tp=2")
-    assert list(known.said(("W10", "W9"), dense.plan, dense.question.cluster)) == []
+    assert list(said(known, ("W10", "W9"), dense.plan, dense.question.cluster)) == []
 
 
 def test_the_answer_names_where_the_run_stands_and_what_is_not_known(known):

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from playbook import __version__
 from playbook.cards.load import load_all
 from playbook.cards.model import Card
 from playbook.errors import PlaybookError
@@ -23,7 +22,7 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU, Here
 from playbook.records.read import Record, RecordReader
-from playbook.skills.export import Stock
+from playbook.records.standing import Stock
 from playbook.skills.model import Skill, load_skills
 from playbook.text import count, pairs
 from playbook.yaml_files import did_you_mean
@@ -305,7 +304,7 @@ class Library:
 
     def stock(self) -> Stock:
         """Cards with the evidence that exists now."""
-        return Stock(self.cards, self.records(), self.today, __version__)
+        return Stock(self.cards, self.records(), self.today)
 
     def card(self, card_id: str) -> Card:
         """The card with this id; an unknown id raises an error that names the nearest ones."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from playbook.diagnosis.answer import diagnose
-from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.claims import of_layout
 from playbook.diagnosis.published import of_plan
 from playbook.diagnosis.seen import parsed
 from playbook.diagnosis.setting import Figures, measured, setting
@@ -28,6 +28,7 @@ from playbook.planner.hardware import counted, of_text
 from playbook.planner.models import MODELS, from_fields, named, not_known
 from playbook.planner.plan import Plan, cut, nearest, parse
 from playbook.planner.shapes import Shape
+from playbook.records.standing import Stock
 from playbook_app.mcp.answers import (
     MOST_ROWS,
     DiagnosisAnswer,
@@ -185,11 +186,11 @@ def plan_answer(
     )
 
 
-def claims_on(answer: PlanAnswer, model: str, hardware: str, network: str, knowledge: Knowledge) -> list[dict[str, Any]]:
+def claims_on(answer: PlanAnswer, model: str, hardware: str, network: str, stock: Stock) -> list[dict[str, Any]]:
     """What GPUs have measured of the first plan's layout; asked anew for each answer, since records may come."""
     if not answer.plans:
         return []
-    return knowledge.of_layout(plan_of(model, answer.gpus, answer.plans[0].settings), of_text(counted(hardware, answer.gpus)[0], network))
+    return of_layout(stock, plan_of(model, answer.gpus, answer.plans[0].settings), of_text(counted(hardware, answer.gpus)[0], network))
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class DiagnosisQuestion:
     saw: tuple[str, ...]
 
 
-def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: Knowledge) -> DiagnosisAnswer:
+def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, stock: Stock) -> DiagnosisAnswer:
     """What `playbook diagnose` says, in short.
 
     Raises:
@@ -222,7 +223,7 @@ def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, knowledge: K
         said="config.json" if question.model.lstrip().startswith("{") else question.model,
     )  # fmt: skip
     where = replace(where, seen=parsed(question.saw))
-    diagnosis = diagnose(where, measured(where, figures), knowledge, changed)
+    diagnosis = diagnose(where, measured(where, figures), stock, changed)
     runs = diagnosis["published"]
     return DiagnosisAnswer(
         position=diagnosis["position"]["sentence"],

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
@@ -25,14 +24,13 @@ from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, guidance
 from playbook.cards.search import diagnosis_of, load_sections
 from playbook.cards.terms import stated
-from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
 from playbook.records.read import earlier, with_status
-from playbook.records.standing import in_words, stands
-from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
+from playbook.records.standing import Stock, in_words, stands
+from playbook.skills.export import CARD_FILE, attachments, card_file, rests_on, skill_text, standing
 from playbook.skills.model import FILE, Skill, claim_ids
-from playbook.yaml_files import did_you_mean
+from playbook.yaml_files import did_you_mean, written
 from playbook_app.mcp import answers, planning
 from playbook_app.mcp.answers import (
     SUMMARIES,
@@ -248,11 +246,6 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
             return bounded(answers.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
 
 
-def _knowledge(library: Library) -> Knowledge:
-    stock = library.stock()
-    return Knowledge(stock.cards, stock.records, stock.today)
-
-
 def _layout(out: MCPServer[Any], library: Library) -> None:
     """Register the check of a layout and the search of layouts."""
 
@@ -287,7 +280,7 @@ def _layout(out: MCPServer[Any], library: Library) -> None:
                 model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=trained_on,
                 allow=frozenset(allow), fix=kept, top=top,
             )  # fmt: skip
-            claims = planning.claims_on(answer, model, hardware, network, _knowledge(library))
+            claims = planning.claims_on(answer, model, hardware, network, library.stock())
             return bounded(answer.model_copy(update={"claims": claims}), "ask for fewer plans")
 
 
@@ -342,7 +335,7 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
                 model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw)
             )
             figures = Figures(mfu, step_time_s, tokens_per_s)
-            return bounded(planning.diagnosis_answer(question, figures, _knowledge(library)), "name the layout")
+            return bounded(planning.diagnosis_answer(question, figures, library.stock()), "name the layout")
 
 
 def _tuning(out: MCPServer[Any]) -> None:
@@ -378,7 +371,7 @@ def _resources(out: MCPServer[Any], library: Library) -> None:
             "rests_on": {c.id: rests_on(c, stock) for c in cards},
             "verdicts": {i: standing(c, i, stock) for c in cards for i in claim_ids(c)},
         }
-        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+        return written(data)
 
     for card in guidance(library.cards).values():
         _resource(out, f"card://{card.id}", card.id, card.title, partial(whole, card.id))

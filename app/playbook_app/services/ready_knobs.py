@@ -16,7 +16,7 @@ from playbook.records.case import Case
 from playbook.records.evidence import Machine
 from playbook.records.machine import CPU, short_gpu
 from playbook.records.read import DECIDED, Record, verdicts
-from playbook.skills.export import Stock
+from playbook.records.standing import Stock
 from playbook_bench.machine import requirements
 from playbook_bench.tune import knobs as files
 from playbook_bench.tune.knobs import Knob, Knobs

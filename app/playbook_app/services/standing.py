@@ -8,15 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from playbook import __version__
 from playbook.cards.load import load_all
 from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.paths import data_root, default_results
 from playbook.records.evidence import Measured
 from playbook.records.machine import Here
 from playbook.records.read import UNTESTED, Claims, Present, Record, RecordReader, verdicts
-from playbook.records.standing import in_words
-from playbook.skills.export import Stock
+from playbook.records.standing import Stock, in_words
 from playbook_bench.machine import detect
 from playbook_trainer import revision
 
@@ -93,7 +91,7 @@ def verdict_row(record: Record, claim: Claim | MechanismCheck | None, reasons: i
 def stock_here() -> Stock:
     """Cards and evidence for an export: records of this folder and of the repository."""
     cards = load_all()
-    return Stock(cards, records_here(cards, None), today(), __version__)
+    return Stock(cards, records_here(cards, None), today())
 
 
 def today() -> date:

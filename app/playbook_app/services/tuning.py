@@ -21,6 +21,7 @@ from playbook.records import commands
 from playbook.records.case import Budget, Case, Guardrails, Loss, case_problems, load_case
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
+from playbook.yaml_files import written
 from playbook_app.services.ready_knobs import trainer_of
 from playbook_bench.machine import requirements
 from playbook_bench.run.store import replace
@@ -236,7 +237,7 @@ def emit_claims(plan: Plan, answer: Mapping[str, Any], machine: Machine, day: st
     }
     Card.model_validate(card)
     path = own / f"{name}.yaml"
-    replace(path, yaml.safe_dump(card, sort_keys=False, allow_unicode=True, width=140))
+    replace(path, written(card, 140))
     return path
 
 

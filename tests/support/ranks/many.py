@@ -192,6 +192,8 @@ def train_one(
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, ranks)
     environment.apply(config, platform=platform)
+    if device is None:
+        gc.freeze()  # the loop's collections look through what is new: what a tiny model leaves behind is less than what looking for it takes
     if ranks > 1:
         backend = "nccl" if device is not None else "gloo"
         timeout = timedelta(seconds=patience)
@@ -201,8 +203,8 @@ def train_one(
         if ranks > 1:
             dist.barrier()  # none closes its connections while another still reads
         dist.destroy_process_group()
-    gc.collect()
     if device is not None:
+        gc.collect()
         torch.cuda.empty_cache()
     if rank == 0:
         print(f"{words[-1]}: {outcome}, {time.monotonic() - began:.1f} s", flush=True)

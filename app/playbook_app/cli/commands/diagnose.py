@@ -16,7 +16,6 @@ import typer
 
 from playbook.diagnosis import rl_plan, rl_step
 from playbook.diagnosis.answer import Seen, diagnose
-from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.seen import KINDS, parsed
 from playbook.diagnosis.setting import Figures, Measured, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
@@ -165,8 +164,7 @@ def diagnose_run(
         logged.uneven if logged else None,
         logged.grown if logged else None,
     )
-    stock = stock_here()
-    diagnosis = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, observed)
+    diagnosis = diagnose(where, speed, stock_here(), changed, observed)
     print_json(diagnosis) if as_json else _show(diagnosis)
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from playbook import files
 from playbook.diagnosis import rl_plan, rl_step
-from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.claims import of_layout
 from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError, ExitCode
 from playbook.planner.choice import plain_data
@@ -244,8 +244,7 @@ def _claims(answer: Answer) -> list[dict[str, Any]]:
     """What GPUs have measured of the first plan's layout."""
     if not answer.choices:
         return []
-    stock = stock_here()
-    return Knowledge(stock.cards, stock.records, stock.today).of_layout(answer.choices[0].plan, answer.question.cluster)
+    return of_layout(stock_here(), answer.choices[0].plan, answer.question.cluster)
 
 
 def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
