@@ -439,7 +439,7 @@ var PlaybookTime = (function (layout, memory) {
   function deviation(t, parts, p, g) {
     const all = sum(Object.values(parts)), c = t.spread;
     const ofParts = hypot(...Object.entries(parts).map(([name, x]) => c._PART[name] * (name === "host" && g.host_known ? c._HOST_KNOWN : 1) * x / all));
-    return hypot(ofParts, p.shape.experts ? c._COMMON_EXPERTS : c._COMMON, g.transferred ? c._TRANSFERRED : 0);
+    return hypot(ofParts, p.shape.experts ? c._COMMON_EXPERTS : c._COMMON, g.transferred);
   }
 
   // The laws of a kind of GPU: the reference GPU's, scaled to what its products and attention reach.

@@ -129,7 +129,7 @@ def calibrated(calibration: Calibration, base: Cluster | None = None) -> Cluster
         memory_gib=calibration.memory_bytes / GIB if calibration.memory_bytes else base.memory_gib,
         host_speed=reference / laws.launch if launch else base.host_speed,
         host_known=launch or base.host_known,
-        transferred="linear" not in kinds and base.transferred,
+        transferred=0.0 if "linear" in kinds else base.transferred,
         rings={**base.rings, **dict(_rings(_of_nodes(calibration.rows, several=False)))},
         **_network(calibration),
         bf16_reached=max(base.bf16_reached, _best(calibration.rows, "linear") / base.bf16_flops_per_s),

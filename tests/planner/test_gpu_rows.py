@@ -16,7 +16,7 @@ SHIPPED = read_gpus(TABLE)
 WRONG = {
     "bf16_tflops": (-1, 0, "fast", True, 1e9), "memory_gib": (0, "80 GB", None, 1e6), "host_speed": (0, 100), "domain": (0, 1.5, -8),
     "nic_gb_s": ("400G", 0), "bf16_reached": (0, 80.3, 1.01), "link_gb_s": (0, []), "memory_gb_s": (0, {}), "fp8_reached": (2,),
-    "board_w": (1,), "stragglers": (-0.1, 7), "node": (0, 0.5), "fp8_tflops": (0,),
+    "board_w": (1,), "stragglers": (-0.1, 7), "node": (0, 0.5), "fp8_tflops": (0,), "transferred": (-0.1, 8),
     "rings": ({2: [33]}, {1: [33, 270]}, {"two": [33, 270]}, {2: [33, 0]}, [33, 270]),
     "large": ({"bf16": 0.5}, {"bf16": 50, "fp8": 0.5, "attention": 0.8}, 0.5),
 }  # fmt: skip

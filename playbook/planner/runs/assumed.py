@@ -66,6 +66,9 @@ _OVERLAP_SINCE = "2025-09"
 """Overlap of expert communication: Megatron Core 0.14, of which the containers of 25.09 are the first."""
 _LOSS_COMPILED_SINCE = "2025-02"
 """torchtitan, pull requests 755 and 859."""
+_MEGATRON_LM = "megatron"
+"""A table's word for Megatron-LM, whose loss is fused only where a run asks for it; recipes of Megatron Bridge ask, and a table that names
+no trainer is taken as theirs. Source: Megatron-LM, `megatron/core/model_parallel_config.py` (`cross_entropy_loss_fusion`)."""
 _SHARDING = {
     "": "",
     "0": "optimizer",
@@ -165,6 +168,9 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
     if shape.experts and not run.word("routing") and base.imbalance > 1:
         tried.append("routing unknown: even, or natural with 1.2 times the mean on the fullest rank")
         plans = [replace(plan, imbalance=most) for plan in plans for most in (base.imbalance, 1.0)]
+    if not (unfused or run.word("loss")) and run.word("backend") == _MEGATRON_LM:
+        tried.append("loss unknown: Transformer Engine's, or Megatron-LM's own, its default")
+        plans = [replace(plan, loss=loss) for plan in plans for loss in ("te", "native")]
     plans = _fitted(run, plans, machine, words)
     return Assumed(tuple(dict.fromkeys(plans)), machine, (*words, *tried), len(words))
 

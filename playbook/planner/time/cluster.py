@@ -22,7 +22,7 @@ _RATE, _SHARE = (1.0, 100_000.0), (0.01, 1.0)
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "bf16_tflops": _RATE, "fp8_tflops": _RATE, "memory_gib": (1, 10_000), "memory_gb_s": (10, 1_000_000), "board_w": (10, 10_000),
     "link_gb_s": (0.1, 10_000), "domain": (1, 4096), "nic_gb_s": (0.01, 10_000), "node": (1, 4096), "bf16_reached": _SHARE,
-    "fp8_reached": _SHARE, "host_speed": (0.05, 20), "stragglers": (0.0, 1.0),
+    "fp8_reached": _SHARE, "host_speed": (0.05, 20), "stragglers": (0.0, 1.0), "transferred": (0.0, 1.0),
 }  # fmt: skip
 """The least and the most of each figure, in its own unit."""
 _WHOLE = ("domain", "node")
@@ -121,6 +121,8 @@ REFERENCE = "h200"
 """The GPU whose kernels were measured; the laws of all others are its laws, scaled."""
 _NODE = 8
 """GPUs of a node where the table says nothing."""
+_TRANSFERRED = 0.08
+"""How far the reference GPU's laws, scaled, may be off on a GPU that nobody calibrated."""
 _GIGA = 1e9
 _TERA = 1e12
 _MICRO = 1e-6
@@ -134,8 +136,9 @@ class Cluster:
     the
     calibrated machine. `rings` has, by number of GPUs in one domain, seconds that a gather takes to start and its rate, where they were
     measured.
-    `transferred` says that the laws were measured on another kind of GPU,
-    `host_known` that the host's speed was measured or published. `provenance` has the source of each figure.
+    `transferred` is how far laws that were measured on another kind of GPU may be off on this one, as the standard deviation of the
+    logarithm of a step's time, and 0 where they are its own; `host_known` says that the host's speed was measured or published.
+    `provenance` has the source of each figure.
     Units: FLOP/s, bytes per second, GiB.
     """
 
@@ -149,7 +152,7 @@ class Cluster:
     nic_bytes_per_s: float
     host_speed: float
     laws: Laws
-    transferred: bool
+    transferred: float
     has_fp8: bool = True
     rings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     host_known: bool = True
@@ -266,7 +269,7 @@ def _load(name: str) -> Cluster:
         nic_bytes_per_s=figures["nic_gb_s"] * _GIGA,
         host_speed=figures["host_speed"],
         laws=_of_another(laws, figures, reference),
-        transferred=name != REFERENCE,
+        transferred=0.0 if name == REFERENCE else figures.get("transferred", _TRANSFERRED),
         has_fp8="fp8_tflops" in figures,
         rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
         host_known=not provenance["host_speed"].startswith("assumed"),

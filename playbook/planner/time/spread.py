@@ -44,8 +44,6 @@ _COMMON_EXPERTS = 0.18
 """What all parts share: clocks and versions of software, whose ways with experts differ more."""
 _ORDER = 0.02
 """What two runs of one kind differ by at least."""
-_TRANSFERRED = 0.08
-"""Added for a GPU that nobody calibrated here."""
 
 
 def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float:
@@ -53,7 +51,7 @@ def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float
     total = sum(parts.values())
     sure = {"host": _HOST_KNOWN} if cluster.host_known else {}
     of_parts = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
-    return hypot(of_parts, _COMMON_EXPERTS if plan.shape.experts else _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
+    return hypot(of_parts, _COMMON_EXPERTS if plan.shape.experts else _COMMON, cluster.transferred)
 
 
 def between(one: Mapping[str, float], other: Mapping[str, float]) -> float:

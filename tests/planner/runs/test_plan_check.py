@@ -171,6 +171,17 @@ def test_unknown_cells_are_said_and_widen_the_interval(write):
     assert not any("dispatcher unknown" in w for w in stated.prediction.words)
 
 
+def test_a_table_that_names_megatron_lm_leaves_its_loss_open(write):
+    rows = (
+        f"{i},qwen3_8b,H100,8,bf16,4096,1,64,1,1,,9000,{r}" for i, r in enumerate(("megatron,te", "megatron,", "megatron,native", "nemo,"))
+    )
+    fused, left_open, own, bridge = check(write(f"{HEADER},backend,loss", *rows))
+    speeds = [r.prediction.tokens_per_s_per_gpu for r in (fused, left_open, own)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert left_open.prediction.spread > fused.prediction.spread
+    assert [any("loss unknown" in w for w in r.prediction.words) for r in (fused, left_open, own, bridge)] == [False, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("dated", "overlap", "hybrid"),
     [("2025-04", False, False), ("25.09", True, False), ("26.04.01", True, True), ("2026", True, True), ("", True, True)],
