@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,22 +56,27 @@ def collective_rows(degree: int, device: str = "cuda", sizes: Sequence[int] = _L
 def _spawned(rank: int, degree: int, device: str, sizes: Sequence[int], nodes: int, out: str) -> None:
     """Measure on one rank of this machine; rank 0 writes the rows as JSON to `out`."""
     node, local = divmod(rank, degree // nodes)
-    _join(Place(rank, degree, local, str(node)), dist.FileStore(f"{out}.store", degree), device)
-    measured = _job_rows(Place(rank, degree, local, str(node)), device, sizes)
-    if rank == 0:
-        Path(out).write_text(json.dumps(measured), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    placed = Place(rank, degree, local, str(node))
+    with joined(placed, dist.FileStore(f"{out}.store", degree), device):
+        measured = job_rows(placed, device, sizes)
+        if rank == 0:
+            Path(out).write_text(json.dumps(measured), encoding="utf-8")
+        dist.barrier()
 
 
-def _join(placed: Place, store: dist.Store, device: str) -> None:
-    """Begin the collectives of a job at this rank, on the GPU of its place."""
+@contextmanager
+def joined(placed: Place, store: dist.Store, device: str) -> Iterator[None]:
+    """The collectives of a job at this rank, on the GPU of its place."""
     if device == "cuda":
         torch.cuda.set_device(placed.local % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-def _job_rows(placed: Place, device: str, sizes: Sequence[int] = _LINK_BYTES) -> list[dict[str, Any]]:
+def job_rows(placed: Place, device: str, sizes: Sequence[int] = _LINK_BYTES) -> list[dict[str, Any]]:
     """Rows of collectives within each node of a job, then between the GPUs of one place on every node, all such groups at once; the seconds
     are the slowest rank's.
 
@@ -434,14 +440,11 @@ def _measure_job(placed: Place, names: Sequence[str], budget_s: float) -> dict[s
     """At rank 0 of a job what its own GPU reaches, while the others wait, and what collectives take within and between nodes; None at the
     others.
     """
-    _join(placed, meeting(placed), "cuda")
-    try:
+    with joined(placed, meeting(placed), "cuda"):
         found = measure([n for n in names if n != "collectives"], budget_s) if placed.rank == 0 else None
         dist.all_reduce(torch.zeros(1))  # the others wait on the CPU
-        links = _job_rows(placed, "cuda") if "collectives" in names else []
+        links = job_rows(placed, "cuda") if "collectives" in names else []
         return found | {"rows": [*found["rows"], *links]} if found is not None else None
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

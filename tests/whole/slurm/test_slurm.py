@@ -13,6 +13,7 @@ from planted_case import FAKE as PLANTED
 from ranks import SUPPORT
 
 from playbook.paths import repo_root, sources
+from playbook.planner.hardware import machine
 from playbook.records.read import read
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, replay, store
@@ -252,26 +253,48 @@ def test_a_job_is_submitted_and_left_alone(environment, cluster, tmp_path):
     assert "ended without a result" in err
 
 
+def of_one_step(environment, tmp_path, ranks_of_a_node, *words):
+    """What a step on both nodes prints."""
+    command = f"srun --ntasks-per-node={ranks_of_a_node} {sys.executable} {' '.join(words)}"
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
+    log = tmp_path / "log"
+    wrapped = ["sbatch", "--wait", "--nodes=2", "--exclusive", f"--output={log}", f"--chdir={tmp_path}", str(tmp_path / "job.sh")]
+    done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    text = log.read_text(errors="replace")
+    assert done.returncode == 0, done.stderr + text
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
 def test_a_check_of_all_nodes_is_one_step_and_one_answer(environment, tmp_path):
     """Two healthy nodes pass; the answer has every rank's readings and the link between the nodes."""
-    command = f"srun --ntasks-per-node=1 {sys.executable} -m playbook preflight --seconds 0.3 --json"
-    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
-    wrapped = [
-        "sbatch",
-        "--wait",
-        "--nodes=2",
-        "--exclusive",
-        f"--output={tmp_path / 'log'}",
-        f"--chdir={tmp_path}",
-        str(tmp_path / "job.sh"),
-    ]
-    done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    log = (tmp_path / "log").read_text(errors="replace")
-    assert done.returncode == 0, done.stderr + log
-    (answer,) = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    (answer,) = of_one_step(environment, tmp_path, 1, "-m", "playbook", "preflight", "--seconds", "0.3", "--json")
     assert answer["faults"] == []
     assert {r["host"] for r in answer["readings"]} == {"n1", "n2"}
     assert sorted((r["host"], r["other"][0]) for r in answer["readings"] if r["metric"] == "link_bytes_per_s") == [
         ("n1", "n2"),
         ("n2", "n1"),
     ]
+
+
+CALIBRATED = """
+import json, os
+from playbook_trainer.calibrate import job_rows, joined
+from playbook_trainer.preflight import meeting, place
+
+placed = place(os.environ)
+with joined(placed, meeting(placed), "cpu"):
+    rows = job_rows(placed, "cpu", (1 << 20, 1 << 22))
+if placed.rank == 0:
+    print(json.dumps({"schema": "calibration/1", "device": {"name": "NVIDIA H100 80GB HBM3"}, "rows": rows}))
+"""
+
+
+def test_a_calibration_of_two_nodes_has_what_is_within_a_node_and_what_is_between(environment, tmp_path):
+    """Collectives of the ranks of a node, and of those at one place of both nodes; a plan takes the network from the file."""
+    (tmp_path / "calibrated.py").write_text(CALIBRATED, encoding="utf-8")
+    (found,) = of_one_step(environment, tmp_path, 2, str(tmp_path / "calibrated.py"))
+    between = [row for row in found["rows"] if row.get("nodes") == 2]
+    assert len(found["rows"]) == 2 * len(between) == 20
+    assert {row["ranks"] for row in found["rows"]} == {2}
+    (tmp_path / "nodes.json").write_text(json.dumps(found), encoding="utf-8")
+    assert "between 2 nodes, measured (nodes.json)" in machine(str(tmp_path / "nodes.json")).network
