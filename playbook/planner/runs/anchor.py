@@ -39,6 +39,9 @@ _PARTS = 0.4
 _OWN_GROUP = ("source_group",)
 _RUN = 0.09
 """Standard deviation of the logarithm by which one run differs from all others of its kind."""
+_MOST_OWN = 0.8
+"""The most that this is of a prediction's spread, as where the weights were chosen: for a GPU that was calibrated the spread is less than
+`_RUN`, and other runs would say nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class _Codes:
 
 def _shared(anchor: Anchor) -> float:
     """The part of the spread that runs of one kind share, once what a run has to itself is taken out."""
-    return sqrt(max(anchor.spread**2 - _RUN**2, 0.0))
+    return sqrt(anchor.spread**2 - min(_RUN, _MOST_OWN * anchor.spread) ** 2)
 
 
 def _unit(rows: _Vector) -> _Vector:

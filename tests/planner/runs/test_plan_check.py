@@ -171,6 +171,14 @@ def test_unknown_cells_are_said_and_widen_the_interval(write):
     assert not any("dispatcher unknown" in w for w in stated.prediction.words)
 
 
+@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
+def test_runs_of_ones_own_scale_a_prediction_however_certain_it_is(write, gpu):
+    row = f"{{}},qwen3_8b,{gpu},8,bf16,4096,1,64,1,1,,{{}}"
+    (asked,) = check(write(HEADER, row.format("asked", "")), anchor=write(HEADER, row.format("mine", 4000), name="mine.csv"))
+    assert asked.interval.value < asked.prediction.tokens_per_s_per_gpu
+    assert asked.scale.left < 1
+
+
 def test_a_table_that_names_megatron_lm_leaves_its_loss_open(write):
     rows = (
         f"{i},qwen3_8b,H100,8,bf16,4096,1,64,1,1,,9000,{r}" for i, r in enumerate(("megatron,te", "megatron,", "megatron,native", "nemo,"))
