@@ -206,13 +206,14 @@ def print_ranks(ranks: Mapping[str, Any]) -> None:
         say(f"note: {note}")
 
 
-def print_difference(difference: Mapping[str, Any]) -> None:
-    """Where the time of a step went between two traces, in milliseconds of a step."""
-    say(difference["sentence"])
+def print_difference(difference: Mapping[str, Any], before: str, after: str) -> None:
+    """Where the time of a step went between two traces of these names, in milliseconds of a step."""
+    say(f"From {before} to {after}: {difference['sentence']}")
     rows = [
         {
             "time of a step": part["name"], "before": f"{part['before_ms']:.2f}", "after": f"{part['after_ms']:.2f}",
-            "change": f"{part['change_ms']:+.2f}", "operations": f"{part['before_count']:g} to {part['after_count']:g}",
+            "change": f"{part['change_ms']:+.2f}",
+            "operations": f"{part['before_count']:g} to {part['after_count']:g}" if part["before_count"] or part["after_count"] else "",
         }
         for part in difference["parts"]
     ]  # fmt: skip

@@ -339,8 +339,12 @@ def _obstacle(question: Question) -> Obstacle | None:
     return Obstacle(plan, fullest, tuple(_ways(question)))
 
 
+_ADAPTERS = "lora=16"
+"""A usual rank; what adapters hold is small beside the weights at any."""
+
+
 def _ways(question: Question) -> list[str]:
-    """What would let a plan fit: permissions that are not given, full sharding, more GPUs."""
+    """What would let a plan fit: permissions that are not given, full sharding, adapters in place of all weights, more GPUs."""
     ways = []
     not_allowed = [a for a in ("bf16-moments", "bf16-gradients", "offload") if a not in question.allow and question.backend == "megatron"]
     for added in (*((a,) for a in not_allowed), tuple(not_allowed)):
@@ -353,5 +357,7 @@ def _ways(question: Question) -> list[str]:
         and fits(replace(question, fixed=(*question.fixed, "sharding=fsdp")))
     ):
         ways.append("--fix sharding=fsdp")
+    if "lora" not in question.kept and fits(replace(question, fixed=(*question.fixed, _ADAPTERS))):
+        ways.append(f"--fix {_ADAPTERS} to train adapters alone")
     more = next((n for n in (2, 4, 8, 16, 32) if fits(_widened(question, n * question.gpus))), None)
     return [*ways, *([f"--gpus {more * question.gpus}"] if more else [])]

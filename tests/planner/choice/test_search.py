@@ -94,6 +94,17 @@ def test_nothing_fits_says_what_is_nearest_and_what_would() -> None:
     assert plan_layouts(replace(found.question, gpus=int(way.split()[1]))).choices
 
 
+def test_where_all_weights_do_not_fit_adapters_are_a_way_that_holds() -> None:
+    found = plan_layouts(asked("qwen3_30b_a3b", gpus=1, gbs=16))
+    assert found.obstacle is not None
+    way = next(w for w in found.obstacle.ways if "adapters" in w)
+    adapted = replace(found.question, fixed=(way.split()[1],))
+    assert plan_layouts(adapted).choices
+    too_long = plan_layouts(replace(adapted, seq_len=262_144)).obstacle
+    assert too_long is not None
+    assert not any("adapters" in w for w in too_long.ways), "a way that is taken is no way"
+
+
 def test_the_fewest_gpus_hold_it_and_the_next_fewer_do_not() -> None:
     found = plan_layouts(asked("mixtral_8x7b", "a100", gbs=256, goal="gpus"))
     assert found.choices

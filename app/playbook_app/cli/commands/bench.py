@@ -171,7 +171,7 @@ def bench_trace(
         ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --file: a second trace, and where the time went from this one to that.")
+        Path | None, typer.Option(metavar="FILE", help="With --file: the trace before, and where the time went from it to FILE's.")
     ] = None,
     profile: Profile = None,
     results: Results = None,
@@ -190,7 +190,7 @@ def bench_trace(
         if file is None:
             raise PlaybookError("--against names a second trace; expected the first with --file")
         changed = asdict(tracing.between(against, file))
-        print_json(changed) if as_json else print_difference(changed)
+        print_json(changed) if as_json else print_difference(changed, against.name, file.name)
         return
     if file is not None:
         answer = tracing.of_file(file)

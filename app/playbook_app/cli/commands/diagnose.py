@@ -463,7 +463,7 @@ def _planned(tokens: float | None) -> str:
 def _show_obstacle(near: Mapping[str, Any] | None) -> None:
     if near:
         say(f"fastest    no layout fits; the nearest needs {near['memory_gib']:.0f} GiB: {' '.join(near['settings'])}")
-        say(f"fits       with {', or '.join(near['ways']) or 'nothing that is known here'}")
+        say(f"fits       by playbook plan with {', or '.join(near['ways']) or 'nothing that is known here'}")
 
 
 def _show_action(place: int, action: Mapping[str, Any]) -> None:
