@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
@@ -50,6 +51,7 @@ _DRAWN = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9])[!-~]{8,}")
 _HIDDEN = "[hidden]"
 
 
+@lru_cache(4096)
 def is_secret(name: str) -> bool:
     """Whether a name, of a variable or an option, says that its value must not be kept."""
     *before, last = re.split(r"[_.-]+", name.lower().strip("_.-"))

@@ -196,7 +196,8 @@ class _TestedGroup:
 def _test(group: _Group, machine: Machine, journal: Journal | None, options: Options, progress: Progress, command: str) -> _TestedGroup:
     """Test one case's claims. Each verdict is shown before it is stored."""
     tasks, case = group.tasks, group.case
-    records = [targets.record_of(task, case, machine, options.profile) for task in tasks]
+    context = detect.context()  # once: it asks git
+    records = [targets.record_of(task, case, machine, options.profile, context) for task in tasks]
     outcomes, unfinished, problem = [], False, ""
     for task, settled in zip(tasks, claims(records, case, machine, journal, options, progress), strict=True):
         line = command or options.repeated(settled.measured)

@@ -137,7 +137,7 @@ def _check(task: Task, cases: Mapping[str, Case]) -> None:
             raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
 
 
-def record_of(task: Task, case: Case | None, machine: Machine, requested: str | None) -> Measured:
+def record_of(task: Task, case: Case | None, machine: Machine, requested: str | None, context: Mapping[str, Any]) -> Measured:
     """The record of a claim before any run, on the profile that is `requested`, or else the largest that fits."""
     missing: list[Missing] = []
     profile = requirements.choose_profile(case, machine, requested) if case and case.profiles else None
@@ -162,7 +162,7 @@ def record_of(task: Task, case: Case | None, machine: Machine, requested: str | 
         missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
     content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
     return Measured(
-        claim=task.claim, case=content, machine=restricted, profile=profile, facts=run_facts, missing=missing, context=detect.context()
+        claim=task.claim, case=content, machine=restricted, profile=profile, facts=run_facts, missing=missing, context=dict(context)
     )
 
 
@@ -175,5 +175,5 @@ def count_inapplicable(profile: str) -> tuple[int, int]:
     """Number of claims that `profile` cannot test on this machine, and number of all claims. Mechanism checks are not counted."""
     machine = detect.detect()
     tasks = [t for card in cards.load_all().values() for t in tasks_of_card(card) if t.claim and t.claim.mechanism_of is None]
-    lacking = sum(bool(record_of(task, load_case(task.case) if task.case else None, machine, profile).missing) for task in tasks)
+    lacking = sum(bool(record_of(task, load_case(task.case) if task.case else None, machine, profile, {}).missing) for task in tasks)
     return lacking, len(tasks)
