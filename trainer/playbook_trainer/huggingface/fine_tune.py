@@ -48,6 +48,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     told.add_argument("--micro-batches", type=int, default=1, help="of a step")
     told.add_argument("--samples", choices=("none", "padded", "packed"), default="none", help="samples in place of full rows, and how")
     told.add_argument("--mean", type=int, default=600, help="tokens of a sample, on average")
+    told.add_argument("--pad-to", type=int, default=1, help="pad rows to a multiple of so many tokens")
     told.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
     told.add_argument("--weights", choices=sorted(_DTYPES), default=None, help="bf16 on a GPU and fp32 on a CPU, if not given")
     told.add_argument("--autocast", action="store_true", help="compute in bf16 under autocast")
@@ -101,12 +102,14 @@ def micro_batches(told: argparse.Namespace, generator: torch.Generator) -> list[
         rows, width = [[sample] for sample in samples], 0
         # As many tokens of a micro-batch, on average, as packed rows have.
     per_batch = told.rows if told.samples == "packed" else max(1, told.rows * told.seq_len // (2 * told.mean))
-    return [_laid_out(rows[i : i + per_batch], width) for i in range(0, len(rows), per_batch)]
+    return [_laid_out(rows[i : i + per_batch], width, told.pad_to) for i in range(0, len(rows), per_batch)]
 
 
-def _laid_out(rows: Sequence[Sequence[torch.Tensor]], width: int) -> MicroBatch:
-    """Rows of samples as tensors of `width` tokens, or of the longest row where that is 0; a sample's first token has no label."""
-    width = width or max(sum(map(len, row)) for row in rows)
+def _laid_out(rows: Sequence[Sequence[torch.Tensor]], width: int, multiple: int) -> MicroBatch:
+    """Rows of samples as tensors of `width` tokens, or of the longest row's, up to a multiple, where that is 0; a sample's first token has
+    no label.
+    """
+    width = width or -(-max(sum(map(len, row)) for row in rows) // multiple) * multiple
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     labels, positions, mask = torch.full_like(tokens, _IGNORED), torch.zeros_like(tokens), torch.zeros_like(tokens)
     for i, row in enumerate(rows):
@@ -299,6 +302,7 @@ def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
 def _proof(batches: Sequence[MicroBatch], passes: Sequence[bool]) -> None:
     """Say of the first step what its rows and its passes were."""
     _say(f"micro-batches with several samples in a row: {sum(b.positions is not None for b in batches)}")
+    _say(f"lengths of rows that are no multiple of 256: {sum(b.tokens.shape[1] % 256 > 0 for b in batches)}")
     _say(f"forward passes of a layer for each micro-batch: {len(passes) // len(batches)}")
 
 
