@@ -405,7 +405,10 @@ def _sentence(
                 "prefetching, or cheaper collation."
             )
         case "host-bound" if waits_for:
-            named = " and ".join(f"{each.count:.3g} slow calls of {each.name} (up to {each.longest_ms:.0f} ms)" for each in waits_for)
+            named = " and ".join(
+                f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
+                for each in waits_for
+            )
             return (
                 f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet, most of that in "
                 f"{named}; an operator that takes so long prepares or compiles, often for a shape that it has "

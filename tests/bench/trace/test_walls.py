@@ -63,7 +63,7 @@ def test_an_operator_that_holds_most_of_the_hosts_gap_is_named(named: bool, slow
     found = walls(timeline)
     assert found.wall == "host-bound"
     assert [(each.name, each.count) for each in found.waits_for] == ([("aten::prepares", 1)] if named else [])
-    assert ("1 slow calls of aten::prepares (up to 35 ms)" in found.sentence) is named
+    assert ("1 slow call of aten::prepares (up to 35 ms)" in found.sentence) is named
 
 
 def test_the_slow_operator_of_a_file_is_the_innermost(tmp_path: Path) -> None:
