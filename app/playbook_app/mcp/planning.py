@@ -42,7 +42,8 @@ from playbook_app.mcp.answers import (
 )
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
-from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observation, Setup, Tuning, percent
+from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observation, Setup, Tuning
+from playbook_bench.tune.record import percent
 from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
 _MOST_TEXT = 100_000
@@ -301,7 +302,7 @@ def tune_answer(knobs: Sequence[str], seen: Sequence[str], seed: int, false_keep
             "warm_up": "discarded",
             "start": "the start, for its noise",
             "best": "the best so far",
-            "candidate": "a candidate",
+            "candidate": "a candidate" if due.candidate else "whether a change still helps beside those adopted after it",
             "proof": "proof",
         }[due.why]
     elif tuning.problem:

@@ -5,27 +5,21 @@ simulation all use this one: a journal holds the observations, and adding them t
 
 Two parts. The *race* is cheap and proves nothing: each candidate is launched on top of the best settings so far, between two launches of
 these. What does not look better is dropped, mostly after one launch; what clearly does is adopted, and the next candidates are launched on
-top of it. Then *rounds*: the set of what was adopted, and the set without each change, on new launches in a drawn order. `proof` says which
-changes are proven. Where one is not, the worst leaves the set, and the next round asks the others again. A set whose changes are all
-proven in it is the answer. The record of a tuning (its setup, what each launch gave, the answer) replays through the same procedure.
+top of it. What was adopted early is asked once more beside all that came later. Then *rounds*: the set of what was adopted, and the set
+without each change, on new launches in a drawn order. `proof` says which changes are proven. Where one is not, the worst leaves the set,
+and the next round asks the others again. A set whose changes are all proven in it is the answer.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pydantic import TypeAdapter
-
-from playbook.errors import StoreError
-from playbook.files import read_bytes
-from playbook.records.evidence import RunOutcome, digest
+from playbook.records.evidence import RunOutcome
 from playbook_bench.tune import proof
 
 Settings = tuple[tuple[str, str], ...]
@@ -56,6 +50,8 @@ _AROUND = 2
 """Launches after a candidate before a round begins: of the best before it, and of what was adopted together."""
 _CLEAR_GAIN = 0.05
 """Logarithm of the gain that a candidate may turn out to have."""
+_LEFT = 0.25
+"""Part of its gain that a change has to show beside what was adopted after it, where that is within the noise."""
 _TRIES = 2
 """Launches of settings that have run before, of which one has to end well."""
 
@@ -181,6 +177,8 @@ class Tuning:
         """By knob, in the order in which they were adopted."""
         self._group_gains: list[float] = []
         """Of the candidates of this group that were launched, against the launch before it."""
+        self._latest: set[str] = set()
+        """Knobs that were adopted last, at once."""
         self._round_began = 0
         """How many launches there were before it."""
         self._steps = self._all()
@@ -215,7 +213,7 @@ class Tuning:
         better are adopted.
         """
         gains, around = [self.adopted[knob].gain for knob, _ in self.best], 0
-        if self.due is not None and self.due.why == "candidate":
+        if self.due is not None and self.due.candidate:
             maybe = [gain for gain in self._group_gains if gain > 0]
             gains, around = [*gains, *maybe, max([*maybe, _CLEAR_GAIN])], 1 + _AROUND
         made = len(self.launched) - self._round_began if self.due is not None and self.due.why == "proof" else 0
@@ -232,6 +230,7 @@ class Tuning:
     def _all(self) -> Generator[Launch, Event, None]:
         yield from self._race()
         if not self.problem:
+            yield from self._screen()
             yield from self._rounds()
 
     # --- the race --------------------------------------------------------------------------------------------------------------------
@@ -253,7 +252,9 @@ class Tuning:
             for place, (racer, value) in enumerate(values, 1):
                 share = place / (len(values) + 1)
                 racer.gains.append((1 - share) * before + share * after - value)
-            yield from self._together(self._weigh([racer for racer, _ in values]), after)
+            if picked := self._weigh([racer for racer, _ in values]):
+                self._latest = {racer.knob for racer in picked}
+                yield from self._together(picked, after)
             if not self.waiting:  # what was adopted since may have freed memory
                 self.waiting.extend(racer for racer, best in self._too_large.items() if best != self.best)
                 self._too_large = dict.fromkeys(self._too_large, self.best)
@@ -338,6 +339,26 @@ class Tuning:
             del self.adopted[racer.knob]
             racer.gains.clear()
             self.waiting.appendleft(racer)
+
+    def _screen(self) -> Generator[Launch, Event, None]:
+        """Launch once more without each change that others were adopted after, and drop what shows no gain beside them: a launch here
+        saves a round that fails by it.
+        """
+        early = [knob for knob in self.adopted if knob not in self._latest]
+        best = (yield from self._base()) if early and not self.hurried else None
+        if best is None:
+            return
+        for knob in early:
+            racer = self.adopted[knob]
+            event = yield Launch(changed(self.best, self.choices[knob], self.choices[knob].values[0]), "candidate")
+            if isinstance(event, Hurry):
+                return
+            if self._problem_of(event):
+                continue
+            without = self._cost(event)
+            if without - best < min(_LEFT * racer.gain, self.noise * math.sqrt(2)):
+                self._drop(knob, "did not look better beside what was adopted after it")
+                best = without
 
     def _simplest(self, clear: Sequence[Racer], error: float) -> Racer | None:
         """The best, or the first value of its knob that is not clearly worse."""
@@ -517,80 +538,3 @@ def _value(effect: proof.Effect | None) -> float:
 
 def _seed(seed: int, round_: int, look: int) -> int:
     return (seed * 64 + round_) * 2 + look
-
-
-SCHEMA = "tune-record/1"
-_MOST_BYTES = 64 << 20
-_OBSERVATION: TypeAdapter[Observation] = TypeAdapter(Observation)
-_SETUP: TypeAdapter[Setup] = TypeAdapter(Setup)
-
-
-def event_of(row: Mapping[str, Any]) -> Event:
-    """The event of a line.
-
-    Raises:
-        ValidationError: it is none.
-    """
-    observation = row.get("observation")
-    return Hurry() if observation == "hurry" else _OBSERVATION.validate_python(observation)
-
-
-def decision_row(decision: Decision) -> dict[str, Any]:
-    """What became of a candidate, as plain data."""
-    effect = decision.effect
-    return {
-        "knob": decision.knob,
-        "value": decision.value,
-        "reason": decision.reason,
-        "effect_percent": None
-        if effect is None
-        else {"value": percent(effect.value), "low": percent(effect.low), "high": percent(effect.high)},
-        "looked_percent": percent(decision.looked),
-    }
-
-
-def percent(share: float | None) -> float | None:
-    """A share as a percentage with four decimals."""
-    return None if share is None else round(100 * share, 4)
-
-
-def is_record(path: Path) -> bool:
-    """Whether a file is the record of a tuning."""
-    try:
-        return f'"{SCHEMA}"'.encode() in read_bytes(path, 4096)
-    except (OSError, ValueError):
-        return False
-
-
-def replay(path: Path) -> list[str]:
-    """What differs between a record and what its events give again; nothing where all is the same.
-
-    Raises:
-        StoreError: the file cannot be read, or is no record of a tuning.
-    """
-    try:
-        data = json.loads(read_bytes(path, _MOST_BYTES))
-        out = [] if data.pop("sha256", None) == digest(data) else ["sha256: the content is not the one that was sealed"]
-        tuning = Tuning(_SETUP.validate_python(data["setup"]))
-        for row in data["events"]:
-            if tuning.due is None or row["launch"] != plain(tuning.due):
-                return [*out, f"events: one is of {row['launch']}, due was {tuning.due and plain(tuning.due)}"]
-            tuning.add(event_of(row))
-        recorded = data["answer"]
-        both = [{(d["knob"], d["value"], kept) for kept, name in ((True, "kept"), (False, "refused")) for d in recorded[name]}]
-        both.append({(*pair, d.kept) for pair, d in tuning.decisions.items()})
-        effects = {(d["knob"], d["value"]): d["effect_percent"] for name in ("kept", "refused") for d in recorded[name]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise StoreError(f"{path} is no record of a tuning: {str(e).splitlines()[0][:200]}") from e
-    if both[0] != both[1]:
-        out.append(f"answer: recorded {sorted(both[0])}, derived {sorted(both[1])}")
-    for pair, decision in tuning.decisions.items():
-        if effects.get(pair) != decision_row(decision)["effect_percent"]:
-            out.append(f"{'='.join(pair)}: recorded {effects.get(pair)}, derived {decision_row(decision)['effect_percent']}")
-    return out
-
-
-def plain(content: Setup | Launch | Observation) -> dict[str, Any]:
-    """As it is in JSON."""
-    data: dict[str, Any] = json.loads(json.dumps(asdict(content), default=sorted))
-    return data

@@ -31,7 +31,8 @@ from playbook_bench.run.journal import Journal, SealedLines
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Request, Series
 from playbook_bench.tune.knobs import Ranked
-from playbook_bench.tune.procedure import SCHEMA, Event, Hurry, Launch, Setup, Tuning, decision_row, event_of, percent, plain
+from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
+from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
 
 _JOURNAL, _FINAL = "events.jsonl", "final"
@@ -250,7 +251,7 @@ def _in_words(due: Launch, tuning: Tuning) -> str:
     if due.candidate:
         return "=".join(due.candidate)
     without = [knob for knob, _ in tuning.best if knob not in dict(due.settings)]
-    if due.why == "proof" and without:
+    if due.why in ("candidate", "proof") and without:
         return f"without {without[0]}"
     return {"best": "best so far", "proof": "all that looked better"}.get(due.why, "start")
 

@@ -131,6 +131,21 @@ def test_of_two_that_do_one_thing_one_is_kept():
     assert kept(tuning) in ({("a", "on")}, {("b", "on")})
 
 
+def test_what_later_changes_make_useless_is_dropped_before_a_round_fails_by_it():
+    """The first helps alone; two that are tried later do its work too."""
+
+    def seconds(settings):
+        both = 0.04 * ("g" in settings) + 0.04 * ("h" in settings)
+        return 1 - max(0.08 * ("a" in settings), both) - 0.004 * ("g" in settings) - 0.004 * ("h" in settings)
+
+    knobs = dict.fromkeys(("a", "b", "c", "d", "g", "h"), ("off", "on"))
+    tunings = [play(setup(knobs), seconds, noise=0.0005, seed=seed) for seed in range(8)]
+    assert all(kept(tuning) == {("g", "on"), ("h", "on")} for tuning in tunings)
+    early = [tuning for tuning in tunings if tuning.decisions["a", "on"].reason == "did not look better beside what was adopted after it"]
+    assert len(early) >= 5
+    assert all(tuning.round == 1 for tuning in early)
+
+
 def test_a_change_that_hurts_beside_another_leaves():
     tuning = play(setup(TWO), lambda s: (0.9 if "a" in s else 1.0) * (0.95 if "b" in s else 1.0) * (1.2 if {"a", "b"} <= s.keys() else 1.0))
     assert kept(tuning) == {("a", "on")}

@@ -20,7 +20,7 @@ from playbook_bench.launch.forked import ForkLauncher, closing
 from playbook_bench.machine import detect
 from playbook_bench.run.confirm import Quiet
 from playbook_bench.run.options import Options
-from playbook_bench.tune import procedure, session
+from playbook_bench.tune import record, session
 from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.subject import Launcher
 
@@ -64,7 +64,7 @@ def tuned(tmp_path, monkeypatch):
         plan, order = tuning.planned(case, "cpu", Knobs.model_validate({"knobs": knobs}), machine, asked, options.results, "")
         found = session.run(plan, options, Quiet(), resume=False)
         assert found.ended == "complete"
-        assert procedure.replay(session.write_record(found)) == []
+        assert record.replay(session.write_record(found)) == []
         return found, order
 
     return run

@@ -32,7 +32,7 @@ from playbook_app.cli.output import (
 from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
-from playbook_bench.tune import procedure
+from playbook_bench.tune import record as tuning
 
 if TYPE_CHECKING:
     from playbook_bench.run import aa
@@ -112,8 +112,8 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
 
     rows, claims = [], by_claim(load_all())
     for file in files:
-        if procedure.is_record(file):
-            differences, changed = procedure.replay(file), ""
+        if tuning.is_record(file):
+            differences, changed = tuning.replay(file), ""
             reproduced = not differences
         else:
             reproduced, differences = replay.replay(file)
