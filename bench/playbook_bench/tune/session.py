@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from playbook import __version__, files
-from playbook.errors import StoreError
+from playbook.errors import ConfigError, StoreError
 from playbook.records.evidence import Run, digest
 from playbook.records.machine import kind
 from playbook_bench.launch import local
@@ -233,15 +233,18 @@ def _launched(session: Session, running: Series, journal: SealedLines, deadline:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left < usual:
             return
-        if (
-            left is not None
-            and leaves_out
-            and not tuning.hurried
-            and due.why == "candidate"
-            and left < usual * (tuning.to_end + _DISCARDED + 2 * session.plan.final_pairs)
-        ):
-            _note(session, journal, due, Hurry(), None)
-            continue
+        if left is not None and leaves_out and not tuning.hurried and due.why == "candidate":
+            needed = usual * (tuning.to_end + _DISCARDED + 2 * session.plan.final_pairs)
+            if left < needed and not any(launch.why == "candidate" for launch, _ in tuning.launched):
+                least, seed = math.ceil(session.seconds + needed + usual), session.plan.setup.seed
+                raise ConfigError(
+                    f"--budget leaves {left:.0f} s after the start's {len(tuning.launched)} launches; expected at least {needed:.0f}: one "
+                    f"candidate, its proof and the comparison, at {usual:.1f} s a launch; give at least {least}s, or "
+                    f"--resume --seed {seed}, which goes on from here as often as asked"
+                )
+            if left < needed:
+                _note(session, journal, due, Hurry(), None)
+                continue
         observation, run = launcher.launch(due, _in_words(due, tuning))
         _note(session, journal, due, observation, run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -373,6 +374,19 @@ def test_a_budget_leaves_candidates_out_in_time_for_proof_and_comparison(tune, l
     assert found["final"]["verdict"] == "faster"
     assert any("time was up" in row["reason"] for row in found["refused"])
     assert launches.spent <= 600
+
+
+def test_a_budget_for_no_candidate_says_how_much_one_takes_and_loses_no_launch(tune, launches):
+    done = tune("--budget", "300s")
+    assert done.exit_code == 2
+    least = int(re.search(r"give at least (\d+)s, or --resume --seed 3, which goes on", done.stderr).group(1))
+    made = len(launches.words)
+    launches.spent = 0.0
+    assert answer(tune("--budget", f"{least}s"))["launches"] > made
+    assert tune("--budget", "300s").exit_code == 2
+    found = answer(tune("--resume"))
+    assert found["ended"] == "complete"
+    assert {row["knob"] for row in found["kept"]} == {"fuse", "workers"}
 
 
 ALL_GOOD = "knobs:\n" + "".join(
