@@ -212,7 +212,8 @@ class Tuning:
         """Launches up to the end of the next round, if no candidate follows one that is due, and it and those of its group that look
         better are adopted.
         """
-        gains, around = [self.adopted[knob].gain for knob, _ in self.best], 0
+        gains = [self.adopted[knob].gain for knob, _ in self.best]
+        around = int(self.due is not None and self.due.why == "candidate")
         if self.due is not None and self.due.candidate:
             maybe = [gain for gain in self._group_gains if gain > 0]
             gains, around = [*gains, *maybe, max([*maybe, _CLEAR_GAIN])], 1 + _AROUND
