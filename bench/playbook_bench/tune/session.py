@@ -23,6 +23,7 @@ from playbook.errors import ConfigError, StoreError
 from playbook.records.evidence import Run, digest
 from playbook.records.machine import kind
 from playbook_bench.launch import local
+from playbook_bench.launch.forked import closing
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import ab, confirm, store
@@ -107,6 +108,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
         "packages": detect.versions(),
         "exported": detect.exported(),
         "seed": plan.setup.seed,
+        "forks": options.forks,
     }
     journal, session = _open_journal(folder, header, plan, resume=resume)
     request = Request(
@@ -122,7 +124,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
     )
     progress.machine(machine)
     try:
-        with local.interruptible(resumes=True):
+        with local.interruptible(resumes=True), closing(options.launcher):
             if warning := detect.claim(requirements.restrict(machine, plan.subject.profile)):
                 progress.note(warning)
             with Series.open(request) as running:

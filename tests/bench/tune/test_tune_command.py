@@ -215,10 +215,24 @@ def test_what_a_trace_says_is_small_comes_last(playbook, launches, tmp_path):
     assert "communication is 2.0 % of the traced step" in done.stdout
 
 
+BY_PROFILE = """
+id: by-profile
+kind: command
+summary: A command whose layers the profile names.
+command: [python, train.py, "model.num_layers={layers}"]
+baseline: {}
+candidate: {arguments: [--other]}
+steps: {log: jsonl, count: 10, warm_up: 4}
+metric: step_seconds
+profiles: {cpu: {layers: 2}}
+"""
+
+
 def test_the_command_to_paste_has_the_values_of_the_profile(playbook, launches, monkeypatch, tmp_path):
+    (tmp_path / "by-profile.yaml").write_text(BY_PROFILE)
     (tmp_path / "knobs.yaml").write_text("knobs: {fuse: {argument: --fuse, values: [null, 'on']}}\n")
     monkeypatch.chdir(tmp_path)
-    done = playbook("tune", PLAIN, "--profile", "cpu", "--knobs", "knobs.yaml", "--json", "--seed", "1", "--results", "results")
+    done = playbook("tune", "by-profile.yaml", "--profile", "cpu", "--knobs", "knobs.yaml", "--json", "--seed", "1", "--results", "results")
     assert "model.num_layers=2" in answer(done)["run"]
     assert answer(done)["run"].endswith(" --fuse on")
 

@@ -20,9 +20,10 @@ from playbook.paths import default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
-from playbook_app.cli.options import AsJson, Profile, Results, Seed, commands
+from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
+from playbook_app.cli.outcomes import local_launcher
 from playbook_app.cli.output import complain, print_json, say
 from playbook_app.services import tuning
 from playbook_app.services.ready_knobs import ready
@@ -96,6 +97,7 @@ def tune(
     profile: Profile = None,
     results: Results = None,
     seed: Seed = None,
+    fork: Fork = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the settings that make a run faster, and prove each that is kept.
@@ -114,6 +116,8 @@ def tune(
         told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
         case = tuning.case_of_command(words, machine, told, metric, request.loss, to_seconds(timeout, "--timeout") or 0.0)
         chosen = machine.name
+    if fork and case.command:
+        raise ConfigError("--fork forks ranks of our trainer, and this tunes a command, which is started as it stands; leave out --fork")
     if knobs:
         chosen_knobs = files.load_knobs(Path(knobs))
     else:
@@ -128,7 +132,8 @@ def tune(
     out = report.console(sys.stderr if as_json else None)
     progress = report.LaunchLines(out)
     try:
-        found = session.run(plan, Options(chosen, place, None, to_seconds(budget), plan.setup.seed), progress, resume=resume)
+        options = Options(chosen, place, None, to_seconds(budget), plan.setup.seed, local_launcher(fork))
+        found = session.run(plan, options, progress, resume=resume)
     except LaunchError as e:
         complain(f"error: {e}")
         raise typer.Exit(5) from e
