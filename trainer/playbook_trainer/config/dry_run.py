@@ -117,13 +117,13 @@ def attention(config: TrainerConfig, hardware: str) -> str:
     """The kernel of attention on that kind of GPU, as the planner names it:
     rows that are one document each go through cuDNN wherever `auto` may take it.
 
-    A slice of context parallelism has more keys than queries, which only flash's masks express. Source:
-    `playbook_trainer.torch.model.attention.choose`.
+    A slice of context parallelism has more keys than queries, which only flash's masks express. `plain` is torch's own attention, which
+    is flash too. Source: `playbook_trainer.torch.model.attention.choose`.
     """
     flat = flatten(dump(config))
     kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
     one_length = config.data.kind == "mock" and not config.data.pack and not _is_sliced(config)
-    return {"plain": "unfused", "flash": "flash2", "cudnn": "cudnn"}.get(kernel, "cudnn" if one_length else "flash2")
+    return {"plain": "flash2", "flash": "flash2", "cudnn": "cudnn"}.get(kernel, "cudnn" if one_length else "flash2")
 
 
 _CONTEXT = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
