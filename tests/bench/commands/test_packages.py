@@ -1,4 +1,6 @@
-"""Bisecting the versions of a package: five wheels of a few lines, whose own log says how long a step took (less than a launch takes, or it would be refused)."""
+"""Bisecting the versions of a package: five wheels of a few lines, which take as long as their steps say and print these at the end: a log that
+says what a launch did not take is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ from playbook_app.cli.app import main
 from playbook_bench.run import bisect
 
 _MODULE = """
+import time
+
 def train():
     if {fails!r}:
         raise SystemExit("no such kernel")
+    time.sleep(10 * {seconds})
     for step in range(10):
         print('{{"step": %d, "seconds": %s, "loss": 1.0, "tokens": 64}}' % (step + 1, {seconds} + step % 3 / 2**20), flush=True)
 """
@@ -60,7 +65,7 @@ def test_the_planted_version_among_five_is_named(
 ) -> None:
     since = VERSIONS.index(slow) if slow else len(VERSIONS)
     for place, version in enumerate(VERSIONS):
-        wheel(index, version, 0.001 if place < since else 0.0012, fails=fails and place >= since)
+        wheel(index, version, 0.01 if place < since else 0.012, fails=fails and place >= since)
     with pytest.raises(SystemExit) as ended:
         main(["bisect", "--packages", "planned-log==1.0..2.0", "--json", "--", "python", "-c", "import planned_log; planned_log.train()"])
     answer = json.loads(capsys.readouterr().out)
@@ -71,7 +76,7 @@ def test_the_planted_version_among_five_is_named(
 @pytest.mark.full
 def test_versions_are_ordered_as_numbers_and_both_ends_are_asked_for(index: Path) -> None:
     for version in VERSIONS:
-        wheel(index, version, 0.001)
+        wheel(index, version, 0.01)
     assert bisect.releases(bisect.package_span("planned-log==1.1..2.0.0")) == ["1.1", "1.2", "1.10", "2.0"]
     with pytest.raises(ConfigError, match=r"pip lists 1\.0, 1\.1.*expected 1\.0 and 3\.0"):
         bisect.releases(bisect.package_span("planned-log==1.0..3.0"))
