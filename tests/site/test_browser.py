@@ -36,15 +36,18 @@ PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 900}
 INSPECT = (Path(__file__).parent / "inspect_page.js").read_text()
 CARDS = Path(__file__).parents[1] / "cards"
+_PARTS = 4
+"""Of the pages, so that each worker opens some."""
 
 
-def test_every_page_is_in_order(chromium: Any, built_site: Path, site_root: str) -> None:
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_every_page_is_in_order(chromium: Any, built_site: Path, site_root: str, part: int) -> None:
     """Every page, opened once: nothing is logged as an error, nothing is too wide for a phone, and inspect_page.js finds nothing."""
     found: list[str] = []
     context = chromium.new_context(viewport=DESK)
     page = context.new_page()
     wrong = watched(page, site_root)
-    for name in names(built_site):
+    for name in names(built_site)[part::_PARTS]:
         page.set_viewport_size(DESK)
         page.goto(f"{site_root}/{name}")
         page.add_style_tag(content="* { transition: none !important; }")
