@@ -477,6 +477,7 @@ def test_the_command_says_where_the_nearest_claims_stand_and_how_to_learn_of_the
     (hit,) = json.loads(said(["search", "cuda graphs", "--limit", "1", "--json"], capsys)[1])["hits"]
     assert list(hit["standing"]) == hit["claims"]
     assert hit["standing"]["V15.r"] == ["confirmed, arithmetic"]
+    assert [] in hit["standing"].values()
     out = said(["search", "cuda graphs", "--limit", "1"], capsys)[1]
     nearest = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])
     assert f"  claims {nearest}; and {len(hit['claims']) - 3} more\n" in out

@@ -87,10 +87,13 @@ def test_variables_of_an_action_are_told_whole_where_the_layout_is_unknown(known
 
 
 def test_what_gpus_measured_stands_before_what_was_checked_without_them(known):
-    shown = {a["id"]: a for a in diagnose(of(), None, known, changed)["actions"]}
-    for action in shown.values():
+    shown, images = (
+        {a["id"]: a for a in diagnose(where, None, known, changed)["actions"]} for where in (of(), of("qwen3_vl_8b", "h200", 8))
+    )
+    for action in (*shown.values(), *images.values()):
         by_gpus = ["H100" in c["standing"] or "H200" in c["standing"] for c in action["claims"]]
         assert by_gpus == sorted(by_gpus, reverse=True), action["claims"]
+    assert [c["id"] for c in images["packing"]["claims"]][-1] == "T11"  # confirmed on a CPU
     assert {"V11.b", "V6.u"} <= {c["id"] for c in shown["cuda-graphs"]["claims"]}
     assert shown["recompute"]["claims"][0]["id"] == "V10.c"
     assert "W1.c" not in {c["id"] for c in shown["recompute"]["claims"]}  # it says that recompute pays

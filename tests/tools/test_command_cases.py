@@ -15,7 +15,15 @@ from playbook_bench.run import aa
 from playbook_bench.variants import program
 from playbook_bench.variants.resolve import resolve_all
 
-FILES = sorted(p for p in (repo_root() / "tools" / "cases").glob("*.yaml") if "kind: command" in p.read_text())
+ALL = sorted((repo_root() / "tools" / "cases").glob("*.yaml"))
+FILES = [p for p in ALL if "kind: command" in p.read_text()]
+
+
+@pytest.mark.parametrize("path", sorted({*ALL} - {*FILES}), ids=lambda p: p.stem)
+def test_a_case_of_our_trainer_runs_on_every_machine_that_it_names(path):
+    case = load_case(path)
+    for profile in sorted({*case.profiles} - {"cpu"}):
+        assert set(resolve_all(case, profile)) == {"baseline", "candidate"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
