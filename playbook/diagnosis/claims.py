@@ -101,8 +101,8 @@ def said(stock: Stock, ids: Iterable[str], plan: Plan, cluster: Cluster) -> list
 
 
 def _said(stock: Stock, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
-    """The verdict on the same kind of GPU, else the first."""
-    rows = verdicts(stock.records, claim.id)
+    """The verdict on the same kind of GPU, else the first; runs that failed say nothing of the claim."""
+    rows = [r for r in verdicts(stock.records, claim.id) if r.status != "error"]
     rows.sort(key=lambda r: (not r.machine.startswith(gpu), r.stale(stock.today, claim) is not None))
     if not rows:
         return Said(claim.id, card, claim.case, UNTESTED, UNTESTED, None, "", None, None, limits, None, claim.statement, None)

@@ -59,10 +59,15 @@ def folded(line: str, width: int) -> list[str]:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Text in lines of at most so many columns, words and percentages whole."""
-    whole = _UNIT.sub("\u00a0", text)
+    """Text in lines of at most so many columns, words and percentages whole; a name that no line holds goes on after an underscore."""
+    whole = " ".join(part for word in _UNIT.sub("\u00a0", text).split(" ") for part in _parts(word, width))
     lines = textwrap.wrap(whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines]
+
+
+def _parts(word: str, width: int) -> list[str]:
+    cut = word.rfind("_", 0, width) + 1
+    return [word[:cut], *_parts(word[cut:], width)] if len(word) > width and cut else [word]
 
 
 def complain(text: str) -> None:
@@ -91,12 +96,14 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], spare
                 del shown[c]
     widths = [max(map(len, cells)) for cells in shown.values()]
     if narrow:
-        room, least = limit - _GAP * (len(shown) - 1), [_least(cells) for cells in shown.values()]
-        widths = _fitting(widths, least, room)
-        widths = _fitting(widths, [*least[:-1], _longest_word([*shown.values()][-1])], room)  # the last column is prose where any is
+        room = limit - _GAP * (len(shown) - 1)
+        least, words = ([width(cells) for cells in shown.values()] for width in (_least, _longest_word))
+        parts = [_longest_word([cell.replace("_", "_ ") for cell in cells]) for cells in shown.values()]
+        for floor in (least, [*least[:-1], words[-1]], words, parts):  # the last column is prose where any is
+            widths = _fitting(widths, floor, room)
     for line in zip(*shown.values(), strict=True):
-        parts = [_wrapped(c, w) or [""] if narrow else [c] for c, w in zip(line, widths, strict=True)]
-        for pieces in itertools.zip_longest(*parts, fillvalue=""):
+        cells = [_wrapped(c, w) or [""] if narrow else [c] for c, w in zip(line, widths, strict=True)]
+        for pieces in itertools.zip_longest(*cells, fillvalue=""):
             sys.stdout.write((" " * _GAP).join(p.ljust(w) for p, w in zip(pieces, widths, strict=True)).rstrip() + "\n")
     if left_out:
         say(f"left out for want of room: {', '.join(left_out)}; --wide shows all")
