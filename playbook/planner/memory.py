@@ -169,13 +169,18 @@ def stages(plan: Plan) -> list[StageBytes]:
     return list(each_stage(plan))
 
 
-def each_stage(plan: Plan) -> Iterator[StageBytes]:
-    """The same one by one: who asks whether a plan fits need not know the stages after one that does not."""
+def each_stage(plan: Plan, *, fullest: bool = False) -> Iterator[StageBytes]:
+    """The same one by one: who asks whether a plan fits need not know the stages after one that does not.
+
+    With `fullest` without those that cannot be the fullest: a stage with the layers of the one before it has fewer micro-batches in flight.
+    """
     placed = _placed(plan.shape, plan.pp, plan.vpp)
     bytes_of = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
     o = plan.options
     weights_of = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.lora_targets, o.frozen)
     for stage, chunks in enumerate(placed):
+        if fullest and 0 < stage < plan.pp - 1 and (chunks, weights_of[stage]) == (placed[stage - 1], weights_of[stage - 1]):
+            continue
         yield _stage(plan, stage, weights_of[stage], [[(n, bytes_of[i]) for i, n in chunk] for chunk in chunks])
 
 

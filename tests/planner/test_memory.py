@@ -295,3 +295,5 @@ def test_layers_that_are_alike_counted_once_weigh_what_all_of_them_do(model, pp,
         assert (found.parameters, found.gradients, found.optimizer) == memory.state_bytes(plan, held)
         assert found.activations == pytest.approx(alive.on_gpu)
         assert (found.in_flight, found.replayed) == (alive.in_flight, alive.again)
+    peaks = [found.peak for found in memory.each_stage(plan)]
+    assert max(found.peak for found in memory.each_stage(plan, fullest=True)) == max(peaks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice, product
 from math import log
 
 from playbook.planner import memory
@@ -239,6 +240,10 @@ def _fitting_stages(plan: Plan, capacity: float) -> tuple[StageBytes, ...]:
     return tuple(stages)
 
 
+def _fits(plan: Plan, capacity: float) -> bool:
+    return all(stage.peak <= capacity for stage in memory.each_stage(plan, fullest=True))
+
+
 def _choice(timer: _Timer, plan: Plan) -> Choice:
     return Choice(plan, timer(plan), tuple(memory.stages(plan)))
 
@@ -250,42 +255,31 @@ def _options(question: Question, layout: Plan) -> Iterator[Plan]:
                 yield _with(layout, _held(o, rung, host))
 
 
-def _rungs(question: Question, layout: Plan) -> Iterator[Plan]:
-    """A layout with the optimizer where it may be and each kind of recompute, the fastest first."""
-    for host in space.hosts(question):
-        for rung in space.ladder(question):
-            yield _with(layout, _held(layout.options, rung, host))
+def _rungs(question: Question, layout: Plan, first: int = 0) -> Iterator[Plan]:
+    """A layout with the optimizer where it may be and each kind of recompute, the fastest first; without so many of the `first`."""
+    for host, rung in islice(product(space.hosts(question), space.ladder(question)), first, None):
+        yield _with(layout, _held(layout.options, rung, host))
 
 
 def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:
     """The layouts that fit, each with the least recompute that does.
 
-    Where states alone do not fit, no batch does; where a micro-batch does not, no larger one does. Legal layouts come with micro-batches
-    rising.
+    Where states alone do not fit, no batch does; with the recompute with which a micro-batch does not, no larger one does. Legal layouts
+    come with micro-batches rising, before anything that makes them faster: 8-bit weights and a second micro-batch for overlap only add.
     """
     grid: tuple[int, ...] = ()
-    full = False
+    too_full = 0
     for layout in legal:
         degrees = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp)
         if degrees != grid:
-            grid, full = degrees, False
-            *_, most = _rungs(question, layout)
-            full = memory.least(most) > question.capacity
-        if full:
-            continue
-        lightest = _lightest(question, layout)
-        if lightest is None:
-            full = True
-        else:
-            yield lightest
-
-
-def _lightest(question: Question, layout: Plan) -> Plan | None:
-    """A layout with the least recompute that fits, before anything that makes it faster; None where none does.
-
-    8-bit weights and a second micro-batch for overlap only add to it.
-    """
-    return next((plan for plan in _rungs(question, layout) if _fitting_stages(plan, question.capacity)), None)
+            grid = degrees
+            *others, most = _rungs(question, layout)
+            too_full = len(others) + 1 if memory.least(most) > question.capacity else 0
+        for plan in _rungs(question, layout, too_full):
+            if _fits(plan, question.capacity):
+                yield plan
+                break
+            too_full += 1
 
 
 def _lean(question: Question, layout: Plan) -> Plan:
