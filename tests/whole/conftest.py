@@ -24,3 +24,34 @@ def plant(monkeypatch):
         monkeypatch.setenv("PLANT", json.dumps(variants))
 
     return set_
+
+
+@pytest.fixture
+def card(tmp_path, case):
+    def write(op, margin, metric="useful_tokens_per_s_per_gpu", unit="percent"):
+        case(metric)
+        folder = tmp_path / "cards"
+        folder.mkdir(exist_ok=True)
+        path = folder / "planted-card.yaml"
+        path.write_text(f"""
+id: planted-card
+title: Planted
+summary: Planted
+symptoms: [none]
+phase: profile
+wall: communication
+claims:
+  - id: Z1
+    statement: The planted candidate is as much better as it was planted to be.
+    mechanism: It was planted that way, so it must come out.
+    kind: pair
+    comparison: {{baseline: {{moe.dispatcher: alltoall}}, candidate: {{moe.dispatcher: allgather}}}}
+    metric: {metric}
+    expect: {{op: "{op}", margin: {{value: {margin}, unit: {unit}}}}}
+    label: benchmark-only
+    sources: [{{title: Planted, origin: ours, date: "2026-01"}}]
+    case: planted
+""")
+        return str(path)
+
+    return write

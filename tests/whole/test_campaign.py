@@ -18,10 +18,9 @@ from playbook.records.evidence import Evidence
 from playbook.records.read import read
 from playbook.records.standing import untested_claims, untraced_verdicts
 from playbook_app.cli.app import main
-from playbook_bench.launch import local
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, tracing
 from playbook_bench.run.journal import Journal
-from playbook_bench.run.options import Options
 
 CARDS = load_all()
 DAY = date(2026, 11, 24)
@@ -93,20 +92,20 @@ def test_a_spent_budget_leaves_the_next_cases_to_the_next_call(tmp_path):
 
 
 @pytest.mark.full
-def test_no_case_is_begun_whose_first_launch_the_budget_may_not_hold(tmp_path):
-    class Slow(local.LocalLauncher):
+def test_no_case_is_begun_whose_first_launch_the_budget_may_not_hold(card, tmp_path, plant):
+    class Slow(LocalLauncher):
         """Launches that say of themselves that they took 500 s."""
 
         def run(self, spec, on_step=None):
             return replace(super().run(spec, on_step), wall_s=500.0)
 
-    settled = []
+    plant()
+    settled, first = [], card("<=", 0, "dispatch_bytes_per_token_layer")
     for _ in range(2):
         kept = Journal(tmp_path / "journal", ["here"])
-        told = Options(results=tmp_path, profile="cpu", campaign=True, budget_s=400.0, launcher=Slow(), journal=kept)
-        found = confirm.run(["moe-dispatcher-choice/W9.m", "long-context-cp-sizing/L1.m"], told)
-        settled.append([o.evidence.measured.claim.id for o in found])
-    assert settled == [["W9.m"], ["W9.m", "L1.m"]], "launches of an earlier command tell nothing of this one's time"
+        told = options(tmp_path, launcher=Slow, profile="cpu", campaign=True, budget_s=400.0, journal=kept)
+        settled.append([o.evidence.measured.claim.id for o in confirm.run([first, "long-context-cp-sizing/L1.m"], told)])
+    assert settled == [["Z1"], ["Z1", "L1.m"]], "launches of an earlier command tell nothing of this one's time"
 
 
 @pytest.mark.parametrize("campaign", [True, False])

@@ -20,37 +20,6 @@ from playbook_bench.machine.telemetry import Ticks
 from playbook_bench.run import aa, confirm, replay, report, store
 
 
-@pytest.fixture
-def card(tmp_path, case):
-    def write(op, margin, metric="useful_tokens_per_s_per_gpu", unit="percent"):
-        case(metric)
-        folder = tmp_path / "cards"
-        folder.mkdir(exist_ok=True)
-        path = folder / "planted-card.yaml"
-        path.write_text(f"""
-id: planted-card
-title: Planted
-summary: Planted
-symptoms: [none]
-phase: profile
-wall: communication
-claims:
-  - id: Z1
-    statement: The planted candidate is as much better as it was planted to be.
-    mechanism: It was planted that way, so it must come out.
-    kind: pair
-    comparison: {{baseline: {{moe.dispatcher: alltoall}}, candidate: {{moe.dispatcher: allgather}}}}
-    metric: {metric}
-    expect: {{op: "{op}", margin: {{value: {margin}, unit: {unit}}}}}
-    label: benchmark-only
-    sources: [{{title: Planted, origin: ours, date: "2026-01"}}]
-    case: planted
-""")
-        return str(path)
-
-    return write
-
-
 @pytest.mark.full
 def test_a_series_runs_burn_in_and_pairs_and_its_evidence_replays(case, tmp_path, plant):
     plant(candidate={"slower": 0.2})
@@ -59,28 +28,17 @@ def test_a_series_runs_burn_in_and_pairs_and_its_evidence_replays(case, tmp_path
     assert found.status == "measured"
     assert derived.comparison.effect == pytest.approx(-0.2 / 1.2, abs=0.02)
     assert derived.comparison.low < derived.comparison.effect < derived.comparison.high
-    assert [r.role for r in measured.runs[:2]] == ["burn_in", "burn_in"]
-    assert measured.aa is None
+    assert [r.role for r in measured.runs] == ["burn_in"] * 2 + ["measure"] * 8
+    assert (measured.aa, derived.comparison.floor) == (None, None), "its noise is that of the launches that it compares"
     assert sorted("".join(measured.plan.order)) == [*"AAAABBBB"]
     assert replay.replay(found.path) == (True, [])
     assert not list((tmp_path / "results" / "work").glob("*")), "a clean series leaves no run folders"
 
 
-@pytest.mark.parametrize(
-    ("op", "margin", "slower", "status"),
-    [
-        (">=", 5, -0.2, "confirmed"),
-        (">=", 5, 0.2, "refuted"),
-        ("<=", -3, 0.2, "confirmed"),
-        ("<=", -3, -0.2, "refuted"),
-        ("within", 10, 0.0, "confirmed"),
-    ],
-)
-@pytest.mark.sample("<=--3--0.2-refuted")
-def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
-    plant(candidate={"slower": slower})
-    found = only(confirm.run([card(op, margin)], options(tmp_path, seed=3)))
-    assert (found.status, found.name) == (status, "Z1")
+def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant):
+    plant(candidate={"slower": -0.2})
+    found = only(confirm.run([card("<=", -3)], options(tmp_path, seed=3)))
+    assert (found.status, found.name) == ("refuted", "Z1")
     assert replay.replay(found.path)[0]
 
 
@@ -98,9 +56,7 @@ def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plan
     [
         ("nan", "nan", "run_error", 5),
         ("crash", "crash", "run_error", 5),
-        ("kill", "killed", "run_error", 5),
         ("oom", "oom", "oom", 3),
-        ("memory", "oom", "oom", 3),
         ("silent", "crash", "run_error", 5),
     ],
 )
@@ -196,30 +152,10 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
 
 
 @pytest.mark.full
-def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
-    plant(baseline={"computing": 31})
-    out = io.StringIO()
-    report.print_outcome(bench(case(), tmp_path), report.console(out))
-    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
-    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
-        "a name longer than its column stays a word of its own"
-    )
-
-
-@pytest.mark.full
-def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, monkeypatch):
-    plant()
+def test_what_kept_the_gpu_waiting_or_held_its_clock_down_in_the_timed_steps_is_shown(case, tmp_path, plant, monkeypatch):
+    plant(baseline={"late": 1.0, "computing": 31})
     counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
     monkeypatch.setattr("playbook_bench.run.series.ticks", lambda: next(counts))
-    out, found = io.StringIO(), bench(case(), tmp_path)
-    assert {r.telemetry["stolen_percent"] for r in found.evidence.measured.runs} == {15.0}
-    report.print_outcome(found, report.console(out))
-    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
-
-
-@pytest.mark.full
-def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(case, tmp_path, plant, monkeypatch):
-    plant(baseline={"late": 1.0})
 
     def read(self, start, end):
         clock, limits = {"p5": 1500.0, "p50": 1695.0, "p95": 1980.0}, {"power": 91.0, "heat": 0.0}
@@ -237,6 +173,12 @@ def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(ca
     report.print_outcome(found, report.console(out))
     assert "the GPU's clock was held down by power in 91 % of baseline (1,695 MHz), 91 % of candidate (1,695 MHz)" in out.getvalue()
     assert "heat" not in out.getvalue()
+    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
+    assert {r.telemetry["stolen_percent"] for r in runs} == {15.0}
+    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
+    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
+        "a name longer than its column stays a word of its own"
+    )
 
 
 def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, plant, monkeypatch):
@@ -247,16 +189,6 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
 
 
 # The real trainer under the same faults.
-
-
-@pytest.mark.parametrize(("fault", "outcome"), [("kill", "killed"), ("hang", "hang")])
-@pytest.mark.full
-def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
-    plant(baseline={"fault": fault, "rank": 1})
-    timeout = 600 if fault == "kill" else 12
-    found = bench(case("dispatch_bytes_per_token_layer", timeout=timeout, steps=400), tmp_path, command=REAL)
-    assert found.evidence.measured.runs[-1].outcome == outcome
-    assert found.status == "error"
 
 
 @pytest.mark.full

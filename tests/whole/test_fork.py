@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pytest
 from playbook_bench.launch import forked, local
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher, Spec
+from playbook_bench.launch.outcome import Result
 from playbook_bench.run import confirm
 from playbook_bench.run.options import Options
+from playbook_bench.run.store import Outcome
 from playbook_trainer.config.tree import load, parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,11 +30,14 @@ def spec(folder: Path, *words: str, ranks: int = 2) -> Spec:
     return Spec(config, ranks, folder, {"PLAYBOOK_TEST_MARK": "here"}, timeout_s=1000)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def launcher():
+    """One for all tests, whose server has imported everything once: a test leaves it without ranks."""
     made = ForkLauncher()
     yield made
+    (server,) = made.servers.values()
     made.close()
+    assert not Path(f"/proc/{server.process.pid}").exists()
 
 
 def curve(folder: Path) -> list[tuple[float, float]]:
@@ -52,18 +58,18 @@ def gone(launcher: ForkLauncher, left: int) -> None:
     assert len(running(launcher)) == left
 
 
-def during(launcher: ForkLauncher, folder: Path, strike) -> threading.Thread:
-    """Once the run in `folder` has made two steps, do something."""
+def struck(launcher: ForkLauncher, long: Spec, whose: Callable[[forked.ForkServer], int], signum: int) -> Result:
+    """Once the run has made two steps, one of the server's processes gets a signal."""
 
     def watch() -> None:
-        log = folder / "metrics.jsonl"
+        log = long.folder / "metrics.jsonl"
         while not log.is_file() or log.read_text().count("\n") < 2:
             time.sleep(0.01)
-        strike()
+        (server,) = launcher.servers.values()
+        os.kill(whose(server), signum)
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, daemon=True).start()
+    return launcher.run(long)
 
 
 @pytest.mark.full
@@ -78,8 +84,6 @@ def test_forked_ranks_train_as_fresh_ones_do(launcher, tmp_path):
     (server,) = launcher.servers.values()
     assert len(server.pids) == 6
     gone(launcher, 1)
-    launcher.close()
-    assert not Path(f"/proc/{server.process.pid}").exists()
 
 
 @pytest.mark.full
@@ -92,75 +96,59 @@ def test_what_a_run_gets_wrong_is_said_as_by_a_fresh_rank(launcher, tmp_path):
     assert nan.outcome == "nan"
 
 
+@pytest.mark.full
+def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(launcher, tmp_path, monkeypatch):
+    """A series of forked ranks and fresh ones has no verdict."""
+
+    def series(name: str, progress: confirm.Quiet) -> Outcome:
+        options = Options(results=tmp_path / name, profile="cpu", launcher=launcher)
+        (found,) = confirm.bench_run("moe-dispatch-bytes", options, progress)
+        assert all(r.outcome == "ok" for r in found.evidence.measured.runs)
+        assert found.evidence.command.endswith(" --fork"), "or a fresh process would be what repeats it"
+        return found
+
+    def environment(found: Outcome) -> tuple[set[str | None], bool, str]:
+        (gate,) = [g for g in found.evidence.derived.gates if g.name == "environment"]
+        return {s.get("launch") for s in found.evidence.measured.strict.values()}, gate.ok, gate.detail
+
+    class Gone(confirm.Quiet):
+        """Takes the fork server away from the second launch on, so that its ranks cannot be forked."""
+
+        def launch(self, number, total, spec):
+            if number == 2:
+                monkeypatch.setattr(forked.ForkServer, "fork", lambda *_: None)
+
+    forks = series("forked", confirm.Quiet())
+    assert forks.status in ("confirmed", "refuted")
+    assert environment(forks) == ({"fork"}, True, "")
+    both = series("both", Gone())
+    assert both.status not in ("confirmed", "refuted")
+    assert environment(both) == ({None, "fork"}, False, "differs in launch: fork, fresh processes")
+
+
+@pytest.mark.full
+def test_a_killed_or_hanging_process_ends_the_run_and_the_next_one_works(launcher, tmp_path):
+    hung = struck(
+        launcher, replace(spec(tmp_path / "hang", "train.steps=4000"), stall_s=5.0), lambda server: server.pids[-2], signal.SIGSTOP
+    )
+    assert hung.outcome == "hang"
+    gone(launcher, 1)
+    killed = struck(launcher, spec(tmp_path / "rank", "train.steps=4000"), lambda server: server.pids[-1], signal.SIGKILL)
+    assert (killed.outcome, killed.returncode) == ("killed", -9)
+    gone(launcher, 1)
+    assert launcher.run(spec(tmp_path / "forked")).outcome == "ok", "forked anew"
+    killed = struck(launcher, spec(tmp_path / "server", "train.steps=4000"), lambda server: server.process.pid, signal.SIGKILL)
+    assert (killed.outcome, killed.returncode) == ("killed", -9)
+    gone(launcher, 0)
+    assert launcher.run(spec(tmp_path / "afresh")).outcome == "ok", "started afresh"
+
+
 def test_a_refusal_is_told_by_the_rank_that_says_why_even_if_it_ends_last(tmp_path, monkeypatch):
     slow = tmp_path / "slow.py"
     slow.write_text("import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(1)\n    print('error: why')\nsys.exit(2)\n")
     monkeypatch.setattr(local, "_REFUSAL_S", 60.0)
     result = LocalLauncher(command=(sys.executable, str(slow))).run(spec(tmp_path / "run"))
     assert (result.outcome, result.message) == ("refused", "rank 0 ended with exit code 2: error: why\nerror: why")
-
-
-@pytest.mark.parametrize("whose", ["rank", "server"])
-@pytest.mark.full
-def test_a_killed_process_ends_the_run_and_the_next_one_works(launcher, tmp_path, whose):
-    long = spec(tmp_path / "long", "train.steps=4000")
-
-    def strike() -> None:
-        (server,) = launcher.servers.values()
-        os.kill(server.pids[1] if whose == "rank" else server.process.pid, signal.SIGKILL)
-
-    during(launcher, long.folder, strike)
-    result = launcher.run(long)
-    assert (result.outcome, result.returncode) == ("killed", -9)
-    gone(launcher, 1 if whose == "rank" else 0)
-    assert launcher.run(spec(tmp_path / "next")).outcome == "ok", "forked anew, or started afresh"
-
-
-@pytest.mark.full
-def test_a_hang_is_ended_with_all_ranks(launcher, tmp_path):
-    long = replace(spec(tmp_path / "long", "train.steps=4000"), stall_s=5.0)
-
-    def strike() -> None:
-        (server,) = launcher.servers.values()
-        os.kill(server.pids[0], signal.SIGSTOP)
-
-    during(launcher, long.folder, strike)
-    assert launcher.run(long).outcome == "hang"
-    gone(launcher, 1)
-
-
-@pytest.mark.full
-def test_evidence_says_that_ranks_were_forked(tmp_path):
-    (found,) = confirm.bench_run("moe-dispatch-bytes", Options(results=tmp_path, profile="cpu", launcher=ForkLauncher()))
-    assert found.status in ("confirmed", "refuted")
-    measured = found.evidence.measured
-    assert {s["launch"] for s in measured.strict.values()} == {"fork"}
-    assert found.evidence.command.endswith(" --fork"), "or a fresh process would be what repeats it"
-    assert all(r.outcome == "ok" for r in measured.runs)
-
-
-class Gone(confirm.Quiet):
-    """Progress that takes the fork server away from a launch on, so that its ranks cannot be forked."""
-
-    def __init__(self, monkeypatch, number):
-        self.monkeypatch, self.number = monkeypatch, number
-
-    def launch(self, number, total, spec):
-        if number == self.number:
-            self.monkeypatch.setattr(forked.ForkServer, "fork", lambda *_: None)
-
-
-@pytest.mark.parametrize(("number", "ways", "detail"), [(1, {None}, ""), (2, {None, "fork"}, "differs in launch: fork, fresh processes")])
-@pytest.mark.full
-def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(tmp_path, monkeypatch, number, ways, detail):
-    """A series of forked ranks and fresh ones has no verdict; one of fresh ones alone is as good as any."""
-    progress = Gone(monkeypatch, number)
-    (found,) = confirm.bench_run("moe-dispatch-bytes", Options(results=tmp_path, profile="cpu", launcher=ForkLauncher()), progress)
-    derived = found.evidence.derived
-    assert {s.get("launch") for s in found.evidence.measured.strict.values()} == ways
-    (gate,) = [g for g in derived.gates if g.name == "environment"]
-    assert (gate.ok, gate.detail) == (not detail, detail)
-    assert (found.status in ("confirmed", "refuted")) == (not detail)
 
 
 def test_what_imports_depend_on_has_a_server_of_its_own(tmp_path):

@@ -62,10 +62,17 @@ def run(script: str, *arguments: str, folder: Path, package: str = "", steps: in
     return "".join(line for line, _ in lines), [at for _, at in lines]
 
 
+def events_are_read(folder: Path, steps: list[int]) -> None:
+    log = read(next(folder.rglob("events.out.tfevents.*")), steps=STEPS)
+    assert (log.adapter, log.every, steps_of(log)) == ("tensorboard", 2, steps)
+    assert all(s.seconds > 0 and s.loss is not None for s in log.steps)
+
+
 @pytest.mark.full
 def test_the_installed_trainer_writes_what_is_read(tmp_path: Path) -> None:
-    text, arrivals = run("train_hugging_face.py", "--collate-ms", "200", folder=tmp_path)
+    text, arrivals = run("train_hugging_face.py", "--collate-ms", "200", "--logging-steps", "2", "--tensorboard", folder=tmp_path)
     printed, saved = read(text, "hf", steps=STEPS, arrivals=arrivals), read(tmp_path / "hf-run", steps=STEPS)
+    events_are_read(tmp_path, [4, 6])
     assert [(s.step, s.tokens) for s in printed.steps] == [(s.step, s.tokens) for s in saved.steps]
     assert [s.loss for s in printed.steps] == pytest.approx([s.loss for s in saved.steps], rel=1e-3)
     # Two clocks of the same steps, each of which holds a sleep of 200 ms: one unit, however late a busy machine reads a line.
@@ -75,8 +82,9 @@ def test_the_installed_trainer_writes_what_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_installed_lightning_writes_what_is_read(tmp_path: Path) -> None:
-    run("train_lightning.py", "--monitor", folder=tmp_path)
-    log = read(tmp_path / "lightning-run", steps=STEPS)
+    run("train_lightning.py", "--monitor", "--tensorboard", folder=tmp_path)
+    log = read(tmp_path / "lightning-run" / "metrics.csv", steps=STEPS)
+    events_are_read(tmp_path, [3, 5])  # without a step time the first has none
     assert (log.adapter, log.clock, steps_of(log)[-1]) == ("lightning", "differences", STEPS - 1)
     assert all(s.seconds > 0 and s.loss is not None for s in log.steps)
 
@@ -105,14 +113,6 @@ def test_torchtitan_writes_what_is_read(tmp_path: Path) -> None:
         # Two clocks of the same sleeps: one unit, however late a busy machine writes a line.
         assert all(0.1 < s.tokens_per_s_per_gpu * s.seconds / 4096 < 10 for s in log.steps if s.tokens_per_s_per_gpu)
         assert {s.memory_bytes for s in log.steps} <= {9 * 2**30, 9.5 * 2**30}
-
-
-@pytest.mark.full
-def test_a_plain_loops_lines_are_read_without_options(tmp_path: Path) -> None:
-    text, _ = run("train_loop.py", folder=tmp_path)
-    log = read(text, steps=STEPS)
-    assert (log.adapter, log.clock, steps_of(log)) == ("jsonl", "logged", [1, 2, 3, 4, 5, 6])
-    assert {s.tokens for s in log.steps} == {128}
 
 
 def written(folder: Path, last: int = 5, tags: tuple[str, ...] = ("train/loss", "train/step_time")) -> Path:
@@ -155,18 +155,6 @@ def test_tags_at_different_steps_are_those_of_validations_and_of_the_runs_end(tm
     assert [s.seconds for s in log.steps] == pytest.approx([0.25] * 9)
     assert [s.loss for s in log.steps] == pytest.approx([2 + 1 / n for n in range(4, 21, 2)])
     assert {s.tokens for s in log.steps} == {4096}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("script", "options", "steps"),
-    [("train_hugging_face.py", ["--logging-steps", "2"], [4, 6]), ("train_lightning.py", ["--pause-ms", "50"], [1, 3, 5])],
-)
-def test_events_of_the_installed_packages_are_read(tmp_path: Path, script: str, options: list[str], steps: list[int]) -> None:
-    run(script, *options, "--tensorboard", "--output", "out", folder=tmp_path)
-    log = read(next(tmp_path.rglob("events.out.tfevents.*")), steps=STEPS)
-    assert (log.adapter, log.every, steps_of(log)) == ("tensorboard", 2, steps)
-    assert all(s.seconds > 0 and s.loss is not None for s in log.steps)
 
 
 def test_damaged_events_are_errors(tmp_path: Path) -> None:

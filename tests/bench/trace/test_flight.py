@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wild
 from test_walls import shown
 
 from playbook.errors import PlaybookError
@@ -140,21 +141,11 @@ def test_a_pickle_that_is_more_than_data_is_refused(kind: str, tmp_path: Path, c
     assert not Path("/tmp/playbook-was-run").exists()
 
 
-WILD: tuple[Any, ...] = (None, True, -1, 10**30, "x" * 500, [], {}, [None, {}], {"ranks": 5}, 0.5, "\x00")
-
-
 def test_wild_dumps_are_refused_or_answered(tmp_path: Path) -> None:
     rng = random.Random(7)
     for _ in range(SEEDS):
         documents = [json.loads(json.dumps(dump(*WAITS[: rng.choice([2, 3])]))) for _ in range(WORLD)]
-        for _ in range(rng.choice([1, 3, 8])):
-            place: Any = rng.choice(documents)
-            while isinstance(place, dict | list) and place:
-                key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
-                if rng.random() < 0.4 or not isinstance(place[key], dict | list) or not place[key]:
-                    place[key] = rng.choice(WILD)
-                    break
-                place = place[key]
+        wild.plant(rng, documents)
         try:
             found = hang(*(each for each in documents if recorded.is_dump(each)))
         except PlaybookError:

@@ -98,7 +98,7 @@ def test_a_file_that_keeps_sqlite_busy_is_given_up(tmp_path: Path, monkeypatch: 
         nsys.read(tmp_path / "t.sqlite")
 
 
-@pytest.mark.parametrize("time", [1 << 62, -(1 << 62)])
-def test_a_time_beyond_any_clock_is_damage(tmp_path: Path, time: int) -> None:
+@pytest.mark.parametrize("time", [1 << 62, -(1 << 62), "soon"])
+def test_a_time_beyond_any_clock_or_a_word_is_damage(tmp_path: Path, time: object) -> None:
     with pytest.raises(PlaybookError, match="where a time or an id was expected"):
         read(tmp_path, ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = ? WHERE correlationId = 1", (time,)))

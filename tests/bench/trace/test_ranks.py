@@ -29,31 +29,13 @@ def rank(number: int, *, slow: int | None = SLOW, steps: int = 3, groups: bool =
         begin = mine + 20 + number + 42.1 * i
         for k, (name, a, b) in enumerate([(GEMM, 0, compute - host), ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(args)", compute, 42.1)]):
             n = 10 * i + k + 1
-            events.append(
-                {
-                    **about,
-                    "cat": "cuda_runtime",
-                    "name": "cudaLaunchKernel",
-                    "ts": (called + 1 + k) * 1e3,
-                    "dur": 3,
-                    "args": {"correlation": n},
-                }
-            )
+            launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": (called + 1 + k) * 1e3, "dur": 3, "args": {"correlation": n}}
+            events.append({**about, **launch})
             args: dict[str, Any] = {"correlation": n, "device": 0}
             if k and groups:
                 args |= {"Process Group Name": "0", "Process Group Description": "default_pg", "Process Group Ranks": "[0, 1, 2, ...]"}
-            events.append(
-                {
-                    "ph": "X",
-                    "cat": "kernel",
-                    "name": name,
-                    "pid": 0,
-                    "tid": 7 + k,
-                    "ts": (begin + a) * 1e3,
-                    "dur": (b - a) * 1e3,
-                    "args": args,
-                }
-            )
+            kernel = {"cat": "kernel", "name": name, "tid": 7 + k, "ts": (begin + a) * 1e3, "dur": (b - a) * 1e3, "args": args}
+            events.append({**about, **kernel, "pid": 0})
     return {"distributedInfo": {"rank": number, "world_size": RANKS}, "traceEvents": events}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wild
 from test_walls import shown
 
 from playbook.errors import PlaybookError
@@ -107,21 +108,11 @@ def test_the_commands_show_it_alone_and_beside_the_planners_parts(tmp_path: Path
     assert left.value.code == 2
 
 
-WILD: tuple[Any, ...] = (None, True, -1, 10**30, "x" * 500, [], {}, [None, {}], 0.5, "\x00")
-
-
 def test_wild_snapshots_are_refused_or_add_up() -> None:
     rng = random.Random(3)
     for _ in range(SEEDS):
         changed = pickle.loads(pickle.dumps(document()))
-        for _ in range(rng.choice([1, 3, 8])):
-            place: Any = changed
-            while isinstance(place, dict | list) and place:
-                key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
-                if rng.random() < 0.3 or not isinstance(place[key], dict | list) or not place[key]:
-                    place[key] = rng.choice(WILD)
-                    break
-                place = place[key]
+        wild.plant(rng, changed)
         if not dumps.is_snapshot(changed):
             continue
         try:

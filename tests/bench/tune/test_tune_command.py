@@ -82,10 +82,10 @@ def answer(done):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check_planted(found):
+def check_planted(found, idle=6):
     assert {(row["knob"], row["value"]) for row in found["kept"]} == {("fuse", "on"), ("workers", "8")}
     reasons = {row["knob"]: row["reason"] for row in found["refused"]}
-    assert set(reasons) == {"crash", "cut", "big", "careful", *(f"idle{i}" for i in range(6))}
+    assert set(reasons) == {"crash", "cut", "big", "careful", *(f"idle{i}" for i in range(idle))}
     assert reasons["crash"].startswith("crashed: ")
     assert "not built" in reasons["crash"]
     assert reasons["big"].startswith("out of memory")
@@ -451,16 +451,6 @@ def test_how_to_go_on_names_the_seed_that_was_drawn(playbook, launches, tmp_path
     assert "with --resume" not in done.stderr
 
 
-def test_a_budget_with_resume_leaves_off(tune, launches):
-    done = tune("--budget", "200s", "--resume")
-    assert done.exit_code == 3
-    assert answer(done)["ended"] == "budget"
-    while done.exit_code == 3:
-        launches.spent = 0.0
-        done = tune("--budget", "200s", "--resume")
-    check_planted(answer(done))
-
-
 def test_a_start_that_does_not_run_is_an_error_until_it_is_mended(tune, launches, monkeypatch):
     asked = {"words": ("train",), "knobs": f"knobs: {{fuse: {{argument: --fuse, {OFF_ON}}}}}\n"}
     start = launches.start
@@ -527,36 +517,14 @@ def test_knobs_that_set_something_else_are_another_tuning(tune, launches):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("planned")
-def test_the_right_two_are_kept_of_a_shell_script(tune, tmp_path, monkeypatch):
-    (tmp_path / "train.sh").write_text(SHELL)
-    monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.setenv("SCRIPT", str(SCRIPT))
-    done = tune(words=("sh", "train.sh", "--launch", "{run}"))
-    assert done.exit_code == 0, done.output
-    check_planted(answer(done))
-
-
-@pytest.mark.full
 def test_a_tuning_that_was_killed_beside_its_crash_goes_on_to_the_same_answer(tmp_path):
-    """SIGKILL, which leaves no time for anything, once the planted crash is in the journal."""
-    (tmp_path / "knobs.yaml").write_text(KNOBS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root())), "PLANNED_CLOCK": "1"}
-    command = [
-        sys.executable,
-        str(CLOCK),
-        "tune",
-        "--knobs",
-        "knobs.yaml",
-        "--results",
-        "results",
-        "--seed",
-        "3",
-        "--json",
-        "--resume",
-        "--",
-    ]
-    command += [sys.executable, str(SCRIPT), "--launch", "{run}"]
+    """SIGKILL, which leaves no time for anything, once the planted crash is in the journal. The launches are those of a shell script."""
+    (tmp_path / "knobs.yaml").write_text("".join(line for line in KNOBS.splitlines(keepends=True) if "idle" not in line))
+    (tmp_path / "train.sh").write_text(SHELL)
+    told = {"PLANNED_CLOCK": "1", "PYTHON": sys.executable, "SCRIPT": str(SCRIPT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root())), **told}
+    command = [sys.executable, str(CLOCK), "tune", "--knobs", "knobs.yaml", "--results", "results", "--seed", "3", "--json", "--resume"]
+    command += ["--", "sh", "train.sh", "--launch", "{run}"]
     first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while first.poll() is None and not any('"outcome": "crash"' in path.read_text() for path in tmp_path.rglob("events.jsonl")):
@@ -568,7 +536,7 @@ def test_a_tuning_that_was_killed_beside_its_crash_goes_on_to_the_same_answer(tm
     made = journal.read_text().splitlines()
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
-    check_planted(json.loads(done.stdout.splitlines()[-1]))
+    check_planted(json.loads(done.stdout.splitlines()[-1]), idle=0)
     assert journal.read_text().splitlines()[: len(made)] == made  # nothing was launched again
 
 

@@ -1,4 +1,4 @@
-"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger or TensorBoard's. `--pause-ms` makes a step longer."""
+"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger, and TensorBoard's where that is asked for. `--pause-ms` makes a step longer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> None:
         callbacks = [lightning.pytorch.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))]
     trainer = lightning.Trainer(
         max_steps=told.steps,
-        logger=(TensorBoardLogger if told.tensorboard else CSVLogger)(told.output, name="", version=""),
+        logger=[kind(told.output, name="", version="") for kind in (CSVLogger, *([TensorBoardLogger] if told.tensorboard else []))],
         log_every_n_steps=2 if told.tensorboard else 1,
         val_check_interval=3 if told.tensorboard else None,
         callbacks=callbacks,
