@@ -274,11 +274,6 @@ def test_kernels_ranges_and_collectives_are_proven_by_the_trace_of_the_discarded
     assert "kernel grouped_gemm" in without.evidence.derived.verdict.sentence
 
 
-def test_a_command_that_is_not_there_is_one_message(case, tmp_path):
-    with pytest.raises(Exception, match="could not be started"):
-        bench(case(("command: [PYTHON", "command: [no-such-program, PYTHON")), tmp_path)
-
-
 def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
     """Threads, devices and import paths are the user's, but for what a profile hides."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

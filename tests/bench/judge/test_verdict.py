@@ -308,20 +308,6 @@ def test_a_record_of_rules_that_are_not_known_is_refused(rules):
         judge(D, plan=Plan(rules=rules, seed=0, looks=[4, 8, 12]))
 
 
-@pytest.mark.parametrize("part", [4, 3, 2])
-def test_a_first_part_at_half_speed_is_not_steady(part):
-    runs, aa = series(around(0.2), s_aa=0.001)
-    runs = [
-        r.model_copy(
-            update={"samples": [s.model_copy(update={"seconds": s.seconds * (2 if i < part else 1)}) for i, s in enumerate(r.samples)]}
-        )
-        for r in runs
-    ]
-    found = verdict.derive(measured(runs, aa)).verdict
-    assert found.reason == "not_steady"
-    assert f"from step {part + 1} on" in found.sentence
-
-
 def test_an_a_a_under_a_drift_from_launch_to_launch_is_no_contamination():
     """A B B A: each launch 1 % slower than the one before, which second minus first would take for a difference."""
     runs, _ = series(around(0.2))

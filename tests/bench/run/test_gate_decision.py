@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
+from playbook.records.case import Activation, Budget, Case, Guardrails, Loss, Receipt, Rule
 from playbook_bench.judge import statistics
 from playbook_bench.judge.verdict import OUTSIDE
 from playbook_bench.judge.verdict_rules import Rules
@@ -449,15 +449,6 @@ def test_a_limit_leaves_room_for_something(limit):
 def test_a_case_that_launches_nothing_is_refused(judged):
     with pytest.raises(ConfigError, match="launches nothing"):
         gate.run(Case(id="a", kind="arithmetic", summary="s", function="x"), "old")
-
-
-def test_both_commits_run_the_first_variant_with_its_own_rules(judged):
-    """A sweep's first value, its environment and its band of losses."""
-    delta = Delta(environment={"baseline": {"NCCL_ALGO": "Ring"}, "candidate": {}}, reason="r")
-    own = CASE.model_copy(update={"delta": delta, "guardrails": Guardrails(loss=Loss(relative=None, reason="r"))})
-    found, _ = judged(case=own)
-    assert found.status == "pass", found.sentence
-    assert next(g for g in found.gates if g.name == "environment").ok
 
 
 def test_a_limit_of_the_users_is_the_one_that_counts(judged):
