@@ -72,12 +72,6 @@ def test_backward_outside_every_part_is_listed_and_lowers_the_coverage() -> None
     assert [(u.name, u.phase) for u in t.unattributed] == [("orphan", "backward")]
 
 
-def test_unattributed_is_listed_even_when_there_is_none() -> None:
-    t = table(step(), [op(2, 2, 3)])
-    assert row(t, UNATTRIBUTED, "forward").busy_ms == 0
-    assert row(t, UNATTRIBUTED, "backward").busy_ms == 0
-
-
 def test_overlapping_streams_count_once_in_busy_and_twice_in_sum() -> None:
     t = table(step(), [op(2, 2, 4), op(2, 3, 5)])
     assert row(t, "decoder/attention").busy_ms == pytest.approx(3)
