@@ -92,17 +92,6 @@ def test_a_file_of_steps_is_looked_for_where_the_commit_runs(repo):
     assert (repo.root / "log.jsonl").read_text() == own
 
 
-FAULTS = ["nan loss", "nan throughput", "no throughput", "ends early"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.sample("ends early")
-def test_what_cannot_be_measured_is_an_error(repo, fault):
-    repo(fault=fault)
-    found = run()
-    assert (found.status, found.exit_code) == ("error", 5), found.sentence
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["slow first part", "every fourth"])
 def test_steps_that_are_slow_in_part_are_a_regression(repo, fault):

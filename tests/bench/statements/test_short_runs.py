@@ -32,30 +32,26 @@ def test_an_offline_run_with_another_value_is_noticed(monkeypatch: pytest.Monkey
     assert len(figures["missing"]) >= 1
 
 
+HALF = "optimizer:\n  lr: 0.000123\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"), [("trainer/configs/qwen3_moe_tiny.yaml", "missing from the tracker's file: optimizer:"), (HALF, "")]
+)
 @pytest.mark.full
-def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_the_path(config: str, out: Path, *words: str) -> str:
+def test_a_tracker_that_gets_only_the_path_or_half_a_configuration_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, told: str, said: str
+) -> None:
+    def planted(config: str, out: Path, *words: str) -> str:
         (out / "tensorboard").mkdir(parents=True)
-        (out / "tensorboard" / "events.out").write_bytes(b"trainer/configs/qwen3_moe_tiny.yaml")
-        (out / "config.yaml").write_text("optimizer:\n  lr: 0.000123\n")
+        (out / "tensorboard" / "events.out").write_text(told)
+        (out / "config.yaml").write_text(HALF)
         return ""
 
-    monkeypatch.setattr(training, "train", only_the_path)
+    monkeypatch.setattr(training, "train", planted)
     holds, sentence, _ = tracker_gets_configuration()
     assert not holds
-    assert "missing from the tracker's file: optimizer:" in sentence
-
-
-@pytest.mark.full
-def test_half_a_configuration_is_not_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def optimizer_alone(config: str, out: Path, *words: str) -> str:
-        (out / "tensorboard").mkdir(parents=True)
-        for name in ("tensorboard/events.out", "config.yaml"):
-            (out / name).write_text("optimizer:\n  lr: 0.000123\n")
-        return ""
-
-    monkeypatch.setattr(training, "train", optimizer_alone)
-    assert not tracker_gets_configuration()[0]
+    assert said in sentence
 
 
 @pytest.mark.parametrize(("evaluated", "resumed"), [([], [5, 6]), ([2, 4], [1, 2, 3, 4, 5, 6])])
