@@ -16,24 +16,16 @@ from playbook_trainer.__main__ import main
 from playbook_trainer.observe.metrics import SHOWN_DATA
 from playbook_trainer.revision import PATHS
 
-TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+TEXT, DENSE = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_tiny.yaml"
+ONE_STEP = ["train.steps=1", "train.warmup_steps=0", "optimizer.warmup_steps=0", "model.num_layers=2"]
 
 
 @pytest.mark.parametrize(
     ("words", "ranks", "expected"),
     [
         (["trian.steps=3"], 1, "unknown key 'trian'; did you mean 'train'?"),
-        (["train.stpes=3"], 1, "unknown key 'stpes'; did you mean 'steps'?"),
-        (["train.dtype=fp8"], 1, "'train.dtype' is 'fp8'"),
         (["parallel.tp=3"], 3, "4 attention heads do not divide over tp 3"),
-        (["parallel.pp=2"], 1, "1 ranks do not divide into tp 1 x pp 2"),
-        (["parallel.ep=2", "parallel.tp=2", "parallel.etp=2"], 2, "2 ranks do not divide"),
-        (["parallel.cp=8", "parallel.cp_comm=ulysses"], 8, "4 attention heads, which do not divide over cp 8"),
-        (["train.global_batch_size=3"], 2, "global batch 3 is not a multiple"),
         (["data.path=/nowhere/at/all"], 1, "/nowhere/at/all"),
-        (["data.kind=vqa"], 1, "vision"),
-        (["moe.dispatcher=deepep"], 1, "belongs to the megatron backend"),
-        (["model=qwen3_moe_tny"], 1, "did you mean 'qwen3_moe_tiny'?"),
     ],
 )
 def test_refused_before_anything_starts(words: list[str], ranks: int, expected: str, tmp_path: Path) -> None:
@@ -64,7 +56,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
     # Eight choices among sixteen experts on two ranks: nearly every token goes to both, so dedup sends about a quarter of all-to-all's rows.
-    common = ["train.steps=2", "train.warmup_steps=1", "parallel.ep=2", "model.num_experts=16", "model.top_k=8"]
+    common = [*ONE_STEP, "parallel.ep=2", "model.num_experts=16", "model.top_k=8"]
     seen, sent = {}, {}
     for name in ("alltoall", "allgather", "dedup"):
         out = tmp_path / name
@@ -96,37 +88,25 @@ def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
     assert 0.2 < sent["dedup"] / sent["alltoall"] < 0.35
 
 
+@pytest.mark.parametrize(
+    ("config", "batch", "words", "low", "high"),
+    [
+        (TEXT, 2, ["parallel.cp=1", "parallel.cp=2"], 0.4, 0.75),
+        # Were the gathered inputs of attention and MLP kept, it would be 0.84.
+        (DENSE, 1, ["parallel.tp=2", "parallel.tp=2 parallel.sequence_parallel=true"], 0.7, 0.8),
+    ],
+    ids=["context", "sequence"],
+)
 @pytest.mark.full
-def test_saved_activations_shrink_with_context_parallelism(tmp_path: Path) -> None:
-    saved = {}
-    for cp in (1, 2):
-        out = tmp_path / str(cp)
-        words = ["train.steps=2", "train.warmup_steps=1", "train.global_batch_size=2", f"parallel.cp={cp}", f"output={out}"]
-        assert [r[0] for r in run([TEXT, *words], 2)] == [0, 0]
-        saved[cp] = summary(out)["metrics"]["saved_activation_bytes_per_rank"]
-    assert 0.4 * saved[1] < saved[2] < 0.75 * saved[1]
-
-
-@pytest.mark.full
-def test_saved_activations_shrink_with_sequence_parallelism(tmp_path: Path) -> None:
-    saved = {}
-    for cut in ("false", "true"):
-        out = tmp_path / cut
-        words = ["train.steps=2", "train.warmup_steps=1", "train.global_batch_size=1", "parallel.tp=2", f"parallel.sequence_parallel={cut}"]
-        assert [r[0] for r in run(["trainer/configs/qwen3_tiny.yaml", *words, f"output={out}"], 2)] == [0, 0]
-        saved[cut] = summary(out)["metrics"]["saved_activation_bytes_per_rank"]
-    # Were the gathered inputs of attention and MLP kept, it would be 0.84.
-    assert 0.7 < saved["true"] / saved["false"] < 0.8
-
-
-def test_nan_ends_the_run_and_is_said(tmp_path: Path) -> None:
-    results = run([TEXT, "train.steps=8", "optimizer.lr=1e30", "optimizer.warmup_steps=0", f"output={tmp_path}"])
-    assert results[0][0] == 3
-    rows = steps(tmp_path)
-    assert rows[-1]["nan"] is True
-    assert len(rows) < 8
-    assert rows[-1]["loss"] is None or rows[-1]["grad_norm"] is None
-    assert summary(tmp_path)["outcome"] == "nan"
+def test_saved_activations_shrink_with_parallelism(
+    config: str, batch: int, words: list[str], low: float, high: float, tmp_path: Path
+) -> None:
+    saved = []
+    for i, layout in enumerate(words):
+        line = [config, *ONE_STEP, "model.num_layers=4", f"train.global_batch_size={batch}", *layout.split(), f"output={tmp_path / str(i)}"]
+        assert [r[0] for r in run(line, 2)] == [0, 0]
+        saved.append(summary(tmp_path / str(i))["metrics"]["saved_activation_bytes_per_rank"])
+    assert low < saved[1] / saved[0] < high
 
 
 @pytest.mark.full
@@ -138,25 +118,6 @@ def test_kineto_trace_names_the_ranges(tmp_path: Path) -> None:
     names = {e.get("name") for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"step", "forward", "attention", "dispatch", "experts", "combine", "experts.bwd", "attention.bwd", "optimizer"} <= names
     assert not any(r["timed"] for r in steps(tmp_path)), "a traced run is never timed"
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"RANK": "x"}, "RANK 'x', WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set, WORLD_SIZE '2'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK '2', WORLD_SIZE '2'"),
-    ],
-)
-def test_half_a_launcher_is_said(
-    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert main([TEXT]) == 2
-    assert f"error: {found} in the environment; expected both" in capsys.readouterr().err
 
 
 def test_help_needs_no_torch() -> None:
@@ -176,7 +137,7 @@ def test_a_step_that_waits_for_its_data_says_so(tmp_path: Path) -> None:
         "random": ["trainer/configs/qwen3_moe_tiny.yaml", "data.kind=mock"],
     }.items():
         out = tmp_path / name
-        ended = run([*words, "train.steps=4", "train.warmup_steps=1", "train.log_every=1", "train.receipt=false", f"output={out}"], 1)
+        ended = run([*words, *ONE_STEP, "train.steps=3", "train.log_every=1", "train.receipt=false", f"output={out}"], 1)
         assert ended[0][0] == 0, ended
         lines = {int(found[1]): line for line in ended[0][1].splitlines() if (found := re.match(r"step (\d+) ", line))}
         for row in steps(out):

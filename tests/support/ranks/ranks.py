@@ -13,7 +13,7 @@ from nodes import gpus, place
 
 from playbook_bench.launch.local import free_port
 
-__all__ = ["ROOT", "SUPPORT", "environment", "environments", "free_port", "leave", "run", "start", "steps", "summary"]
+__all__ = ["ROOT", "SUPPORT", "alive", "environment", "environments", "free_port", "leave", "run", "start", "steps", "summary"]
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -73,6 +73,14 @@ def leave(code: int = 0) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

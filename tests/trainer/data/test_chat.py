@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,10 @@ import parity
 import pytest
 from data_sets import CHAT_TEMPLATE as TEMPLATE
 from data_sets import VL, chat_tokenizer, config, jpeg
-from ranks import ROOT, environment, steps, summary
+from ranks import ROOT, steps, summary
 
 from playbook.errors import ConfigError, DataError
+from playbook_trainer.__main__ import main
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.loader import check
@@ -116,7 +115,7 @@ def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path:
 
 
 @pytest.mark.full
-def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
+def test_the_guide_runs_on_the_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own configuration and its own lines of data; only sizes and steps are less."""
     guide = (ROOT / "docs/guide/fine-tune.md").read_text()
     lines, settings = (re.findall(rf"```{kind}.*?\n(.*?)```", guide, re.DOTALL)[0] for kind in ("json", "yaml"))
@@ -129,29 +128,16 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
     model = parity.tiny("qwen3_vl_tiny")
     weights.save_safetensors(model, parity.random_state(model), folder)
     chat_tokenizer(folder)
-    less = [
-        "train.steps=3",
-        "train.warmup_steps=1",
-        "optimizer.warmup_steps=0",
-        "train.global_batch_size=2",
-        "data.seq_len=256",
-        "data.num_workers=0",
-        "eval.every=2",
-        "checkpoint.every=2",
-    ]
-    command = [sys.executable, "-m", "playbook_trainer", "fine-tune.yaml", *less]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    less = ["train.steps=3", "train.warmup_steps=1", "optimizer.warmup_steps=0", "train.global_batch_size=2"]
+    less += ["data.seq_len=256", "data.num_workers=0", "eval.every=2", "checkpoint.every=2"]
+    monkeypatch.chdir(tmp_path)
+    assert main(["fine-tune.yaml", *less]) == 0
     rows = steps(tmp_path / "runs/fine-tune")
     assert [r["images"] > 0 for r in rows] == [True] * 3
     assert rows[1]["eval_loss"] > 0
     assert summary(tmp_path / "runs/fine-tune")["data"]["samples_dropped"] == 0
-    assert {p.name for p in (tmp_path / "Qwen3-VL-2B-tuned").iterdir()} >= {
-        "config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        weights.SINGLE,
-    }
+    exported = {p.name for p in (tmp_path / "Qwen3-VL-2B-tuned").iterdir()}
+    assert exported >= {"config.json", "tokenizer.json", "chat_template.jinja", weights.SINGLE}
 
 
 QWEN3 = """{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
@@ -176,32 +162,29 @@ CALLS = {
 }
 
 
-def test_tools_calls_and_thoughts_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+def rendered(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[int], str]:
+    """The tokenizer as transformers reads it, the tokens of the one document, and the text that bears the loss."""
     from transformers import AutoTokenizer
 
-    words = data(tmp_path, [CALLS] * 2)
-    (tmp_path / "model" / "chat_template.jinja").write_text(QWEN3)
+    words = data(folder, [entry] * 2)
+    (folder / "model" / "chat_template.jinja").write_text(QWEN3)
     cfg = config(VL, **words, data__pack=False)
     (document,) = make_rows(cfg, "train").row(0)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
-    text = theirs.apply_chat_template(CALLS["messages"], tools=CALLS["tools"], tokenize=False)
-    assert document.tokens.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    theirs = AutoTokenizer.from_pretrained(folder / "model")
     labels = collate([[document]], cfg.model, cfg.data).labels_N
-    said = theirs.decode(labels[labels != IGNORE].tolist())
+    return theirs, document.tokens.tolist(), theirs.decode(labels[labels != IGNORE].tolist())
+
+
+def test_tools_calls_and_thoughts_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    theirs, tokens, said = rendered(tmp_path, CALLS)
+    text = theirs.apply_chat_template(CALLS["messages"], tools=CALLS["tools"], tokenize=False)
+    assert tokens == theirs(text, add_special_tokens=False)["input_ids"]
     assert said == "<tool_call>look</tool_call><|im_end|>\n<think>\nIt says so.\n</think>\n\nYes.<|im_end|>\n"
 
 
 def test_two_answers_of_a_template_that_thinks_in_the_last_alone(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     turns = [("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second.")]
-    words = data(tmp_path, [{"messages": [{"role": role, "content": content} for role, content in turns]}] * 2)
-    (tmp_path / "model" / "chat_template.jinja").write_text(QWEN3)
-    cfg = config(VL, **words, data__pack=False)
-    (document,) = make_rows(cfg, "train").row(0)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
-    labels = collate([[document]], cfg.model, cfg.data).labels_N
-    said = theirs.decode(labels[labels != IGNORE].tolist())
+    _, _, said = rendered(tmp_path, {"messages": [{"role": role, "content": content} for role, content in turns]})
     assert said == "First.<|im_end|>\n<think>\n\n</think>\n\nSecond.<|im_end|>\n"
 
 
