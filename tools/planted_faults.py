@@ -330,7 +330,7 @@ FAULTS = (
         "route.inverse_R = _invert(route.order_R)",
         "route.inverse_R = route.order_R",
         "tokens get the outputs of others",
-        ("trainer/torch/test_apply_probs.py", "trainer/torch/parallel"),
+        ("trainer/torch/test_switched_runs.py", "trainer/torch/parallel"),
     ),
     Fault(
         TRAINER + "checkpoint_files.py",

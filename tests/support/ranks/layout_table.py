@@ -33,7 +33,7 @@ SELECTIVE = {
     "vl-moe": "[layernorm,core_attn,moe,vision]",
     "vl-dense": "[layernorm,core_attn,mlp,vision]",
 }
-STEPS = 10 if os.environ.get("PLAYBOOK_PARITY") else 3
+STEPS = 10 if os.environ.get("PLAYBOOK_PARITY") else 2
 """Ten for the published table (`make parity`). A wrong layout is apart by the second step, after the first update."""
 COMMON = (f"train.steps={STEPS}", "train.warmup_steps=1", "train.global_batch_size=4", "train.receipt=false", "data.num_workers=0")
 MAX_RANKS = 8
@@ -169,10 +169,13 @@ def pairs_of(layout: Layout) -> set[Pair]:
 
 def candidates() -> Iterator[Layout]:
     """All products of choices on at most MAX_RANKS ranks; recompute, which goes with all, is none."""
-    for choice in product(*({**FACTORS, "recompute": ("none",)}.values())):
-        layout = Layout(*choice)
+    sizes = product(*(FACTORS[name] for name in ("model", "dp", "tp", "cp", "pp", "ep", "etp")))
+    for layout in (Layout(*each) for each in sizes):
         if layout.ranks <= MAX_RANKS and layout == plain(layout):
-            yield layout
+            comms = FACTORS["cp_comm"] if layout.cp > 1 else ("allgather",)
+            dispatchers = FACTORS["dispatcher"] if layout.ep > 1 else ("alltoall",)
+            for cp_comm, dispatcher, rows, micro in product(comms, dispatchers, FACTORS["rows"], FACTORS["micro"]):
+                yield replace(layout, cp_comm=cp_comm, dispatcher=dispatcher, rows=rows, micro=micro)
 
 
 def plain(layout: Layout) -> Layout:

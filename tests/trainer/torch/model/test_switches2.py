@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import pytest
 import torch
-from test_switches import MODELS, TEXT, build, document_batch
+from test_switches import MODELS, TEXT, assert_nothing_stays, build, document_batch, observed
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import checks
@@ -21,16 +20,6 @@ from playbook_trainer.torch.model.decoder import Options
 @pytest.fixture(autouse=True)
 def _small_tensors_travel(monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 256)
-
-
-def observed(config, batch, options):
-    """Loss, gradients, and what an observer saw."""
-    model = build(config, options)
-    observer = Observer(model, {})
-    with observing(observer):
-        loss = model(batch)
-        loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}, observer
 
 
 @pytest.mark.parametrize("model", ["moe", "dense", "vision"])
@@ -75,24 +64,8 @@ def test_offload_that_is_switched_off_inside_is_noticed(monkeypatch):
 
 def test_offload_leaves_nothing_behind():
     config = MODELS["moe"]()
-    model = build(config, Options(offload=True))
-    batch = document_batch(config)
-
-    def step():
-        model(batch).backward()
-
-    step()
-    gc.collect()
-    gc.disable()
-    try:
-        before = len([o for o in gc.get_objects() if isinstance(o, torch.Tensor)])
-        for _ in range(3):
-            step()
-        assert len([o for o in gc.get_objects() if isinstance(o, torch.Tensor)]) == before
-        model(batch)  # a forward pass without a backward pass
-        assert len([o for o in gc.get_objects() if isinstance(o, torch.Tensor)]) == before
-    finally:
-        gc.enable()
+    model, batch = build(config, Options(offload=True)), document_batch(config)
+    assert_nothing_stays(lambda: model(batch).backward(), lambda: model(batch))
 
 
 def test_without_gradients_nothing_travels():
