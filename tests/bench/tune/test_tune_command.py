@@ -517,6 +517,17 @@ def test_knobs_that_set_something_else_are_another_tuning(tune, launches):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("planned")
+def test_the_right_two_are_kept_of_a_shell_script(tune, tmp_path, monkeypatch):
+    (tmp_path / "train.sh").write_text(SHELL)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("SCRIPT", str(SCRIPT))
+    done = tune(words=("sh", "train.sh", "--launch", "{run}"))
+    assert done.exit_code == 0, done.output
+    check_planted(answer(done))
+
+
+@pytest.mark.full
 def test_a_tuning_that_was_killed_beside_its_crash_goes_on_to_the_same_answer(tmp_path):
     """SIGKILL, which leaves no time for anything, once the planted crash is in the journal. The launches are those of a shell script."""
     (tmp_path / "knobs.yaml").write_text("".join(line for line in KNOBS.splitlines(keepends=True) if "idle" not in line))
