@@ -15,10 +15,8 @@ import argparse
 import json
 import math
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(
 
 import bare_megatron  # noqa: E402
 from megatron_rows import ONE_KERNEL  # noqa: E402
-from megatron_table import LEFT_OUT, ended, measured, reason, run_forked, versions  # noqa: E402
+from megatron_table import LEFT_OUT, launch, measured, versions  # noqa: E402
 
 from playbook.records.case import Rule  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
@@ -79,17 +77,13 @@ def words(setting: Setting, more: Sequence[str], gpus: int) -> list[str]:
 
 def run(side: str, arguments: list[str], gpus: Sequence[str], proof: Sequence[Rule], limit_s: float) -> dict[str, Any]:
     """One launch of one side; its figures, or why it has none."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{side}-"))
-    try:
-        job = run_forked(arguments, gpus, folder, limit_s, bare_megatron.main if side == "bare" else None)
-        out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
-        if job.ended or any(job.codes.values()):
-            return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
-        if side == "ours":
-            return out | measured(folder, len(gpus), proof)
-        return out | json.loads((folder / bare_megatron.RESULT).read_text()) | {"versions": versions()}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if side == "ours":
+        return launch(arguments, gpus, limit_s, lambda folder: measured(folder, len(gpus), proof))
+
+    def figures(folder: Path) -> dict[str, Any]:
+        return {**json.loads((folder / bare_megatron.RESULT).read_text()), "versions": versions()}
+
+    return launch(arguments, gpus, limit_s, figures, bare_megatron.main)
 
 
 def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -127,6 +127,22 @@ def run_forked(
     return job
 
 
+def launch(
+    arguments: list[str],
+    gpus: Sequence[str],
+    limit_s: float,
+    figures: Callable[[Path], dict[str, Any]],
+    run: Callable[[list[str]], int] | None = None,
+) -> dict[str, Any]:
+    """One launch by forks in a folder of its own: what `figures` reads there, or why it has none."""
+    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as name:
+        job = run_forked(arguments, gpus, Path(name), limit_s, run)
+        out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
+        if job.ended or any(job.codes.values()):
+            return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
+        return out | figures(Path(name))
+
+
 def ended(job: Job) -> list[outcome.Ended]:
     """How its ranks ended."""
     return [outcome.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -46,7 +47,7 @@ def compare(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.timeout(3000)
-def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path) -> None:
+def test_both_sides_train(tmp_path: Path) -> None:
     said, rows = compare(tmp_path, "--pairs", "1")
     assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said
     # As likely any token as another, on both sides: the first loss is the logarithm of the vocabulary.
@@ -56,22 +57,29 @@ def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path)
     assert all(r["losses"][0] == pytest.approx(expected, rel=0.2) and len(r["losses"]) == 5 for r in rows)
     assert all(r["tokens_per_s_per_gpu"] > 0 for r in rows)
     assert [p["ok"] for p in rows[1]["proof"]] == [True]
-    said, more = compare(tmp_path, "--pairs", "2")
-    assert [(r["pair"], r["side"]) for r in more] == [(0, "bare"), (0, "ours"), (1, "ours"), (1, "bare")]
-    assert more[:2] == rows
-    assert "2 pairs" in said
-    said, again = compare(tmp_path, "--pairs", "1", "--again")
-    assert [(r["pair"], r["side"]) for r in again] == [(0, "bare"), (0, "ours"), (1, "ours"), (1, "bare")]
-    assert again[2:] == more[2:]
-    assert again[0] != more[0]
-    # Other words are another comparison; what the bare side cannot say it refuses.
-    said, refused = compare(tmp_path, "--pairs", "1", "train.recompute=full")
-    assert len(refused) == 6
-    assert sorted((r["side"], r["outcome"]) for r in refused if "train.recompute=full" in r["words"]) == [
-        ("bare", "failed"),
-        ("ours", "ok"),
-    ]
-    assert any("not told: train.recompute" in r.get("message", "") for r in refused)
+
+
+def test_a_second_call_adds_what_is_missing_and_other_words_are_another_comparison(tmp_path: Path, monkeypatch, capsys) -> None:
+    launches = itertools.count(1)
+
+    def planted(side: str, arguments: list[str], *_: Any) -> dict[str, Any]:
+        if side == "bare" and "train.recompute=full" in arguments:
+            return {"wall_s": 1.0, "outcome": "failed", "message": "not told: train.recompute"}
+        return {"wall_s": 1.0, "outcome": "ok", "tokens_per_s_per_gpu": float(next(launches))}
+
+    def called(*words: str) -> list[tuple[int, str, float | None]]:
+        assert beside_bare.main(["--only", "all-to-all", "--out", str(tmp_path), *words]) == 0
+        rows = [json.loads(line) for line in (tmp_path / beside_bare.FILE).read_text().splitlines()]
+        return [(r["pair"], r["side"], r.get("tokens_per_s_per_gpu")) for r in rows]
+
+    monkeypatch.setattr(beside_bare, "run", planted)
+    monkeypatch.setattr(beside_bare.detect, "device_ids", lambda machine: ["0", "1"])
+    monkeypatch.setattr(beside_bare.fork_server, "import_all", lambda backend: True)
+    assert called("--pairs", "1") == [(0, "bare", 1), (0, "ours", 2)]
+    assert called("--pairs", "2") == [(0, "bare", 1), (0, "ours", 2), (1, "ours", 3), (1, "bare", 4)]
+    assert "2 pairs" in capsys.readouterr().out
+    assert called("--pairs", "1", "--again") == [(0, "bare", 5), (0, "ours", 6), (1, "ours", 3), (1, "bare", 4)]
+    assert called("--pairs", "1", "train.recompute=full")[4:] == [(0, "bare", None), (0, "ours", 7)]
 
 
 @pytest.mark.parametrize("setting", beside_bare.SETTINGS)

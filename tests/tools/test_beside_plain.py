@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import beside_plain
 import pytest
@@ -43,30 +44,41 @@ def test_losses_are_compared_step_by_step_and_never_where_one_is_missing() -> No
     assert beside_plain.apart([1.0], [1.0, 2.0]) is None
 
 
+CALL = ("--rehearse", "--only", "tiny-text", "--steps", "3", "data.seq_len=64", "--sides", "auto", "off")
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / beside_plain.FILE).read_text().splitlines()]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(4000)
-def test_a_rehearsal_writes_each_launch_down_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
-    def call(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "tools/beside_plain.py", "--out", str(tmp_path), "--rehearse", "--only", "tiny-text", "--steps", "3"]
-        done = subprocess.run(
-            [*command, "data.seq_len=64", *words, "--sides", "auto", "off"],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1900, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr
+def test_a_rehearsal_trains_both_sides(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/beside_plain.py", "--out", str(tmp_path), *CALL]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(r["side"], r["outcome"]) for r in kept(tmp_path)] == [("auto", "ok"), ("off", "ok")], done.stdout
+    assert "losses at most 0.00e+00 apart over 3 steps" in done.stdout
+    assert all(r["first_step_s"] > r["start_up_s"] > 0 and len(r["losses"]) == 3 for r in kept(tmp_path))
 
-    assert call("--budget", "0")[0] == beside_plain.LEFT_OUT
-    code, said = call()
-    assert code == 0, said
-    rows = [json.loads(line) for line in (tmp_path / beside_plain.FILE).read_text().splitlines()]
-    assert [(r["side"], r["outcome"]) for r in rows] == [("auto", "ok"), ("off", "ok")], said
-    assert "losses at most 0.00e+00 apart over 3 steps" in said
-    assert all(r["first_step_s"] > r["start_up_s"] > 0 and len(r["losses"]) == 3 for r in rows)
-    began = (tmp_path / beside_plain.FILE).read_text()
-    assert call()[0] == 0
-    assert (tmp_path / beside_plain.FILE).read_text() == began
-    refused = call("--again-not-known")[1]
-    assert "unrecognized arguments" in refused
-    assert call("parallel.tp=2")[0] == 0
-    last = [json.loads(line) for line in (tmp_path / beside_plain.FILE).read_text().splitlines()][-1]
-    assert last["outcome"] == "refused"
-    assert "tp" in last["message"]
+
+def test_each_launch_is_written_down_and_a_second_call_goes_on_where_it_was_cut(tmp_path: Path, monkeypatch, capsys) -> None:
+    figures = {"wall_s": 1.0, "tokens_per_s_per_gpu": 1.0, "step_s": 1.0, "peak_memory_bytes": 1, "first_step_s": 1.0, "recompiles": 0}
+    monkeypatch.setattr(beside_plain, "run", lambda *_, fresh: {"outcome": "ok", "losses": [1.0], **figures})
+    monkeypatch.setattr(beside_plain.fork_server, "import_all", lambda backend: True)
+
+    def call(*words: str) -> int:
+        return beside_plain.main(["--out", str(tmp_path), *words, *CALL])
+
+    assert call("--budget", "0") == beside_plain.LEFT_OUT
+    assert call() == 0
+    began = kept(tmp_path)
+    assert [(r["side"], r["outcome"]) for r in began] == [("auto", "ok"), ("off", "ok")]
+    assert call() == 0
+    assert kept(tmp_path) == began
+    with pytest.raises(SystemExit):
+        call("--again-not-known")
+    assert "unrecognized arguments" in capsys.readouterr().err
+    assert call("parallel.tp=2") == 0
+    assert kept(tmp_path)[-1]["outcome"] == "refused"
+    assert "tp" in kept(tmp_path)[-1]["message"]

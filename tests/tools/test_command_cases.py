@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import SUPPORT, environment
@@ -11,7 +10,6 @@ from playbook.paths import repo_root
 from playbook.records.case import load_case
 from playbook_bench import logs
 from playbook_bench.machine import requirements
-from playbook_bench.run import aa
 from playbook_bench.variants import program
 from playbook_bench.variants.resolve import resolve_all
 
@@ -73,20 +71,3 @@ def test_megatron_core_by_itself_logs_what_its_case_reads_and_leaves_a_trace(tmp
     assert [step.tokens for step in found.steps] == [4 * 64] * 14
     assert "loss" not in found.unknown
     assert program.trace_counts(trace)["ranges"] == {"step": 1}
-
-
-EXAMPLES = Path(__file__).parents[1] / "support" / "examples"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("script", ["train_hugging_face.py", "train_lightning.py"])
-def test_a_real_trainer_is_launched_and_its_log_is_read(tmp_path, script):
-    file = {"train_hugging_face.py": "{run}/out/trainer_state.json", "train_lightning.py": "{run}/out/metrics.csv"}[script]
-    change = {"train_hugging_face.py": "[--collate-ms, '40']", "train_lightning.py": "[--pause-ms, '5']"}[script]
-    path = tmp_path / "theirs.yaml"
-    path.write_text(
-        f"id: theirs\nkind: command\nsummary: A planted slow setting.\nbaseline: {{}}\ncandidate: {{arguments: {change}}}\n"
-        f"command: [{sys.executable}, {EXAMPLES / script}, --output, '{{run}}/out', --steps, '12']\n"
-        f"steps: {{file: '{file}'}}\nmetric: step_seconds\nprofiles: {{cpu: {{}}}}\n"
-    )
-    assert [proof.outcome for proof in aa.prove([str(path)], profile="cpu")] == ["ok", "ok"]

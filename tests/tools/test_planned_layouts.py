@@ -106,7 +106,7 @@ def test_predictions_are_not_changed_after_runs_on_that_gpu(tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(4000)
-def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_rehearsal_trains_registered_layouts_and_variants_of_cases(tmp_path: Path) -> None:
     def call(*words: str, gpus: int = 2) -> list[dict]:
         tool_file = tool.ROOT / "tools" / "planner" / "planned_layouts.py"
         command = [sys.executable, str(tool_file), "run", "--rehearse", "--gpus", str(gpus), "--out", str(tmp_path)]
@@ -117,8 +117,16 @@ def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = call("--only", "dense", "fsdp2")
     assert [(r["name"], r["outcome"], r["rehearsed"]) for r in rows] == [("2/dense/fsdp2", "ok", True)]
     assert rows[0]["tokens_per_s_per_gpu"] > 0
-    more = call("--only", "dense", "tp2", "--pairs", "1")
-    assert more[0] == rows[0]
-    assert [(r["name"], r["turn"], r["outcome"]) for r in more[1:]] == [("2/dense/tp2", 0, "ok"), ("2/dense/tp2", 1, "ok")]
     rows = call("--cases", "predicted-moe-32k-torch", "--only", "second", "--timed", "1", gpus=1)
-    assert [(r["name"], r["outcome"]) for r in rows[3:]] == [("1/predicted-moe-32k-torch/second-ep2", "ok")]
+    assert [(r["name"], r["outcome"]) for r in rows[1:]] == [("1/predicted-moe-32k-torch/second-ep2", "ok")]
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*words: str) -> list[tuple[str, int]]:
+        assert tool.main(["run", "--rehearse", "--gpus", "2", "--out", str(tmp_path), "--only", "dense", *words]) == 0
+        return [(r["name"], r["turn"]) for r in tool.read(tmp_path / tool.RUNS)]
+
+    monkeypatch.setattr(tool, "launch", lambda *_, **__: {"outcome": "ok", "tokens_per_s_per_gpu": 1.0, "wall_s": 1.0})
+    monkeypatch.setattr(tool.fork_server, "import_all", lambda backend: True)
+    assert call("fsdp2") == [("2/dense/fsdp2", 0)]
+    assert call("tp2", "--pairs", "1") == [("2/dense/fsdp2", 0), ("2/dense/tp2", 0), ("2/dense/tp2", 1)]

@@ -20,8 +20,8 @@ def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", ["one-llama31-8b-full", "one-qwen3-30b-a3b-8-layers-full"])
-def test_a_row_trains_and_says_what_it_reached(row):
+def test_a_row_trains_and_says_what_it_reached():
+    row = "one-qwen3-30b-a3b-8-layers-full"
     line = json.loads(ran("--smoke", row).stdout)
     assert line["row"] == row
     assert line["tokens_per_s"] > 0

@@ -20,10 +20,8 @@ import argparse
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT / "tools")]
 
-from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
+import megatron_table  # noqa: E402
+from megatron_table import LEFT_OUT  # noqa: E402
 
 from playbook.planner.time.cluster import cluster  # noqa: E402
 from playbook.records.case import load_case  # noqa: E402
@@ -280,15 +279,8 @@ def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehea
             {**{k: v for k, v in overrides.items() if k.startswith("parallel.")}, "model": _tiny(config), **_SMALL},
             str(ROOT / CONFIG),
         )
-    folder = Path(tempfile.mkdtemp(prefix="planned-"))
-    try:
-        job = run_forked([file, *(f"{k}={json.dumps(v)}" for k, v in overrides.items())], gpus, folder, limit_s)
-        out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
-        if job.ended or any(job.codes.values()):
-            return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
-        return out | measured(folder, len(gpus), ())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    words = [file, *(f"{k}={json.dumps(v)}" for k, v in overrides.items())]
+    return megatron_table.launch(words, gpus, limit_s, lambda folder: megatron_table.measured(folder, len(gpus), ()))
 
 
 def _tiny(config: tree.TrainerConfig) -> str:
