@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import in_process
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -23,7 +24,6 @@ from playbook.cards.search import load_sections
 from playbook.cards.terms import Facts, KnownQuestion, facts, likeness, load_asked, opening, phrases, stated, terms
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
-from playbook_app.cli import app
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
 THREADS = [Path(__file__).parent / name for name in ("issues.yaml", "later_issues.yaml")]
@@ -361,11 +361,6 @@ def test_a_hit_says_where_it_does_not_apply(index: search.SearchIndex) -> None:
     assert not any(limit.startswith("V5") for limit in first.limits)
 
 
-def test_a_dataloader_is_what_cards_call_a_loader(index: search.SearchIndex) -> None:
-    hits = [h.id for h in search.search(index, "does the step wait for the dataloader").hits]
-    assert hits[0] == "vlm-real-data"
-
-
 def test_what_is_about_our_own_trainer_answers_nobody(index: search.SearchIndex) -> None:
     """Its card's own words find it nowhere."""
     own = load_all()["torch-trainer-speed"]
@@ -463,10 +458,7 @@ def test_the_command_prints_a_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        app.main(words)
-    captured = capsys.readouterr()
-    return int(stop.value.code or 0), captured.out, captured.err
+    return in_process.run(capsys, *words)
 
 
 def test_the_command_says_where_the_nearest_claims_stand_and_how_to_learn_of_the_others(

@@ -9,7 +9,6 @@ import pytest
 from playbook.cards.load import LOGIC_KINDS, load_all
 from playbook.lint.base import overlap
 from playbook.paths import data_root
-from playbook.planner.layout import min_gpus
 from playbook_app.services.check import read_cases
 
 CARDS = load_all()
@@ -36,14 +35,6 @@ def test_a_claim_with_a_cpu_profile_and_a_scope_of_its_own_says_what_a_cpu_may_s
             assert "cpu" in CASES[claim.case].case.profiles, f"{claim.id} has cpu_scope, and its case has no cpu profile"
         if claim.mechanism_check:
             assert "cpu" in CASES[claim.mechanism_check.case].case.profiles
-
-
-@pytest.mark.parametrize("card_id", sorted(CARDS))
-def test_families_with_a_gpu_count_hold_one_copy(card_id):
-    for family in CARDS[card_id].families:
-        if family.gpus:
-            degrees = {k: v for k, v in family.layout.items() if k in ("pp", "tp", "cp", "ep", "etp")}
-            assert min_gpus(**degrees) <= family.gpus
 
 
 @pytest.mark.parametrize("card_id", sorted(CARDS))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_process import run
 
 from playbook.cards.load import read_cards
 from playbook.cards.model import Expect, Quantity
@@ -17,9 +18,8 @@ from playbook.lint.base import gpus_named, overlap
 from playbook.lint.conflicts import effect
 from playbook.lint.figures import is_text_number, rounding
 from playbook.lint.labels import evaluate, label_problems, layout_problems, table_for, tables
-from playbook.paths import repo_root
+from playbook.paths import data_root, repo_root
 from playbook.records.evidence import stored_sha
-from playbook_app.cli.app import main
 from playbook_app.services import check
 from playbook_app.services.check import CASE_RULES, check_all, rule_rows
 
@@ -146,7 +146,7 @@ def test_what_ships_has_no_finding_and_no_warning():
 
 @pytest.mark.full
 def test_expired_evidence_is_a_warning():
-    found = check_all([], "2031-01-01")[2]
+    found = check_all([data_root("cards") / "vlm-real-data.yaml"], "2031-01-01")[2]
     assert "evidence-old" in {f.rule for f in found}
     assert all(f.warning for f in found)
 
@@ -168,12 +168,12 @@ def test_a_run_elsewhere_that_settled_nothing_does_not_hide_an_expired_verdict(t
         write(name)
     real = check.data_root
     monkeypatch.setattr(check, "data_root", lambda kind: tmp_path / "results" if kind == "results" else real(kind))
-    found = [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
+    found = [f.message for f in check_all([data_root("cards") / "vlm-real-data.yaml"], "2031-01-01")[2] if f.rule == "evidence-old"]
     assert found == ["the newest evidence of T1 expired on 2030-01-01; run `playbook confirm` again"]
     record["measured"]["claim"] |= {"card": "a-card-of-mine", "statement": "Something else."}
     record["derived"]["verdict"]["status"] = "confirmed"
     write("c")
-    assert found == [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
+    assert found == [f.message for f in check_all([data_root("cards") / "vlm-real-data.yaml"], "2031-01-01")[2] if f.rule == "evidence-old"]
 
 
 @pytest.mark.parametrize(("change", "rule"), [("date: 2026-06", "date: 2027-06"), ("date: 2026-06", "date: 2026-19")])
@@ -200,20 +200,18 @@ def test_up_projections_are_recomputed_where_attention_is_latent(tmp_path, model
 
 
 def test_the_command_prints_the_rule_and_leaves_with_2(capsys):
-    with pytest.raises(SystemExit) as e:
-        main(["cards", "check", str(FIXTURES / "03-edp-stated-wrong" / "planted"), "--json"])
-    assert e.value.code == 2
-    row = json.loads(capsys.readouterr().out)["findings"][0]
+    code, out, _ = run(capsys, "cards", "check", str(FIXTURES / "03-edp-stated-wrong" / "planted"), "--json")
+    assert code == 2
+    row = json.loads(out)["findings"][0]
     assert row["rule"] == "layout-family"
     assert "expected 1" in row["message"]
 
 
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 2)])
 def test_warnings_count_only_when_asked(options, code, capsys):
-    with pytest.raises(SystemExit) as e:
-        main(["cards", "check", str(FIXTURES / "17-stale-source" / "planted"), *options])
-    assert e.value.code == code
-    assert "warning: X1 rests on sources of 2019-03" in capsys.readouterr().err
+    found, _, err = run(capsys, "cards", "check", str(FIXTURES / "17-stale-source" / "planted"), *options)
+    assert found == code
+    assert "warning: X1 rests on sources of 2019-03" in err
 
 
 def test_rule_ids_are_unique_and_documented():

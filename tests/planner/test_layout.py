@@ -15,11 +15,6 @@ TINY = {"heads": 4, "kv_heads": 2, "layers": 4, "experts": 8, "seq_len": 256, "m
 power = st.sampled_from([1, 2, 4, 8])
 
 
-def test_a_plain_layout_breaks_no_rule():
-    assert layout.check(gpus=1, **TINY) == []
-    assert layout.check(gpus=8, tp=2, pp=2, cp=2, etp=2, **TINY) == []
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -74,13 +69,6 @@ def test_cp_is_the_smallest_power_of_two_that_keeps_the_shard_target(seq_len):
     assert cp == 1 or seq_len > cp // 2 * layout.CP_SHARD_TOKENS
 
 
-def test_dp_floor_holds_and_names_the_next_size():
-    holds, sentence, figures = dp_floor(gpus=64, pp=4, tp=1, seq_lens=[4096, 8192, 16384, 32768, 65536, 131072])
-    assert holds
-    assert [r["dp"] for r in figures["rows"]] == [16, 8, 4, 2, 1, 0]
-    assert "131072 tokens need 128 GPUs" in sentence
-
-
 @pytest.mark.parametrize("seq_lens", [[4096, 8192], [65536], [131072, 262144], [4096, 65536, 131072]])
 def test_dp_floor_is_refuted_where_dp_does_not_fall_to_one_by_halves(seq_lens):
     assert not dp_floor(gpus=64, pp=4, tp=1, seq_lens=seq_lens)[0]
@@ -93,28 +81,6 @@ def test_batch_pressure_keeps_tokens_or_accumulation(first, doublings):
     assert holds is (len(lens) > 1)
     for row in figures["rows"]:
         assert row["dp"] * row["accumulation"] == 4096
-
-
-def test_batch_pressure_is_refuted_where_no_layout_takes_the_batch():
-    holds, sentence, _ = batch_pressure(gpus=6, pp=1, tp=1, micro_batch_size=1, global_batch_size=8, seq_lens=[4096, 8192])
-    assert not holds
-    assert "no layout" in sentence
-
-
-FAMILY = {"model": "deepseek_v3", "seq_len": 131072, "cp": 32, "ep": 32, "pp": 8, "vpp": 4, "gpus": 256, "uneven": True}
-
-
-def test_published_families_need_what_they_say():
-    assert min_gpus_families(families=[FAMILY])[0]
-
-
-@pytest.mark.parametrize("wrong", [{"gpus": 128}, {"gpus": 512}, {"uneven": False}, {"cp": 64}])
-def test_a_wrong_family_refutes_the_claim(wrong):
-    assert not min_gpus_families(families=[FAMILY, {**FAMILY, **wrong}])[0]
-
-
-def test_no_family_is_no_proof():
-    assert not min_gpus_families(families=[])[0]
 
 
 def test_what_is_left_out_of_a_grid_is_one():

@@ -121,12 +121,6 @@ def test_hostile_words_give_a_plan_or_a_message(words):
     assert sum(map(len, said)) < 5000
 
 
-def test_gpus_follow_from_either_grid():
-    plan = parse("deepseek_v3", ["gpus=256", "tp=1", "cp=32", "ep=32", "pp=8"])
-    assert plan.tp * plan.cp * plan.pp * plan.dp == plan.etp * plan.ep * plan.pp * plan.edp == 256
-    assert (plan.dp, plan.edp) == (1, 1)
-
-
 some = st.integers(1, 12)
 
 

@@ -282,19 +282,6 @@ def test_a_dense_model_is_not_sent_to_claims_about_mixtures() -> None:
         assert hit.applies or out < set(hit.claims)
 
 
-@pytest.mark.parametrize("query", ["DeepEP error on RoCE", "NCCL WARN NET/IB : Got completion from peer with status=12 RoCE"])
-def test_errors_of_nccl_and_deepep_on_roce_find_what_is_known_of_roce(query: str) -> None:
-    first = search.search(search.index(load_all()), query).hits[0]
-    assert first.id == "moe-dispatcher-choice"
-    assert first.claims[0] in ("I1", "I2")
-
-
-def test_what_no_card_names_is_not_answered() -> None:
-    found = search.search(search.index(load_all()), "nvshmem error DeepEP RoCE ibgda")
-    assert found.hits == []
-    assert found.none.startswith("no card covers 'nvshmem'")
-
-
 @pytest.mark.parametrize(("sharding", "gib"), [("zero1", 93.09), ("zero2", 93.09), ("zero3", 79.50)])
 def test_what_deepspeed_held_on_one_gpu_is_predicted_within_5_percent(sharding, gib):
     """Sixteen layers of Llama-3.1-8B, full recompute, one row of 4,096 tokens: docs/parity/fine-tuning-one-gpu.jsonl."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 
@@ -152,7 +151,7 @@ def foreign(evidence):
 
 def accepted(data, paths):
     """The verdict that a record with these fields changed is taken for, or nothing where it is refused or is no verdict on today's claim."""
-    forged = copy.deepcopy(data)
+    forged = json.loads(json.dumps(data))  # a tenth of the time of copy.deepcopy
     for path in paths:
         mutate(forged["measured"], path)
     try:
