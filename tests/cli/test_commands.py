@@ -26,29 +26,26 @@ from playbook_bench.run import store
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """A working directory without earlier results."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-READERS = ("--help", "cards show moe-dispatcher-choice", "cards list --claims", "bench list", "evidence list", "evidence show W9")
+READERS = ("cards show moe-dispatcher-choice", "cards list --claims", "bench list", "evidence list", "evidence show W9")
 """Commands that only read, for which a person waits."""
 
 
-@pytest.mark.parametrize("words", READERS)
-@pytest.mark.sample("--help")
-def test_reading_imports_nothing_heavy(words):
-    command = [sys.executable, "-X", "importtime", "-m", "playbook", *words.split()]
+@pytest.mark.parametrize(
+    ("commands", "heavy"),
+    [
+        (("--help",), "pydantic playbook_bench playbook_trainer"),
+        pytest.param(READERS, "playbook_bench.launch.local playbook_bench.run.confirm", marks=pytest.mark.full, id="readers"),
+    ],
+)
+def test_reading_imports_nothing_heavy(commands, heavy):
+    """What launches is of no use to a reader."""
+    script = "import sys; from playbook_app.cli.app import app, run_command\nfor line in sys.argv[1:]: assert run_command(app, line.split()) == 0"
+    command = [sys.executable, "-c", f"{script}\nprint('', *sys.modules, sep='\\nmodule ')", *commands]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0
-    imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    # What launches is of no use to a reader.
-    assert not {m for m in imported if m.split(".")[0] in ("torch", "pandas", "scipy", "numpy", "jsonschema")}
-    assert not imported & {"playbook_bench.launch.local", "playbook_bench.run.confirm"}
-    if words == "--help":
-        assert not {m for m in imported if m.split(".")[0] in ("pydantic", "playbook_bench", "playbook_trainer")}
+    assert done.returncode == 0, done.stderr
+    imported = {line.removeprefix("module ") for line in done.stdout.splitlines() if line.startswith("module ")}
+    assert "playbook" in imported
+    assert not imported & {*heavy.split(), "torch", "pandas", "scipy", "numpy", "jsonschema"}
 
 
 def test_every_command_says_what_it_is_for_and_documents_its_options():
@@ -196,19 +193,11 @@ def test_cards_check_reports_and_exits_with_2(capsys, tmp_path):
     assert out.count("\n") == 1
 
 
-@pytest.mark.full
-def test_cards_check_passes_on_what_ships(capsys):
-    code, out, err = run(capsys, "cards", "check")
-    assert (code, err) == (0, "")
-    assert "no findings" in out
-
-
 def test_claims_are_listed_with_their_status(capsys, elsewhere):
     code, out, _ = run(capsys, "cards", "list", "--claims", "--json")
     rows = {r["id"]: r for r in json.loads(out)}
     assert code == 0
-    assert {"V1", "V14", "M1", "L9", "W9", "W9.m", "V3", "T1", "T7.m"} <= set(rows)
-    assert rows["W9.m"]["mechanism_of"] == "W9"
+    assert {row["mechanism_of"] for row in rows.values()} - {None} <= set(rows)
     assert all(r["status"] for r in rows.values())
     assert {r["status"] for r in rows.values()} > {"untested", "confirmed"}
     assert len({tuple(r) for r in rows.values()}) == 1  # of an untested claim, too

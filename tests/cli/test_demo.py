@@ -11,16 +11,12 @@ from in_process import run
 from playbook.cards.load import load_all
 from playbook.paths import data_root, repo_root
 from playbook.skills.model import load_skills
-from playbook_app.cli import app
+from playbook_app.cli.app import app, run_command
 from playbook_app.cli.commands import confirm
 from playbook_app.cli.output import print_table
 from playbook_bench.run import targets
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_the_four_claims_can_be_tested_on_a_cpu():
@@ -53,16 +49,22 @@ def test_a_verdict_of_any_kind_is_a_success_and_none_is_not(capsys, claim, verdi
     assert verdict in out
 
 
+def on(monkeypatch, terminal, printing):
+    """What is printed to a terminal, or elsewhere, by something that succeeds."""
+    monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    assert not printing()
+    return stream.getvalue()
+
+
 def test_on_a_terminal_the_last_column_of_a_table_is_folded_and_elsewhere_no_line_is(monkeypatch):
     rows = [{"id": "a-long-name-of-a-claim", "statement": "words " * 30}, {"id": "b", "statement": "\x1b[2J"}]
-    shown = {}
-    for terminal in (True, False):
-        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
-        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal, raising=False)
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setenv("TERM", "xterm")
-        print_table(rows, ("id", "statement"))
-        shown[terminal] = re.sub(r"\x1b\[\d*m", "", stream.getvalue()).splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = {
+        terminal: re.sub(r"\x1b\[\d*m", "", on(monkeypatch, terminal, lambda: print_table(rows, ("id", "statement")))).splitlines()
+        for terminal in (True, False)
+    }
     assert [line.split()[0] for line in shown[False]] == ["id", "a-long-name-of-a-claim", "b"]
     assert len(shown[True]) > 3
     assert max(map(len, shown[True])) <= 80
@@ -78,15 +80,7 @@ def test_on_a_terminal_the_last_column_of_a_table_is_folded_and_elsewhere_no_lin
 def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is_to_be_wide(monkeypatch, command):
     monkeypatch.chdir(repo_root())
     monkeypatch.setenv("COLUMNS", "80")
-    shown = {}
-    for words in (command, (*command, "--wide")):
-        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-        with pytest.raises(SystemExit) as stop:
-            app.main(list(words))
-        assert not stop.value.code
-        shown[len(words)] = stream.getvalue()
-    narrow, wide = (shown[n] for n in sorted(shown))
+    narrow, wide = (on(monkeypatch, True, lambda more=more: run_command(app, [*command, *more])) for more in ((), ("--wide",)))
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
     names = [(word[: mark.end()], word[mark.end() :]) for word in wide.split() for mark in re.finditer("_", word)]
     whole = {*wide.split(), *(part for name in names for part in name)}
@@ -106,14 +100,7 @@ def test_a_list_fits_80_columns_without_breaking_a_word_and_shows_all_when_it_is
 @pytest.mark.parametrize("columns", [80, 100])
 def test_an_answer_fits_its_terminal_and_a_folded_command_reads_as_the_one_in_a_pipe(monkeypatch, command, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = {}
-    for terminal in (True, False):
-        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
-        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal, raising=False)
-        with pytest.raises(SystemExit) as stop:
-            app.main(list(command))
-        assert not stop.value.code
-        shown[terminal] = stream.getvalue()
+    shown = {terminal: on(monkeypatch, terminal, lambda: run_command(app, list(command))) for terminal in (True, False)}
     assert [line for line in shown[True].splitlines() if len(line) > columns and "https://" not in line] == []
     assert [line for line in shown[True].splitlines() if line.startswith("start ") and line.endswith("\\")] == [], "no command"
     words = set(shown[False].split())

@@ -49,7 +49,6 @@ def on_cpu(tmp_path, **changes):
         (("qwen3_8b", "--gpus", "8", "--gbs", "64"), 1),
         (("qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--backend", "torch", "--fix", "recompute="), 1),
         pytest.param(("qwen3_30b_a3b", "--gpus", "32", "--gbs", "256", "--case-gpus", "2"), 2, marks=pytest.mark.full),
-        pytest.param(("deepseek_v3", "--gpus", "256", "--gbs", "2048", "--case-gpus", "4"), 4, marks=pytest.mark.full),
     ],
 )
 def test_every_run_of_the_case_fits_and_is_predicted_as_the_planner_times_it(tmp_path, words, gpus):

@@ -19,13 +19,6 @@ TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
 PLAYBOOK = (sys.executable, "-m", "playbook")
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    return tmp_path
-
-
 @pytest.mark.parametrize("words", [["cards", "list"], ["cards", "list", "--json"], ["confirm", "long-context-cp-sizing/L2"]])
 @pytest.mark.sample("words0")
 def test_a_reader_that_left_is_neither_confirmed_nor_refuted(tmp_path, words):

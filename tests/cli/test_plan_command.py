@@ -229,10 +229,8 @@ def test_the_winner_is_exported_as_a_script_that_names_its_release_and_what_its_
 
 
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge"])
-@pytest.mark.parametrize(
-    "words", [["mixtral_8x7b", "--gpus", "64"], ["gpt_oss_20b", "--gpus", "2", "--layers", "4"], ["llama3_70b", "--gpus", "64"]]
-)
-@pytest.mark.sample("words1-megatron-lm")
+@pytest.mark.parametrize("words", [["gpt_oss_20b", "--gpus", "2", "--layers", "4"], ["llama3_70b", "--gpus", "64"]])
+@pytest.mark.sample("words0-megatron-lm")
 def test_the_last_line_of_an_export_sets_a_log_beside_the_prediction(run, tmp_path, monkeypatch, target: str, words: list[str]) -> None:
     asked = [*words, "--gbs", "256"]
     loss = ["--fix", "loss=native"] if target == "megatron-lm" else []  # the only one that its runs have
@@ -284,9 +282,7 @@ def test_a_plan_of_unlike_chunks_comes_with_its_layout_string(run) -> None:
     assert f"'{string}'" in checked.stdout
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_8b", 8), pytest.param("deepseek_v3", 512, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_8b", 8)])
 def test_the_exported_winner_passes_the_trainers_own_checks(model: str, gpus: int, tmp_path) -> None:
     best = search(Question(MODELS[model], model, cluster("h100"), gpus, 4096, 512), 1).choices[0]
     path = tmp_path / "plan.yaml"
@@ -322,10 +318,9 @@ def test_the_page_asks_ten_questions_and_has_an_answer_to_each() -> None:
         assert "playbook layout memory --model" in section
 
 
-@pytest.mark.parametrize("place", [3, *(pytest.param(i, marks=pytest.mark.full) for i in range(10))])
-def test_the_pages_answer_is_still_among_the_best(run, place: int) -> None:
-    """The page's best plan may lose to another as constants move, but by no more than a tenth."""
-    question, command = DECISIONS[place]
+def test_the_pages_answer_is_still_among_the_best(run) -> None:
+    """One of ten, and by no more than a tenth: that all are what is answered today is asked in `tests/mcp/test_decisions.py`."""
+    question, command = DECISIONS[3]
     found = json.loads(run(*command.split()[2:], "--json").stdout)
     best = found["plans"][0]["tokens_per_s_per_gpu"]["value"]
     shown = PAGE.read_text(encoding="utf-8").partition(f"### {question}\n")[2]

@@ -18,10 +18,7 @@ PLAN = ("plan", "llama3_8b", "--gbs", "64", "--top", "1")
 DIAGNOSE = ("diagnose", "--model", "llama3_8b", "--gbs", "64")
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import stat
 import subprocess
 import sys
 
 import pytest
+from guide_blocks import consoles, script
 
 from playbook.paths import data_root, repo_root, sources
 
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 CLOCK = repo_root() / "tests" / "support" / "ranks" / "planned_clock.py"
 SLEPT, INVENTED = "time.perf_counter() - begin", "seconds * random.gauss(1, 0.002)"
 
@@ -22,20 +20,18 @@ SLEPT, INVENTED = "time.perf_counter() - begin", "seconds * random.gauss(1, 0.00
 @pytest.mark.timeout(3000)
 def test_every_console_block_of_the_guide_runs(tmp_path):
     for name, line in {"playbook": f'exec {sys.executable} {CLOCK} "$@"', "python": f'exec {sys.executable} "$@"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(stat.S_IRWXU)
+        script(tmp_path / name, line)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sources(repo_root())), "PLANNED_CLOCK": "1"}
     outputs = []
-    for language, title, text in BLOCK.findall((data_root("guide") / "tune.md").read_text()):
-        if title:
-            (theirs / title).write_text(text.replace(SLEPT, INVENTED).replace("    time.sleep(seconds)\n", ""))
-        elif language == "console":
-            done = subprocess.run(["bash", "-ec", text], cwd=theirs, env=environment, capture_output=True, text=True, timeout=2000)
-            assert done.returncode == 0, done.stdout + done.stderr
-            outputs.append(done.stdout)
+    for text in consoles(
+        data_root("guide") / "tune.md", theirs, lambda text: text.replace(SLEPT, INVENTED).replace("    time.sleep(seconds)\n", "")
+    ):
+        done = subprocess.run(["bash", "-ec", text], cwd=theirs, env=environment, capture_output=True, text=True, timeout=2000)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
     assert len(outputs) == 3
     assert "workers=8" in outputs[0]
     found = json.loads(outputs[2])

@@ -3,17 +3,16 @@
 import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 
 import pytest
 import yaml
+from guide_blocks import consoles, script
 
 from playbook.paths import data_root, repo_root, sources
 
 GUIDE = data_root("guide") / "your-trainer.md"
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 BISECTED = "failure() && steps.gate.outputs.code == '1'"
 """A regression alone is looked for: of what is undecided, or an error, no commit can be named."""
 RANKS = repo_root() / "tests" / "support" / "ranks"
@@ -32,8 +31,7 @@ def shell(tmp_path):
         "python": f'exec {sys.executable} "$@"',
         "pip": "exit 0",
     }.items():
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tools / name).chmod(stat.S_IRWXU)
+        script(tools / name, text)
     place = tmp_path / "theirs"
     place.mkdir()
     path = os.pathsep.join(sources(repo_root()))
@@ -50,17 +48,12 @@ def shell(tmp_path):
 @pytest.mark.full
 def test_every_console_block_of_the_guide_runs(shell):
     ran = 0
-    for language, title, text in BLOCK.findall(GUIDE.read_text()):
-        if title:
-            path = shell.place / title
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text.replace(SLEPT, INVENTED))
-        elif language == "console":
-            for line in text.splitlines():
-                done = shell(line)
-                timed = "--log 'regex:" in line  # a script without a file; undecided where the machine is busy
-                assert done.returncode in ((0, 3) if timed else (0,)), f"{line}\n{done.stdout}{done.stderr}"
-                ran += 1
+    for text in consoles(GUIDE, shell.place, lambda text: text.replace(SLEPT, INVENTED)):
+        for line in text.splitlines():
+            done = shell(line)
+            timed = "--log 'regex:" in line  # a script without a file; undecided where the machine is busy
+            assert done.returncode in ((0, 3) if timed else (0,)), f"{line}\n{done.stdout}{done.stderr}"
+            ran += 1
     assert ran >= 7
     assert INVENTED in (shell.place / "train.py").read_text()
     assert (shell.place / "gate.xml").is_file()

@@ -8,13 +8,13 @@ from typing import Any
 
 import log_excerpts as logs
 import pytest
+from in_process import run
 
 from playbook.diagnosis import rl_step
 from playbook.diagnosis.rl_step import BETWEEN, Step
 from playbook.planner.models import MODELS, find
 from playbook.planner.parameters import total
 from playbook.planner.time.cluster import cluster
-from playbook_app.cli.app import main
 from playbook_bench.logs import read, rl_steps
 
 LOGS = {
@@ -57,10 +57,8 @@ def test_verls_phases_and_the_longest_of_its_turns_are_read(tmp_path: Path) -> N
 
 
 def test_trl_logs_lengths_and_no_phases_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["diagnose", str(file(tmp_path, logs.trl(), "trainer_state.json"))])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0
+    code, out, _ = run(capsys, "diagnose", str(file(tmp_path, logs.trl(), "trainer_state.json")))
+    assert code == 0
     assert "0.5 s a step" in out
     assert "wall       not known" in out
     assert "75% of the rollout" in out
@@ -68,16 +66,12 @@ def test_trl_logs_lengths_and_no_phases_and_that_is_said(tmp_path: Path, capsys:
 
 def test_the_command_answers_with_the_wall_and_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["diagnose", str(file(tmp_path, logs.slime())), "--model", "qwen3_30b_a3b", "--gpus", "8", "--gpu", "h200", "--layout", "ep=8"]
-    with pytest.raises(SystemExit):
-        main([*words, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run(capsys, *words, "--json")[1])
     assert (found["schema"], found["wall"]) == ("rl-step/1", "rollout")
     weights = found["memory"]["engine"]["weights_gib"]
     assert weights == pytest.approx(2 * total(find("qwen3_30b_a3b")) / 2**30, rel=1e-6)
     assert 0 < found["memory"]["trainer_gib"] < 141
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "wall       rollout" in capsys.readouterr().out
+    assert "wall       rollout" in run(capsys, *words)[1]
 
 
 def test_what_waits_depends_on_the_placement() -> None:
@@ -107,10 +101,9 @@ def test_another_log_is_none_of_reinforcement_learning(tmp_path: Path) -> None:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "rl", *words, "--json"])
-    assert ended.value.code == 0
-    return json.loads(capsys.readouterr().out)
+    code, out, _ = run(capsys, "plan", "rl", *words, "--json")
+    assert code == 0
+    return json.loads(out)
 
 
 def test_a_planned_step_turns_with_the_lengths_of_its_responses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +128,6 @@ def test_a_planned_step_turns_with_the_lengths_of_its_responses(capsys: pytest.C
     ],
 )
 def test_a_step_that_cannot_be_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "rl", *words])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    code, _, err = run(capsys, "plan", "rl", *words)
+    assert code == 2
+    assert message in err

@@ -8,14 +8,14 @@ import sys
 
 import anyio
 import pytest
+from in_process import run
 from mcp import Client
 
 from playbook.paths import repo_root
-from playbook_app.cli import app
 from playbook_app.mcp.server import server
 
 sys.path.insert(0, str(repo_root() / "tools"))
-from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, over_stdio, tasks
+from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, tasks
 from plan_page import PAGE
 
 MOST_CHARACTERS = 2500
@@ -51,19 +51,23 @@ def test_a_decision_is_right(library, question):
     assert decided(library, TASKS[question])[1] == []
 
 
-def compared(library, task):
-    """What differs on the command line, or is wrong there."""
-    there, wrong = anyio.run(decide, task, on_the_command_line)
-    return wrong or otherwise(task, decided(library, task)[0], there)
-
-
-ON_THE_COMMAND_LINE = [q for q in TASKS if not any(c["tool"] == "plan_confirmation" for c in TASKS[q]["calls"])]
-
-
 @pytest.mark.full
-def test_all_decisions_are_the_same_on_the_command_line(library):
-    assert len(ON_THE_COMMAND_LINE) == 19
-    assert {q: found for q in ON_THE_COMMAND_LINE if (found := compared(library, TASKS[q]))} == {}
+def test_all_twenty_are_right_and_the_same_on_the_command_line_and_on_the_page_of_plans(library):
+    found = {question: decided(library, task) for question, task in TASKS.items()}
+    assert {q: wrong for q, (_, wrong) in found.items() if wrong} == {}
+    there = [q for q, t in TASKS.items() if not any(c["tool"] == "plan_confirmation" for c in t["calls"])]
+    assert len(there) == 19
+    for question in there:
+        answers, wrong = anyio.run(decide, TASKS[question], on_the_command_line)
+        assert (wrong or otherwise(TASKS[question], found[question][0], answers)) == [], question
+    sections = dict(re.findall(r"^### (.+?)\n\n```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+    for question, (answers, _) in found.items():
+        if "command" in TASKS[question]:
+            best, shown = answers["plan"]["plans"][0], sections[question]
+            assert re.search(r"^check .* --model \S+ (.*)$", shown, re.MULTILINE)[1].split() == best["settings"]
+            speed = best["tokens_per_s_per_gpu"]
+            assert f"{speed['value']:,.0f}" in shown
+            assert f"{speed['low']:,.0f} to {speed['high']:,.0f}" in shown
 
 
 def test_another_answer_on_the_command_line_is_told(library):
@@ -85,34 +89,11 @@ def test_a_wrong_answer_is_told():
         assert len(anyio.run(decide, slow, call)[1]) == len(slow["right"])
 
 
-@pytest.mark.full
-def test_all_twenty_are_right_over_stdio_and_the_ten_are_the_command_lines():
-    """The page of plans shows what the command line answers; another test asks it again."""
-    found = {}
-
-    async def use(call):
-        for question, task in TASKS.items():
-            found[question] = await decide(task, call)
-        return 0
-
-    anyio.run(over_stdio, use)
-    assert {q: wrong for q, (_, wrong) in found.items() if wrong} == {}
-    sections = dict(re.findall(r"^### (.+?)\n\n```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
-    for question, (answers, _) in found.items():
-        if "command" in TASKS[question]:
-            best, shown = answers["plan"]["plans"][0], sections[question]
-            assert re.search(r"^check .* --model \S+ (.*)$", shown, re.MULTILINE)[1].split() == best["settings"]
-            speed = best["tokens_per_s_per_gpu"]
-            assert f"{speed['value']:,.0f}" in shown
-            assert f"{speed['low']:,.0f} to {speed['high']:,.0f}" in shown
-
-
 def test_a_diagnosis_is_the_same_on_the_command_line(library, capsys):
     words = ["diagnose", "--model", "Qwen/Qwen3-8B", "--gpus", "8", "--gpu", "h100", "--gbs", "64", "--seq", "4096", "--mfu", "30"]
-    with pytest.raises(SystemExit) as stop:
-        app.main([*words, "--layout", "tp=2,recompute=full", "--framework", "megatron-bridge", "--json"])
-    assert stop.value.code == 0
-    shown = json.loads(capsys.readouterr().out)
+    code, out, _ = run(capsys, *words, "--layout", "tp=2,recompute=full", "--framework", "megatron-bridge", "--json")
+    assert code == 0
+    shown = json.loads(out)
     asked = {"model": "Qwen/Qwen3-8B", "gpus": 8, "hardware": "h100", "global_batch_size": 64, "seq_len": 4096, "mfu": 30}
     more = {"layout": ["tp=2", "recompute=full"], "framework": "megatron-bridge"}
     call = {"as": "at", "tool": "diagnose", "arguments": {**asked, **more}}

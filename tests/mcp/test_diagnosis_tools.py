@@ -14,10 +14,8 @@ ASKED = {"model": "qwen3_8b", "gpus": 8, "hardware": "h100"}
     ("tool", "arguments", "says"),
     [
         ("diagnose", {"mfu": 40, "step_time_s": 2}, "expected one figure"),
-        ("diagnose", {"tokens_per_s": 1e6}, "Check your token count"),
         ("diagnose", {"mfu": 95}, "expected at most 80%, which the best matrix product"),
         ("diagnose", {"layout": ["tp=3"]}, "tp 3"),
-        ("diagnose", {"hardware": "a100", "layout": ["fp8=blockwise"]}, "no 8-bit products"),
         ("diagnose", {"hardware": "zx81"}, "is not known"),
         ("diagnose", {"saw": ["sleep=9%"]}, "saw 'sleep' is not known"),
         ("diagnose", {"network": "IB"}, "network is 'IB'; expected 100GbE"),
@@ -60,7 +58,7 @@ def test_the_instructions_begin_with_the_plan_and_the_diagnosis(library):
 
 @pytest.mark.full
 def test_hardware_may_be_the_text_of_a_file_and_the_network_is_named(library, tmp_path):
-    asked = {"model": "qwen3_30b_a3b", "gpus": 16, "global_batch_size": 64, "top": 1}
+    asked = {"model": "qwen3_8b", "gpus": 16, "global_batch_size": 64, "top": 1}
     plain, slow = (answer(library, "plan_layout", hardware="h100", network=n, **asked) for n in ("", "100GbE"))
     assert slow["plans"][0]["network_share"] > plain["plans"][0]["network_share"] >= 0
     assert sum("network" in words for words in slow["assumptions"]) == 1
@@ -91,33 +89,6 @@ def test_an_export_is_judged_by_the_loss_that_its_trainer_runs(library):
     text = ask(library, "export_layout", framework="megatron-lm", **large).content[0].text
     assert text.startswith("does not fit")
     assert "plan_layout" not in text.splitlines()[0], "no loss makes it fit"
-
-
-def test_a_plan_takes_the_framework_that_will_train_it(library):
-    asked = {"model": "llama3_8b", "gpus": 8, "hardware": "h100", "seq_len": 8192, "global_batch_size": 128, "top": 1}
-    for framework, word in (("megatron-lm", "loss=native"), ("torchtitan", "backend=torch"), ("deepspeed", "sharding=zero3")):
-        settings = answer(library, "plan_layout", framework=framework, **asked)["plans"][0]["settings"]
-        assert word in settings
-    settings = answer(library, "plan_layout", framework="megatron-lm", **asked)["plans"][0]["settings"]
-    exported = answer(library, "export_layout", model="llama3_8b", gpus=8, hardware="h100", settings=settings, framework="megatron-lm")
-    assert exported["verdict"] in ("fits", "tight")
-    assert answer(library, "plan_layout", framework="playbook", backend="torch", **asked) == answer(
-        library, "plan_layout", backend="torch", **asked
-    )
-    wrong = ask(library, "plan_layout", framework="megatronlm", **asked)
-    assert wrong.is_error
-    assert "did you mean 'megatron-lm'?" in wrong.content[0].text
-
-
-def test_the_fastest_of_a_diagnosis_is_the_first_plan_of_its_framework_and_fits_it(library):
-    asked = {"model": "llama3_8b", "gpus": 8, "hardware": "h100", "seq_len": 8192, "global_batch_size": 128, "framework": "megatron-lm"}
-    best = answer(library, "diagnose", **asked)["predicted"]["best"]
-    assert best["settings"] == answer(library, "plan_layout", **asked, top=1)["plans"][0]["settings"]
-    assert "loss=native" in best["settings"]
-    export = {k: asked[k] for k in ("model", "gpus", "hardware", "framework")}
-    assert answer(library, "export_layout", settings=best["settings"], **export)["verdict"] in ("fits", "tight")
-    own = answer(library, "diagnose", **asked, layout=["tp=2", "mbs=2", "loss=te"])["predicted"]["yours"]
-    assert "loss=native" not in own["settings"], "what a run names goes before what its trainer implies"
 
 
 def test_a_plan_s_text_names_length_limit_ties_from_1_and_a_published_run_that_is_ahead(library):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tomllib
 from functools import partial
 
 import anyio
@@ -69,12 +68,6 @@ def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys)
         app.main(["mcp"])
     assert stop.value.code == 2
     assert "pip install '.[mcp]'" in capsys.readouterr().err
-
-
-def test_the_extra_that_the_message_names_exists():
-    project = tomllib.loads((repo_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert any(p.startswith("mcp") for p in project["optional-dependencies"]["mcp"])
-    assert data_root("skills").is_dir()
 
 
 @pytest.mark.full

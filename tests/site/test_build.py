@@ -8,9 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from site_tree import ID, build, make_tree, reseal
+from site_tree import ID, build, make_tree
 
 from playbook.cards.load import load_all
+
+pytestmark = pytest.mark.full
 
 FETCHED = {
     ("script", "src"),
@@ -53,12 +55,10 @@ def pages(built: Path) -> list[Path]:
     return sorted(built.rglob("*.html"))
 
 
-@pytest.mark.full
 def test_no_page_is_too_large_for_a_phone(built: Path) -> None:
     assert [f"{p.name}: {p.stat().st_size}" for p in pages(built) if p.stat().st_size > 300_000] == []
 
 
-@pytest.mark.full
 def test_no_page_fetches_anything_from_elsewhere(built: Path) -> None:
     assert len(pages(built)) > 10
     for page in pages(built):
@@ -69,15 +69,12 @@ def test_no_page_fetches_anything_from_elsewhere(built: Path) -> None:
         assert not outside, f"{page.name}: {outside}"
 
 
-@pytest.mark.full
-def test_no_style_sheet_and_no_script_of_ours_names_another_host(built: Path) -> None:
+def test_no_style_sheet_names_another_host(built: Path) -> None:
     for sheet in built.rglob("*.css"):
         found = [u for u in re.findall(r"url\(\s*[\"']?([^)\"']+)", sheet.read_text()) if re.match(r"(?:https?:)?//", u)]
         assert not found, f"{sheet.name}: {found}"
-    assert "http" not in (built / "javascripts" / "filter.js").read_text()
 
 
-@pytest.mark.full
 def test_the_search_keeps_states_of_its_index_apart(built: Path) -> None:
     """What it mends is looked up in a browser (`test_browser.py`); here it is seen that the theme's script still is the one that is mended."""
     (worker,) = (built / "assets/javascripts/workers").glob("search.*.min.js")
@@ -86,7 +83,6 @@ def test_the_search_keeps_states_of_its_index_apart(built: Path) -> None:
     assert text.count("+s+o.id}") == 0
 
 
-@pytest.mark.full
 def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
     home = (built / "index.html").read_text()
     for card in load_all().values():
@@ -97,7 +93,6 @@ def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
     assert start < home.index("cards/recompute.html") < home.index("cards/torch-trainer-speed.html") < project
 
 
-@pytest.mark.full
 def test_numbers_link_to_their_record(built: Path) -> None:
     shown = words(built / "cards" / "fixture-card.html")
     assert re.search(rf'<a href="\.\./evidence/{ID}\.html">\+7\.3 % \[\+6\.2, \+8\.5\]</a>', shown)
@@ -105,7 +100,6 @@ def test_numbers_link_to_their_record(built: Path) -> None:
     assert (built / "evidence" / f"{ID}.json").is_file()
 
 
-@pytest.mark.full
 def test_reference_pages_come_from_their_tables(built: Path) -> None:
     from playbook_bench.metrics import METRICS
 
@@ -119,7 +113,6 @@ def test_reference_pages_come_from_their_tables(built: Path) -> None:
     assert "--budget" in commands
 
 
-@pytest.mark.full
 def test_filters_have_what_they_filter_by(built: Path) -> None:
     shown = (built / "cards" / "index.html").read_text()
     card = re.search(r'<div class="pb-card"([^>]*)>\s*<h2 id="fixture-card"', shown)
@@ -131,7 +124,6 @@ def test_filters_have_what_they_filter_by(built: Path) -> None:
     assert '<option value="confirmed">' in shown
 
 
-@pytest.mark.full
 def test_hostile_text_stays_text(built: Path) -> None:
     shown = (built / "cards" / "fixture-card.html").read_text()
     assert "<script>alert" not in shown
@@ -139,18 +131,6 @@ def test_hostile_text_stays_text(built: Path) -> None:
     assert "onclick" not in re.sub(r">[^<]*<", "><", shown)
 
 
-@pytest.mark.full
-def test_a_changed_figure_changes_the_built_page(tmp_path: Path, built: Path) -> None:
-    tree = make_tree(tmp_path)
-    reseal(tree / "results" / "h200x4" / f"{ID}.json", lambda d: d["derived"]["comparison"].update(effect=0.0412))
-    again = build(tree)
-    for name in ("cards/fixture-card.html", "_generated/claims.html", f"evidence/{ID}.html"):
-        assert "+7.3 %" in words(built / name), name
-        assert "+4.1 %" in words(again / name), name
-        assert "+7.3 %" not in words(again / name), name
-
-
-@pytest.mark.full
 def test_api_pages_show_public_names_and_stay_small(built: Path) -> None:
     pages = {p.stem: p.read_text(encoding="utf-8") for p in (built / "api").glob("*.html")}
     assert 'id="playbook.planner.memory.estimate"' in pages["planner"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -66,27 +64,6 @@ def test_what_ships_has_no_finding_and_a_fresh_index(capsys):
     code, out, err = run(capsys, "skills", "check")
     assert (code, err) == (0, "")
     assert f"{len(SHIPPED)} skills: no findings" in out
-
-
-def test_every_task_of_this_version_has_its_skill():
-    wanted = {
-        "choose-layout",
-        "pick-moe-dispatcher",
-        "size-context-parallelism",
-        "bring-up-moe-vlm",
-        "confirm-claim",
-        "gate-change",
-        "add-card",
-        "tune-slow-run",
-        "read-trace",
-        "find-late-oom",
-        "find-slow-ranks",
-        "resume-on-other-gpus",
-        "expect-speed",
-        "try-fp8",
-        "use-cuda-graphs",
-    }
-    assert wanted <= set(SHIPPED)
 
 
 def test_every_skill_begins_with_its_question_and_gives_commands():
@@ -280,10 +257,3 @@ def test_an_export_replaces_nothing(tmp_path, capsys):
     code, _, err = run(capsys, "skills", "export", str(out), "--skill", "add-crad")
     assert code == 2
     assert "did you mean 'add-card'" in err
-
-
-def test_the_agentskills_command_accepts_an_export(exported):
-    done = subprocess.run(
-        [sys.executable, "-m", "skills_ref.cli", "validate", str(exported / "confirm-claim")], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
