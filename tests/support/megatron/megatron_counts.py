@@ -38,6 +38,7 @@ def main() -> None:
     weights.initialise = lambda *_: None  # only sizes are asked for
     engine.require = lambda *_: None  # there is no GPU, which is what the shim is for
     probe.allocated = tensor_bytes
+    gc.freeze()  # what was imported is in no count, and looking through it would take most of the time
     found: list[dict[str, Any]] = []
     for job in json.load(sys.stdin):
         config = load(Path(job["config"]), parse_overrides(job["words"]))

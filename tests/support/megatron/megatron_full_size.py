@@ -6,6 +6,7 @@ counted and by arithmetic. What needs Transformer Engine and changes no paramete
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import warnings
@@ -40,6 +41,7 @@ def main() -> None:
     megatron_shim.CPU = NOWHERE
     megatron_shim.install()
     weights.initialise = lambda *_: None
+    gc.freeze()
     found = {}
     for file in json.load(sys.stdin):
         config, _ = probe.buildable(load(recipes.folder() / file, PLAIN))

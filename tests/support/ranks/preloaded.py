@@ -1,7 +1,7 @@
-"""A script in a fork of a process that has imported what it imports: `python preloaded.py SOCKET SCRIPT ...` asks the process that `serving` starts.
+"""Scripts and modules in forks of a process that has imported what they import: `python preloaded.py SOCKET SCRIPT ...` asks the process that `serving` starts.
 
-Importing a trainer takes five seconds, and a series launches it fourteen times. The script's clock is `Spent`; what it tells of the launch
-goes into the `planned.json` that `planned_clock.py` reads.
+Importing a trainer takes five to ten seconds, and a series launches it fourteen times. The clock of a script is `Spent`; what it tells of the
+launch goes into the `planned.json` that `planned_clock.py` reads.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ def serving(script: Path) -> Iterator[str]:
                 yield place
             finally:
                 process.kill()
+
+
+def python(folder: Path, place: str) -> Path:
+    """An executable in the folder that is this Python, but for modules, which run as forks."""
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\n[ "$1" = -m ] && shift && exec {sys.executable} {__file__} {place} "$@"\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 def serve(place: str, script: str) -> None:
@@ -86,7 +94,7 @@ class Spent:
 
 
 def run(told: dict[str, Any], streams: list[int]) -> None:
-    """The script in this process, to its end."""
+    """The script or module in this process, to its end."""
     spent = Spent()
     code = 1
     try:
@@ -96,10 +104,13 @@ def run(told: dict[str, Any], streams: list[int]) -> None:
         os.environ.clear()
         os.environ.update(told["environment"])
         sys.argv = told["words"]
-        spent.install()
-        runpy.run_path(told["words"][0], run_name="__main__")
-        plan = Path(sys.argv[sys.argv.index("--output") + 1]).with_name("planned.json")
-        plan.write_text(json.dumps({"arrivals": spent.arrivals, "whole": spent.now()}))
+        if sys.argv[0].endswith(".py"):
+            spent.install()
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            plan = Path(sys.argv[sys.argv.index("--output") + 1]).with_name("planned.json")
+            plan.write_text(json.dumps({"arrivals": spent.arrivals, "whole": spent.now()}))
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -110,7 +121,7 @@ def run(told: dict[str, Any], streams: list[int]) -> None:
 
 
 def ask(place: str, words: list[str]) -> int:
-    """The exit code of the script with these words, with this process's streams, folder and environment."""
+    """The exit code of the script or module with these words, with this process's streams, folder and environment."""
     told = {"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(place)

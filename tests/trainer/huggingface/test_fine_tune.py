@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 
@@ -59,41 +61,40 @@ def test_bytes_counted_over_shapes_are_those_of_a_real_step(capsys: pytest.Captu
     assert counted == pytest.approx(live.most, rel=0.02)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
-def test_each_cases_variants_run_here_and_prove_their_paths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "peft" in load_case(name).requires:
-        pytest.importorskip("peft", reason="peft is not installed")
-    assert [(proof.variant, proof.ok) for proof in aa.prove([name], profile="cpu")] == [("baseline", True), ("candidate", True)]
-
-
 TRL = repo_root() / ".venv" / "targets" / "trl"
 in_trl = pytest.mark.skipif(not TRL.is_dir(), reason="TRL is not unpacked here: make targets")
 
 
-@pytest.fixture
-def with_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TRL), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.syspath_prepend(str(TRL))
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Python whose runs of both scripts are forks of one process: what they import takes ten seconds."""
+    script = Path(fine_tune.__file__).with_name("grpo_update.py" if TRL.is_dir() else "fine_tune.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TRL), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.syspath_prepend(str(TRL))
+        with preloaded.serving(script) as place:
+            yield str(preloaded.python(tmp_path_factory.mktemp("bin"), place))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*CASES, pytest.param("trl-grpo-update", marks=in_trl)])
+def test_each_cases_variants_run_here_and_prove_their_paths(name: str, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "peft" in load_case(name).requires:
+        pytest.importorskip("peft", reason="peft is not installed")
+    monkeypatch.setattr(sys, "executable", python)
+    assert [(proof.variant, proof.ok) for proof in aa.prove([name], profile="cpu")] == [("baseline", True), ("candidate", True)]
 
 
 @in_trl
 @pytest.mark.full
-def test_both_variants_of_grpos_update_run_and_prove_their_paths(with_trl: None) -> None:
-    proofs = aa.prove(["trl-grpo-update"], profile="cpu")
-    assert [(proof.variant, proof.ok) for proof in proofs] == [("baseline", True), ("candidate", True)]
-
-
-@in_trl
-@pytest.mark.full
-def test_recorded_rollouts_are_trained_on_and_a_short_group_is_refused(tmp_path: Path, with_trl: None) -> None:
+def test_recorded_rollouts_are_trained_on_and_a_short_group_is_refused(tmp_path: Path, python: str) -> None:
     rows = [{"prompt": [1, 2], "completions": [[3] * n for n in (4, 5, 6, 7)], "rewards": [0.0, 1.0, 0.0, 1.0]} for _ in range(6)]
     file = tmp_path / "rollouts.jsonl"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         size = ["--layers", "2", "--hidden", "64", "--vocab", "320", "--prompts", "2", "--steps", "3", "--longest", "16"]
-        script = [sys.executable, "-m", "playbook_trainer.huggingface.grpo_update", *size, "--rollouts", str(file), *words]
+        script = [python, "-m", "playbook_trainer.huggingface.grpo_update", *size, "--rollouts", str(file), *words]
         return subprocess.run(script, capture_output=True, text=True, timeout=600, check=False)
 
     both = [

@@ -6,8 +6,10 @@ A shim stands in for CUDA (`megatron_shim.py`), so nothing here speaks of speed,
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +34,6 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "tp 2 with sequence parallelism": (DENSE, 2, SP[:2]),
     "ep 2": (MOE, 2, ("parallel.ep=2",)),
     "ep 2, allgather": (MOE, 2, ("parallel.ep=2", "moe.dispatcher=allgather")),
-    "pp 2": (MOE, 2, ("parallel.pp=2",)),
     "pp 2 of 1 and 3 layers": (MOE, 2, ("parallel.pp=2", "parallel.pipeline_layout=[1,3]")),
     "pp 2, vpp 2": (MOE, 2, ("parallel.pp=2", "parallel.vpp=2")),
     "copies": (MOE, 2, ("megatron.data_parallel=ddp",)),
@@ -43,28 +44,57 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-def reference(config: str, words: tuple[str, ...]) -> Job:
-    """The torch backend on one rank, on the same rows."""
-    rows = tuple(w for w in words if w.startswith("data."))
-    return Job(f"torch {Path(config).stem} {' '.join(rows)}".strip(), 1, (config, *COMMON, *rows, "eval.every=2"))
+Trained = tuple[Path, dict[str, str | None]]
+"""The folder of all runs, and by name what went wrong."""
+NEEDED: dict[str, Callable[..., Iterable[Job]]] = {}
+"""By the name of a test, the runs that it looks at, of the folder and its parameters."""
+
+
+def looks_at(jobs: Callable[..., Iterable[Job]]) -> Callable[[Any], Any]:
+    """Marks a test with its runs."""
+
+    def marked(test: Any) -> Any:
+        NEEDED[test.__name__] = jobs
+        return pytest.mark.timeout(7000)(test)
+
+    return marked
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
-    """Every run that is asked for, with its reference."""
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The runs of all tests that are selected, by the forks of one process: importing megatron-core takes longer than most of them."""
     root = tmp_path_factory.mktemp("megatron")
-    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    runs = {name: run for name, run in RUNS.items() if name in wanted}
-    jobs = {job.name: job for config, _, words in runs.values() if (job := reference(config, words))}
-    for name, (config, ranks, words) in runs.items():
-        jobs[name] = Job(name, ranks, (config, *COMMON, "backend=megatron", "eval.every=2", *words))
-    return root, train_all(list(jobs.values()), root, timeout=6000, script=ROOT / "tests/support/megatron/megatron_many.py")
+    tests = [item for item in request.session.items if item.module is request.module and item.originalname in NEEDED]
+    asked = [
+        job
+        for item in tests
+        for job in NEEDED[item.originalname](root, *(item.callspec.params.values() if hasattr(item, "callspec") else ()))
+    ]
+    jobs = {job.name: job for job in asked}
+    return root, train_all([*jobs.values()], root, timeout=6000, script=ROOT / "tests/support/megatron/megatron_many.py")
 
 
-@pytest.mark.timeout(7000)
+def tiny(name: str, config: str, ranks: int, *words: str) -> Job:
+    """A run of a few steps."""
+    return Job(name, ranks, (config, *COMMON, *words))
+
+
+def reference(config: str, words: tuple[str, ...]) -> Job:
+    """The torch backend on one rank, on the same rows."""
+    rows = tuple(w for w in words if w.startswith("data."))
+    return tiny(f"torch {Path(config).stem} {' '.join(rows)}".strip(), config, 1, *rows, "eval.every=2")
+
+
+def layout(root: Path, name: str) -> list[Job]:
+    """The layout and its reference."""
+    config, ranks, words = RUNS[name]
+    return [reference(config, words), tiny(name, config, ranks, "backend=megatron", "eval.every=2", *words)]
+
+
+@looks_at(layout)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.sample("ep 2")
-def test_equals_the_torch_backend_on_one_rank(name: str, trained: tuple[Path, dict[str, str | None]]) -> None:
+def test_equals_the_torch_backend_on_one_rank(name: str, trained: Trained) -> None:
     root, errors = trained
     config, _, words = RUNS[name]
     expected = reference(config, words).name
@@ -78,51 +108,54 @@ def test_equals_the_torch_backend_on_one_rank(name: str, trained: tuple[Path, di
     assert summary(root / name)["num_parameters"] == summary(root / expected)["num_parameters"]
 
 
-@pytest.mark.timeout(2000)
+LOSS = {("loss", "forward"), ("loss", "backward")}
+INNER = LOSS | {("decoder/attention", "backward"), ("embedding", "forward"), ("embedding", "backward")}
+DENSE_PARTS = INNER | {("decoder/mlp", "forward"), ("decoder/mlp", "backward")}
+AGAIN = "train.recompute=full"
+TRACED: dict[str, tuple[str, int, tuple[str, ...], set[tuple[str, str]]]] = {
+    "traced, dense": (DENSE, 1, (), DENSE_PARTS),
+    "traced, dense, recomputed": (DENSE, 1, (AGAIN,), DENSE_PARTS | {("decoder/mlp", "recompute")}),
+    "traced, experts, recomputed": (MOE, 1, (AGAIN,), INNER),
+    # The first one is traced, which has no head.
+    "traced, stages": (DENSE, 2, ("parallel.pp=2", "train.global_batch_size=4"), {("embedding", "backward")}),
+    "traced, images": (VISION, 1, ("train.global_batch_size=4", "data.num_workers=0"), INNER),
+    "traced, torch": (DENSE, 1, (AGAIN, "backend=torch"), DENSE_PARTS | {("decoder/mlp", "recompute")}),
+    "traced, predictions": (MOE, 1, ("model.mtp_layers=2",), INNER),
+}
+"""The parts and phases that the traces must have."""
+PROFILED = (
+    "train.steps=3",
+    "train.warmup_steps=1",
+    "data.seq_len=64",
+    "backend=megatron",
+    "profile.kineto=true",
+    "profile.steps=1",
+    "train.receipt=false",
+)
+
+
+@looks_at(lambda root: [Job(name, ranks, (config, *PROFILED, *words)) for name, (config, ranks, words, _) in TRACED.items()])
 @pytest.mark.full
-def test_every_matrix_product_of_a_trace_lies_in_a_named_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_matrix_product_of_a_trace_lies_in_a_named_part(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("playbook_bench.trace.table._WORST_LISTED", 10_000)
-    common = ("train.steps=3", "train.warmup_steps=1", "data.seq_len=64", "backend=megatron", "profile.kineto=true", "train.receipt=false")
-    jobs = [
-        Job("dense", 1, (DENSE, *common)),
-        Job("dense, recomputed", 1, (DENSE, *common, "train.recompute=full")),
-        Job("experts, recomputed", 1, (MOE, *common, "train.recompute=full")),
-        Job("stages", 2, (DENSE, *common, "parallel.pp=2", "train.global_batch_size=4")),
-        Job("images", 1, (VISION, *common, "train.global_batch_size=4", "data.num_workers=0")),
-        Job("torch", 1, (DENSE, *common, "train.recompute=full", "backend=torch")),
-        Job("predictions", 1, (MOE, *common, "model.mtp_layers=2")),
-    ]
-    loss, inner = (
-        {("loss", "forward"), ("loss", "backward")},
-        {("decoder/attention", "backward"), ("embedding", "forward"), ("embedding", "backward")},
-    )
-    dense = {("decoder/mlp", "forward"), ("decoder/mlp", "backward")}
-    wanted = {
-        "dense": loss | inner | dense,
-        "dense, recomputed": loss | inner | dense | {("decoder/mlp", "recompute")},
-        "experts, recomputed": loss | inner,
-        "stages": {("embedding", "backward")},  # the first one is traced, which has no head
-        "images": loss | inner,
-        "torch": loss | inner | dense | {("decoder/mlp", "recompute")},
-        "predictions": loss | inner,
-    }
-    ended = train_all(jobs, tmp_path, timeout=1800, script=ROOT / "tests/support/megatron/megatron_many.py")
-    assert not any(ended.values()), ended
-    for job in jobs:
-        traces = sorted((tmp_path / job.name).rglob("trace*.json"))
-        tables = [build(kineto.read(path)) for path in traces]
-        assert not [o for t in tables for o in t.unattributed if re.search(r"matmul|mm|linear", o.name)], job.name
-        assert wanted[job.name] <= {(r.path, r.phase) for t in tables for r in t.rows}, job.name
-        assert not [r.path for t in tables for r in t.rows if r.path.startswith("embedding/")], job.name
+    root, errors = trained
+    for name, (*_, wanted) in TRACED.items():
+        assert errors[name] is None, errors[name]
+        tables = [build(kineto.read(path)) for path in sorted((root / name).rglob("trace*.json"))]
+        assert not [o for t in tables for o in t.unattributed if re.search(r"matmul|mm|linear", o.name)], name
+        assert wanted <= {(r.path, r.phase) for t in tables for r in t.rows}, name
+        assert not [r.path for t in tables for r in t.rows if r.path.startswith("embedding/")], name
 
 
-@pytest.mark.timeout(2000)
+OBSERVED = (MOE, *COMMON[:3], "model.num_layers=2", "backend=megatron", "parallel.ep=2", "train.global_batch_size=4")
+
+
+@looks_at(lambda root: [Job("observed", 2, OBSERVED)])
 @pytest.mark.full
-def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
-    words = (MOE, *COMMON[:3], "model.num_layers=2", "backend=megatron", "parallel.ep=2", "train.global_batch_size=4")
-    job = Job("observed", 2, words)
-    assert train_all([job], tmp_path, timeout=1800, script=ROOT / "tests/support/megatron/megatron_many.py") == {"observed": None}
-    found = summary(tmp_path / "observed")
+def test_the_receipt_names_groups_and_ranges(trained: Trained) -> None:
+    root, errors = trained
+    assert errors["observed"] is None, errors["observed"]
+    found = summary(root / "observed")
     receipt = found["receipt"]
     layers, microbatches = 2, 2
     assert receipt["numbers"]["moe_layers"] == layers
@@ -141,38 +174,34 @@ def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
 RESUMED = {"ep 2": (2, ("parallel.ep=2",)), "pp 2, vpp 2": (2, ("parallel.pp=2", "parallel.vpp=2"))}
 
 
-@pytest.mark.timeout(4000)
+def resumed(root: Path) -> Iterable[Job]:
+    """Of each layout the whole run and its two parts, then runs that go on from the second part with other ranks and settings."""
+    common = (MOE, *COMMON[1:], "backend=megatron", "optimizer.schedule=constant")
+    for name, (ranks, words) in RESUMED.items():
+        saved = (f"checkpoint.dir={root / 'saved' / name}", "checkpoint.every=2", "checkpoint.keep=1")
+        yield Job(f"whole {name}", ranks, (*common, *words, "train.steps=4"))
+        yield Job(f"first {name}", ranks, (*common, *words, "train.steps=2", *saved))
+        yield Job(f"rest {name}", ranks, (*common, *words, "train.steps=4", *saved))
+    on = (*common, "train.steps=6", f"checkpoint.dir={root / 'saved' / 'ep 2'}")
+    yield Job("other rate", 2, (*on, "parallel.ep=2", "optimizer.lr=1e-5"))
+    yield Job("other betas", 2, (*on, "parallel.ep=2", "optimizer.betas=[0.1,0.2]"))
+    yield Job("more ranks", 4, (*on, "parallel.ep=2"))
+    yield Job("other layout", 4, (*on, "parallel.ep=4"))
+
+
+@looks_at(resumed)
 @pytest.mark.full
-def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
-    jobs = []
-    for name, (ranks, layout) in RESUMED.items():
-        words = (MOE, *COMMON[1:], "backend=megatron", "optimizer.schedule=constant", *layout)
-        saved = (f"checkpoint.dir={tmp_path / 'saved' / name}", "checkpoint.every=2", "checkpoint.keep=1")
-        jobs += [
-            Job(f"{name}: whole", ranks, (*words, "train.steps=4")),
-            Job(f"{name}: first", ranks, (*words, "train.steps=2", *saved)),
-            Job(f"{name}: rest", ranks, (*words, "train.steps=4", *saved)),
-        ]
-    ep = (
-        MOE,
-        *COMMON[1:],
-        "backend=megatron",
-        "optimizer.schedule=constant",
-        "train.steps=6",
-        f"checkpoint.dir={tmp_path / 'saved' / 'ep 2'}",
-    )
-    jobs += [Job("more ranks", 4, (*ep, "parallel.ep=2")), Job("other layout", 4, (*ep, "parallel.ep=4"))]
-    ep = (*ep, "parallel.ep=2")
-    jobs += [Job("other rate", 2, (*ep, "optimizer.lr=1e-5")), Job("other betas", 2, (*ep, "optimizer.betas=[0.1,0.2]"))]
-    errors = train_all(jobs, tmp_path, timeout=3800, script=ROOT / "tests/support/megatron/megatron_many.py")
+def test_a_resumed_run_goes_on_as_the_whole_one(trained: Trained) -> None:
+    root, every = trained
+    errors = {job.name: every[job.name] for job in resumed(root)}
     assert "was saved with ep 2 where this run has 4" in str(errors.pop("other layout"))
     assert {name: error for name, error in errors.items() if error} == {}
     for name in RESUMED:
-        whole, first, rest = (steps(tmp_path / f"{name}: {part}") for part in ("whole", "first", "rest"))
+        whole, first, rest = (steps(root / f"{part} {name}") for part in ("whole", "first", "rest"))
         assert [r["loss"] for r in first + rest] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
         assert [r["grad_norm"] for r in first + rest] == pytest.approx([r["grad_norm"] for r in whole], rel=1e-5)
-        assert [p.name for p in (tmp_path / "saved" / name).iterdir()] == ["step_00000004"]
-    same, rate, betas = (steps(tmp_path / name) for name in ("more ranks", "other rate", "other betas"))
+        assert [p.name for p in (root / "saved" / name).iterdir()] == ["step_00000004"]
+    same, rate, betas = (steps(root / name) for name in ("more ranks", "other rate", "other betas"))
     assert [r["step"] for r in same] == [5, 6]
     # The first loss is of the weights that were saved, the second of an update by this run's own settings.
     for other in (rate, betas):
@@ -180,68 +209,81 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
         assert other[1]["loss"] != pytest.approx(same[1]["loss"], rel=1e-4)
 
 
-@pytest.mark.timeout(2000)
+ROUTED = ("model=deepseek_v3_tiny", *COMMON[1:], "model.num_layers=2", "backend=megatron", "train.dtype=bf16", "train.steps=2")
+ROUTED_MODEL = load(ROOT / MOE, parse_overrides(list(ROUTED))).model
+BIASES = 8 + torch.arange(ROUTED_MODEL.num_experts) / 100
+
+
+def with_biases(root: Path) -> list[Job]:
+    """A run from weights whose routers have these biases."""
+    state = {k: BIASES if k.endswith("router.bias") else v for k, v in random_state(ROUTED_MODEL).items()}
+    weights.save_safetensors(ROUTED_MODEL, state, root / "given")
+    return [Job("read", 1, (MOE, *ROUTED, f"init.weights={root / 'given'}", f"checkpoint.export={root / 'left'}"))]
+
+
+@looks_at(with_biases)
 @pytest.mark.full
-def test_biases_of_routers_are_not_rounded_with_the_weights(tmp_path: Path) -> None:
+def test_biases_of_routers_are_not_rounded_with_the_weights(trained: Trained) -> None:
     """Each of two steps moves them by a thousandth; in BF16 they would be 0.03 off from the first one on."""
-    given, left = tmp_path / "given", tmp_path / "left"
-    words = ("model=deepseek_v3_tiny", *COMMON[1:], "model.num_layers=2", "backend=megatron", "train.dtype=bf16", "train.steps=2")
-    config = load(ROOT / MOE, parse_overrides(list(words)))
-    biases = 8 + torch.arange(config.model.num_experts) / 100
-    state = random_state(config.model)
-    weights.save_safetensors(config.model, {k: biases if k.endswith("router.bias") else v for k, v in state.items()}, given)
-    job = Job("read", 1, (MOE, *words, f"init.weights={given}", f"checkpoint.export={left}"))
-    assert train_all([job], tmp_path, timeout=1800, script=ROOT / "tests/support/megatron/megatron_many.py") == {"read": None}
-    found = [v for k, v in weights.load_safetensors(config.model, left).items() if k.endswith("router.bias")]
+    root, errors = trained
+    assert errors["read"] is None, errors["read"]
+    found = [v for k, v in weights.load_safetensors(ROUTED_MODEL, root / "left").items() if k.endswith("router.bias")]
     assert len(found) == 2
-    assert all((bias - biases).abs().max() < 2.1e-3 for bias in found)
+    assert all((bias - BIASES).abs().max() < 2.1e-3 for bias in found)
 
 
 BALANCED = ("moe.aux_loss_coeff=0.5", "model.num_layers=2", "train.micro_batch_size=2", "train.global_batch_size=4")
 PADDED: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "packed": (MOE, 1, ()),
-    "rows": (MOE, 1, ("data.pack=false",)),
-    "packed, sequence parallel": (MOE, 2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
-    "rows, stages, recomputed": (MOE, 2, ("data.pack=false", "parallel.pp=2", "train.recompute=full")),
-    "images": (VISION, 1, ("data.seq_len=512",)),
+    "balanced, packed": (MOE, 1, ()),
+    "balanced, rows": (MOE, 1, ("data.pack=false",)),
+    "balanced, packed, sequence parallel": (MOE, 2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "balanced, rows, stages, recomputed": (MOE, 2, ("data.pack=false", "parallel.pp=2", "train.recompute=full")),
+    "balanced, images": (VISION, 1, ("data.seq_len=512",)),
 }
 
 
+def balanced(root: Path) -> Iterable[Job]:
+    """Each run on megatron-core, and on one rank of the torch backend."""
+    for name, (config, ranks, words) in PADDED.items():
+        yield tiny(f"torch {name}", config, 1, *BALANCED, *(w for w in words if w.startswith("data.")))
+        yield tiny(name, config, ranks, *BALANCED, "backend=megatron", *words)
+
+
+@looks_at(balanced)
 @pytest.mark.full
-@pytest.mark.timeout(4000)
-def test_balancing_losses_leave_padding_out_on_both_backends(tmp_path: Path) -> None:
-    jobs, equal = [], {}
-    for name, (path, ranks, words) in PADDED.items():
-        alone = tuple(word for word in words if not word.startswith(("parallel", "train.recompute")))
-        equal[name] = f"torch {path} {alone}".replace("/", " ")
-        if equal[name] not in {job.name for job in jobs}:
-            jobs.append(Job(equal[name], 1, (path, *COMMON, *BALANCED, *alone)))
-        jobs.append(Job(name, ranks, (path, *COMMON, *BALANCED, "backend=megatron", *words)))
-    errors = train_all(jobs, tmp_path, timeout=3800, script=ROOT / "tests/support/megatron/megatron_many.py")
-    assert not any(errors.values()), errors
-    for name, expected in equal.items():
-        far = difference(tmp_path / name, tmp_path / expected)
+def test_balancing_losses_leave_padding_out_on_both_backends(trained: Trained) -> None:
+    root, errors = trained
+    for name in PADDED:
+        assert (errors[name], errors[f"torch {name}"]) == (None, None)
+        far = difference(root / name, root / f"torch {name}")
         assert far["loss"] < 2e-5, (name, far)
         assert far["grad_norm"] < 2e-4, (name, far)
 
 
+DEEPER = {
+    "packed": (),
+    "rows": ("train.recompute=full",),
+    "packed, again": ("train.recompute=selective", "train.recompute_modules=[moe]"),
+}
+"""What is run again in the backward pass."""
+
+
+def predicting(root: Path) -> Iterable[Job]:
+    """Each run, and the same rows without padding."""
+    for name, more in DEEPER.items():
+        words = (*BALANCED, "backend=megatron", "model.mtp_layers=2", f"data.pack={str('packed' in name).lower()}")
+        yield tiny(f"deeper, {name}", MOE, 1, *words, *more)
+        yield tiny(f"bare, {name.split(',')[0]}", MOE, 1, *words, "data.pad=false")
+
+
+@looks_at(predicting)
 @pytest.mark.full
-@pytest.mark.timeout(2000)
-def test_depths_of_multi_token_prediction_leave_padding_out(tmp_path: Path) -> None:
+def test_depths_of_multi_token_prediction_leave_padding_out(trained: Trained) -> None:
     """Padded rows train as the same rows without padding, whatever is run again in the backward pass."""
-    words = (MOE, *COMMON, *BALANCED, "backend=megatron", "model.mtp_layers=2")
-    again = {
-        "packed": (),
-        "rows": ("train.recompute=full",),
-        "packed, again": ("train.recompute=selective", "train.recompute_modules=[moe]"),
-    }
-    pack = {name: f"data.pack={str('packed' in name).lower()}" for name in again}
-    jobs = [Job(f"{name}, bare", 1, (*words, pack[name], "data.pad=false")) for name in ("packed", "rows")]
-    jobs += [Job(name, 1, (*words, pack[name], *more)) for name, more in again.items()]
-    errors = train_all(jobs, tmp_path, timeout=1800, script=ROOT / "tests/support/megatron/megatron_many.py")
-    assert not any(errors.values()), errors
-    for name in again:
-        rows, bare = steps(tmp_path / name), steps(tmp_path / f"{name.split(',')[0]}, bare")
+    root, errors = trained
+    assert {job.name: errors[job.name] for job in predicting(root) if errors[job.name]} == {}
+    for name in DEEPER:
+        rows, bare = steps(root / f"deeper, {name}"), steps(root / f"bare, {name.split(',')[0]}")
         assert sum(row["raw_tokens"] for row in rows) > sum(row["raw_tokens"] for row in bare)
         # In rows, the last token of a document sees the embedding of padding at its first depth, and none in a stream of documents.
         for key, most in (("loss", 2e-5), ("grad_norm", 2e-3 if name == "rows" else 2e-4)):
@@ -250,32 +292,32 @@ def test_depths_of_multi_token_prediction_leave_padding_out(tmp_path: Path) -> N
 
 FSDP = ("megatron.data_parallel=megatron_fsdp",)
 SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
-    "dp 2": (2, (*FSDP, "train.receipt=true"), (0, 16)),
-    "dp 2, gradients and optimizer": (2, (*FSDP, "train.receipt=true", "megatron.sharding_strategy=optim_grads"), (0, 16)),
-    "dp 2, balanced": (2, (*FSDP, "moe.aux_loss_coeff=0.1"), (0, 16)),
-    "dp 4, ep 2": (4, (*FSDP, "parallel.ep=2"), (0, 16)),
+    "sharded dp 2": (2, (*FSDP, "train.receipt=true"), (0, 16)),
+    "sharded dp 2, gradients and optimizer": (2, (*FSDP, "train.receipt=true", "megatron.sharding_strategy=optim_grads"), (0, 16)),
+    "sharded dp 2, balanced": (2, (*FSDP, "moe.aux_loss_coeff=0.1"), (0, 16)),
+    "sharded dp 4, ep 2": (4, (*FSDP, "parallel.ep=2"), (0, 16)),
     # A data-parallel group of one rank, which megatron-core has right from 0.19 on.
-    "dp 1": (1, FSDP, (0, 19)),
-    "dp 2, optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim"), (0, 19)),
-    "dp 2, ep 2": (2, (*FSDP, "parallel.ep=2"), (0, 19)),
-    "dp 2, ep 2, gradients and optimizer": (2, (*FSDP, "parallel.ep=2", "megatron.sharding_strategy=optim_grads"), (0, 19)),
-    "images, dp 2": (2, (*FSDP, "data.seq_len=256"), (0, 19)),
-    "images, dp 2, ep 2": (2, (*FSDP, "data.seq_len=256", "parallel.ep=2"), (0, 19)),
+    "sharded dp 1": (1, FSDP, (0, 19)),
+    "sharded dp 2, optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim"), (0, 19)),
+    "sharded dp 2, ep 2": (2, (*FSDP, "parallel.ep=2"), (0, 19)),
+    "sharded dp 2, ep 2, gradients and optimizer": (2, (*FSDP, "parallel.ep=2", "megatron.sharding_strategy=optim_grads"), (0, 19)),
+    "sharded images, dp 2": (2, (*FSDP, "data.seq_len=256"), (0, 19)),
+    "sharded images, dp 2, ep 2": (2, (*FSDP, "data.seq_len=256", "parallel.ep=2"), (0, 19)),
 }
 """Layouts of Megatron-FSDP, with the ranks of each and the megatron-core from which on its gradients are right."""
 
 
 def sharded_job(name: str, ranks: int, words: tuple[str, ...]) -> Job:
-    """A run over several micro-batches."""
-    config = VISION if name.startswith("images") else MOE
-    return Job(name, ranks, (config, *COMMON, "train.global_batch_size=8", "train.dtype=bf16", "backend=megatron", *words))
+    """A run of two steps, each over two micro-batches of a rank."""
+    size = ("train.steps=2", f"train.global_batch_size={2 * ranks}", "train.dtype=bf16", "backend=megatron")
+    return tiny(name, VISION if "images" in name else MOE, ranks, *size, *words)
 
 
 def beside(name: str) -> Job:
     """The same layout with the distributed optimizer; one job for all that differ in what they shard alone."""
     ranks, words, _ = SHARDED[name]
     plain = tuple(w for w in words if not w.startswith(("megatron.data_parallel", "megatron.sharding_strategy", "train.receipt")))
-    return sharded_job(" ".join(("images" * name.startswith("images"), str(ranks), *plain)).strip(), ranks, plain)
+    return sharded_job(" ".join(("plain images" if "images" in name else "plain", str(ranks), *plain)), ranks, plain)
 
 
 @pytest.mark.parametrize(("words", "refused"), [(("parallel.ep=2",), True), ((), False)])
@@ -288,20 +330,17 @@ def test_experts_that_the_norm_counts_too_little_are_refused(words: tuple[str, .
     assert all("no_shard with parallel.ep 2" in p and "set optim_grads_params" in p for p in problems)
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
-    """The layouts that the installed version has right, each beside the distributed optimizer."""
-    root = tmp_path_factory.mktemp("sharded")
-    jobs = {name: sharded_job(name, ranks, words) for name, (ranks, words, since) in SHARDED.items() if since <= MCORE}
-    jobs |= {plain.name: plain for plain in map(beside, list(jobs))}
-    return root, train_all(list(jobs.values()), root, timeout=3800, script=ROOT / "tests/support/megatron/megatron_many.py")
+def both(root: Path, name: str, *_: Any) -> list[Job]:
+    """The layout beside the distributed optimizer, where the installed version has it right."""
+    ranks, words, since = SHARDED[name]
+    return [sharded_job(name, ranks, words), beside(name)] if since <= MCORE else []
 
 
-@pytest.mark.timeout(4000)
+@looks_at(both)
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.full
-def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: tuple[Path, dict[str, str | None]]) -> None:
-    root, errors = sharded
+def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, trained: Trained) -> None:
+    root, errors = trained
     ranks, words, since = SHARDED[name]
     if since > MCORE:
         from playbook_trainer.megatron.wrap import gradient_problems
@@ -318,13 +357,13 @@ def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: 
     assert far["grad_norm"] < 5e-4, far
 
 
-@pytest.mark.timeout(4000)
+@looks_at(both)
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "sizes"), [("dp 2", (2 / 2, 4 / 2, 12 / 2)), ("dp 2, gradients and optimizer", (2, 4 / 2, 12 / 2))])
-def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(
-    name: str, sizes: tuple[float, ...], sharded: tuple[Path, dict[str, str | None]]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("sharded dp 2", (2 / 2, 4 / 2, 12 / 2)), ("sharded dp 2, gradients and optimizer", (2, 4 / 2, 12 / 2))]
+)
+def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(name: str, sizes: tuple[float, ...], trained: Trained) -> None:
     """Bytes per parameter over two ranks: 16-bit weights, float32 gradients, and float32 master weights and moments."""
-    found = summary(sharded[0] / name)
+    found = summary(trained[0] / name)
     held = [found["metrics"][f"{what}_bytes_per_rank"] / found["num_parameters"] for what in ("param", "grad", "optimizer")]
     assert held == pytest.approx(sizes, rel=0.02)
