@@ -168,7 +168,7 @@ def test_a_finished_command_that_is_queued_again_ends_well_and_changes_nothing(f
 
 @pytest.mark.full
 def test_cycles_that_steps_leave_are_collected(forks: Forks, tmp_path: Path) -> None:
-    """Python's own collection is off while steps are timed. A planted cycle of 2 MB a step would grow memory by a fifth."""
+    """Python's own collection is off while steps are timed. A planted cycle of 2 MB a step would grow memory by half."""
     plant = "import torch; run = torch.Tensor.backward; torch.Tensor.backward = lambda t, *a, **k: (loop := [bytearray(1 << 21)], loop.append(loop), run(t, *a, **k))[2]"
     words = [TEXT, *QUICK, "train.steps=60", "train.log_every=10", f"output={tmp_path}"]
     assert forks.run(words, 1, free_port(), plant) == [0], forks.text(0)
