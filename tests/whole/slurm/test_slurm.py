@@ -283,7 +283,7 @@ from playbook_trainer.preflight import meeting, place
 
 placed = place(os.environ)
 with joined(placed, meeting(placed), "cpu"):
-    rows = job_rows(placed, "cpu", (1 << 16, 1 << 23))
+    rows = job_rows(placed, "cpu", (1 << 20, 1 << 24))
 if placed.rank == 0:
     print(json.dumps({"schema": "calibration/1", "device": {"name": "NVIDIA H100 80GB HBM3"}, "rows": rows}))
 """
