@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,9 @@ import parity
 import pytest
 from data_sets import CHAT_TEMPLATE as TEMPLATE
 from data_sets import VL, chat_tokenizer, config, jpeg
-from ranks import ROOT, steps, summary
+from ranks import ROOT, environment, steps, summary
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.__main__ import main
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.loader import check
@@ -115,7 +116,7 @@ def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path:
 
 
 @pytest.mark.full
-def test_the_guide_runs_on_the_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
     """Its own configuration and its own lines of data; only sizes and steps are less."""
     guide = (ROOT / "docs/guide/fine-tune.md").read_text()
     lines, settings = (re.findall(rf"```{kind}.*?\n(.*?)```", guide, re.DOTALL)[0] for kind in ("json", "yaml"))
@@ -130,8 +131,9 @@ def test_the_guide_runs_on_the_tiny_model(tmp_path: Path, monkeypatch: pytest.Mo
     chat_tokenizer(folder)
     less = ["train.steps=3", "train.warmup_steps=1", "optimizer.warmup_steps=0", "train.global_batch_size=2"]
     less += ["data.seq_len=256", "data.num_workers=0", "eval.every=2", "checkpoint.every=2"]
-    monkeypatch.chdir(tmp_path)
-    assert main(["fine-tune.yaml", *less]) == 0
+    command = [sys.executable, "-m", "playbook_trainer", "fine-tune.yaml", *less]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     rows = steps(tmp_path / "runs/fine-tune")
     assert [r["images"] > 0 for r in rows] == [True] * 3
     assert rows[1]["eval_loss"] > 0
