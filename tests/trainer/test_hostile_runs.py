@@ -11,7 +11,7 @@ from typing import Any, get_args
 import parity
 import pytest
 import torch
-from data_sets import VL
+from data_sets import VL, tar, write_parquet
 from safetensors.torch import load_file, save_file
 
 from playbook.paths import data_root
@@ -104,9 +104,11 @@ FILES: dict[str, bytes] = {
     "empty": b"",
     "text": b"hello",
     "list": b"[1, 2]",
+    "number": b"7",
     "binary": bytes(range(256)),
     "latin": "model: qwen3_tinyé".encode("latin-1"),
     "null": b"model: qwen3_tiny\0",
+    "tab": b"model:\n\tname: x",
     "unclosed": b"model: [",
     "alias": b"a: &a 1\nb: *a\nmodel: qwen3_tiny",
     "bomb": b"a: &a [x, x]\nb: *a",
@@ -115,8 +117,11 @@ FILES: dict[str, bytes] = {
     "deep": b"model: " + b"[" * 3000,
     "deep block": b"\n".join(b" " * i + b"a:" for i in range(300)),
     "large": b"# " + b"x" * 2_100_000,
+    "two documents": b"model: qwen3_tiny\n---\nmodel: qwen3_tiny",
     "no model": b"train: {steps: 3}",
+    "null model": b"model:",
     "model of a number": b"model: 7",
+    "model of a list": b"model: [qwen3_tiny]",
     "unknown model": b"model: qwen3_tny",
     "half a model": b"model: {preset: qwen3_tiny, hidden_size: null}",
     "unknown section": b"model: qwen3_tiny\ntrian: {}",
@@ -148,6 +153,8 @@ def test_files_that_are_no_configuration(refused: Callable[..., str], tmp_path: 
 
 
 def test_data_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
+    import pyarrow as pa
+
     def file(name: str, content: bytes | str) -> str:
         path = tmp_path / "data" / name
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -155,75 +162,149 @@ def test_data_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -
         return f"data.path={path}"
 
     good = json.dumps({"text": "good"}) + "\n"
-    lines = ["not json", "[]", "7", "null", '"text"', "{}", '{"text": ""}', '{"text": null}', '{"text": "\\ud800"}', "[" * 10**5, "\x00"]
+    lines = [
+        "not json",
+        "[]",
+        "7",
+        "null",
+        '"text"',
+        "{}",
+        '{"text": 7}',
+        '{"text": ""}',
+        '{"text": null}',
+        '{"text": "\\ud800"}',
+        "[" * 10**5,
+        "\x00",
+    ]
     cases = {f"text {line[:20]!r}": (TEXT, file(f"{n}.jsonl", good + line + "\n" + good)) for n, line in enumerate(lines)}
+    samples = [
+        "{}", "[]", '{"images": 7, "question": "q", "answer": "a"}', '{"images": [7], "question": "q", "answer": "a"}', '{"images": [], "question": "q"}',
+        '{"images": ["../x.jpg"], "question": "q", "answer": "a"}', '{"images": ["/etc/passwd"], "question": "q", "answer": "a"}',
+        '{"images": ["gone.jpg"], "question": "q", "answer": "a"}', '{"images": [], "question": "q", "answer": "a", "video": "x.mp4"}',
+        '{"images": ["a\\u0000b"], "question": "q", "answer": "a"}', '{"images": [], "question": 7, "answer": "a"}',
+    ]  # fmt: skip
+    for n, line in enumerate(samples):
+        file(f"vqa{n}/samples.jsonl", line + "\n")
+        cases[f"vqa {line[:40]}"] = (VISION, f"data.path={tmp_path / 'data' / f'vqa{n}'}")
     (tmp_path / "data" / "none").mkdir()
     os.mkfifo(tmp_path / "data" / "pipe.txt")
+    write_parquet(tmp_path / "data" / "columns.parquet", pa.table({"other": ["a"] * 20}), 5)
+    tar(tmp_path / "data" / "x.tar", [("0.mp4", b"x")] * 1)
     cases |= {
         "empty": (TEXT, file("empty.txt", "")),
         "blank": (TEXT, file("blank.txt", "\n\n\n\n")),
+        "no utf8": (TEXT, file("bytes.txt", b"\xff\xfe")),
         "suffix": (TEXT, file("a.pdf", "x")),
+        "packed": (TEXT, file("packed/a.jsonl.gz", "x").rpartition("/")[0]),
+        "no parquet": (TEXT, file("a.parquet", "x")),
+        "other columns": (TEXT, f"data.path={tmp_path / 'data' / 'columns.parquet'}"),
         "no tar": (VISION, file("noise.tar", os.urandom(2000))),
+        "video": (VISION, f"data.path={tmp_path / 'data' / 'x.tar'}"),
         "empty folder": (TEXT, f"data.path={tmp_path / 'data' / 'none'}"),
         "empty folder of images": (VISION, f"data.path={tmp_path / 'data' / 'none'}"),
         "pipe": (TEXT, f"data.path={tmp_path / 'data' / 'pipe.txt'}"),
+        "gone": (TEXT, "data.path=/nowhere/at/all"),
         "long": (TEXT, f"data.path={'x' * 5000}"),
         "null": (TEXT, "data.path=a\0b"),
+        "tokenizer gone": (TEXT, "data.tokenizer=/nowhere/tokenizer.json"),
+        "tokenizer broken": (TEXT, f"data.tokenizer={file('t.json', '{}')[10:]}"),
         "tokenizer binary": (TEXT, f"data.tokenizer={file('u.json', os.urandom(99))[10:]}"),
+        "images for text": (TEXT, "data.kind=vqa"),
+        "subset": (TEXT, "data.subset=x"),
     }
     found = fails(cases, refused)
     assert found == {}, found
 
 
 def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    """Each fault of a folder has a test of its own among those of weights: here, what ends in another kind of error before it is one."""
     model = parity.tiny("qwen3_tiny")
     cases: dict[str, tuple[str, ...]] = {}
-    contents = {
-        "config list": b"[]",
-        "config deep": b"[" * 10**5,
-        "config bytes": b"\xff",
-        "file lies": b"\xff" * 7 + b"\x7f{}",
-        "file empty": b"",
-    }
-    for name, content in contents.items():
-        path = tmp_path / name
+
+    def folder(name: str, change: Callable[[Path], Any]) -> None:
+        path = tmp_path / "weights" / name
         weights.save_safetensors(model, parity.random_state(model), path)
-        (path / ("config.json" if name.startswith("config") else weights.SINGLE)).write_bytes(content)
+        change(path)
         cases[name] = (DENSE, f"init.weights={path}")
-    narrow = tmp_path / "8 bits"
-    weights.save_safetensors(model, parity.random_state(model), narrow)
-    found = load_file(narrow / weights.SINGLE)
-    save_file(found | {"model.norm.weight": found["model.norm.weight"].to(torch.float8_e4m3fn)}, narrow / weights.SINGLE)
-    cases |= {
-        "8 bits": (DENSE, f"init.weights={narrow}"),
-        "gone": (DENSE, "init.weights=/nowhere/at/all"),
-        "a file": (DENSE, f"init.weights={__file__}"),
-        "export under a file": (DENSE, f"checkpoint.export={__file__}/x"),
-        "precision of none": (DENSE, "checkpoint.export_dtype=source"),
-    }
-    wrong = fails(cases, refused)
-    assert wrong == {}, wrong
+
+    def settings(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+        def rewrite(path: Path) -> None:
+            found = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(change(found)))
+
+        return rewrite
+
+    def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+        def rewrite(path: Path) -> None:
+            found = load_file(path / weights.SINGLE)
+            change(found)
+            save_file(found, path / weights.SINGLE)
+
+        return rewrite
+
+    def index(content: Any) -> Callable[[Path], Any]:
+        def write(path: Path) -> None:
+            (path / weights.SINGLE).unlink()
+            (path / weights.INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
+
+        return write
+
+    norm = "model.norm.weight"
+    for key, value in {
+        "hidden_size": 65,
+        "num_hidden_layers": 99,
+        "model_type": "llama",
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1,
+        "vocab_size": "x",
+    }.items():
+        folder(f"config {key}", settings(lambda s, key=key, value=value: s | {key: value}))
+    folder("config list", settings(lambda s: [s]))
+    folder("config gone", lambda p: (p / "config.json").unlink())
+    folder("config text", lambda p: (p / "config.json").write_text("hello"))
+    folder("config deep", lambda p: (p / "config.json").write_text("[" * 10**5))
+    folder("config bytes", lambda p: (p / "config.json").write_bytes(b"\xff"))
+    folder("file gone", lambda p: (p / weights.SINGLE).unlink())
+    folder("file empty", lambda p: (p / weights.SINGLE).write_bytes(b""))
+    folder("file cut", lambda p: (p / weights.SINGLE).write_bytes((p / weights.SINGLE).read_bytes()[:-100]))
+    folder("file lies", lambda p: (p / weights.SINGLE).write_bytes(b"\xff" * 7 + b"\x7f" + b"{}"))
+    folder("file noise", lambda p: (p / weights.SINGLE).write_bytes(os.urandom(1000)))
+    folder("pickle", lambda p: (p / weights.SINGLE).rename(p / "pytorch_model.bin"))
+    folder("missing", tensors(lambda t: t.pop(norm)))
+    folder("unexpected", tensors(lambda t: t.update(extra=torch.zeros(1))))
+    folder("shape", tensors(lambda t: t.update({norm: torch.zeros(3)})))
+    folder("kind", tensors(lambda t: t.update({norm: t[norm].to(torch.int64)})))
+    folder("8 bits", tensors(lambda t: t.update({norm: t[norm].to(torch.float8_e4m3fn)})))
+    folder("index escapes", index({"weight_map": {norm: "../x.safetensors"}}))
+    folder("index absolute", index({"weight_map": {norm: "/etc/passwd"}}))
+    folder("index of numbers", index({"weight_map": {norm: 7}}))
+    folder("index text", index("hello"))
+    folder("index empty", index({}))
+    folder("index of nothing", index({"weight_map": {norm: "gone.safetensors"}}))
+    folder("own tokenizer", lambda p: (p / "tokenizer.json").touch())
+    cases["gone"] = (DENSE, "init.weights=/nowhere/at/all")
+    cases["a file"] = (DENSE, f"init.weights={__file__}")
+    cases["export into weights"] = (DENSE, f"checkpoint.export={tmp_path / 'weights' / 'config gone'}")
+    cases["export under a file"] = (DENSE, f"checkpoint.export={__file__}/x")
+    cases["precision of none"] = (DENSE, "checkpoint.export_dtype=source")
+    found = fails(cases, refused)
+    assert found == {}, found
 
 
 def test_launchers(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    half, host = "in the environment; expected both", "error: WORLD_SIZE is 2, MASTER_ADDR "
-    places = [({"RANK": "0", "WORLD_SIZE": size}, "") for size in ("0", "-1", "x", "1.5", "9" * 30, "²")]
-    places += [({"WORLD_SIZE": "2", "RANK": rank, **named}, f"RANK '{rank}', WORLD_SIZE '2' {half}") for rank in ("2", "-1", "x", "9" * 30)]
+    places = [
+        {"RANK": "0"} | {"WORLD_SIZE": size} for size in ("0", "-1", "x", "1.5", "9" * 30, "²")
+    ] + [{"WORLD_SIZE": "2", **named} | {"RANK": rank} for rank in ("2", "-1", "x", "", "9" * 30)]  # fmt: skip
     places += [
-        ({"RANK": "x"}, f"RANK 'x', WORLD_SIZE is not set {half}"),
-        ({"WORLD_SIZE": "2", **named}, f"RANK is not set, WORLD_SIZE '2' {half}"),
+        {"WORLD_SIZE": "2", "RANK": "0"} | more for more in ({}, {"MASTER_ADDR": "x"}, {"MASTER_PORT": "1"}, {**named, "MASTER_PORT": "x"})
     ]
-    lacking: list[dict[str, str]] = [{}, {"MASTER_ADDR": "x"}, {"MASTER_PORT": "1"}]
-    lacking += [{**named, "MASTER_PORT": port} for port in ("x", "0", "-1", "65536", "9" * 30, "", "29500.0")]
-    places += [({"WORLD_SIZE": "2", "RANK": "0", **more}, host) for more in lacking]
-    places += [({"WORLD_SIZE": "2", "RANK": "", **named}, ""), ({"WORLD_SIZE": "3", "RANK": "0", **named}, "global batch")]
+    places += [{"WORLD_SIZE": "2", "RANK": "0", **named, "MASTER_PORT": port} for port in ("0", "-1", "65536", "9" * 30, "", "29500.0")]
+    places += [{"WORLD_SIZE": "2", **named}, {"WORLD_SIZE": "3", "RANK": "0", **named}]  # no rank; a layout that three do not fit
     found = {}
-    for place, expected in places:
+    for place in places:
         with monkeypatch.context() as m:
             for name, value in place.items():
                 m.setenv(name, value)
-            if wrong := refused(TEXT, "train.global_batch_size=4", expected=expected):
+            if wrong := refused(TEXT, "train.global_batch_size=4"):
                 found[str(place)] = wrong
     assert found == {}

@@ -19,19 +19,23 @@ from playbook_bench.launch import local
 from playbook_bench.run import bisect, gate
 from playbook_bench.statements.rules import bisect_finds_the_commit
 
-
-def run(repo: Any, tmp_path: Path, good: str) -> slowdown.BisectResult:  # noqa: F811
-    """By a metric that takes one pair for each commit."""
-    return bisect.run(case("dispatch_bytes_per_token_layer"), good, "HEAD", options(tmp_path), root=repo.root)
+EXACT = "dispatch_bytes_per_token_layer"
+"""A metric that takes one pair for each commit."""
 
 
+def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> slowdown.BisectResult:  # noqa: F811
+    return bisect.run(case(metric), good, bad, options(tmp_path), root=repo.root)
+
+
+@pytest.mark.parametrize(("plant", "trouble"), [({"slower": 0.3}, "slower"), ({"fault": "oom"}, "oom"), ({"fault": "crash"}, "crash")])
 @pytest.mark.full
-def test_the_planted_commit_is_found(repo: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_the_planted_commit_is_found(repo: Any, tmp_path: Path, plant: dict[str, Any], trouble: str) -> None:  # noqa: F811
     repo({"n": 1})
-    repo({"fault": "oom"})
+    repo(plant)
     history = bisect.commits(repo.root, "HEAD~2", "HEAD")
-    found = run(repo, tmp_path, "HEAD~2")
-    assert (found.status, found.trouble, found.suspects) == ("found", "oom", [history[1]]), found
+    metric = "useful_tokens_per_s_per_gpu" if trouble == "slower" else EXACT
+    found = run(repo, tmp_path, "HEAD~2", metric=metric)
+    assert (found.status, found.trouble, found.suspects) == ("found", trouble, [history[1]]), found
     assert found.exit_code == 0
     assert len(worktrees(repo.root)) == 1, "the worktrees are gone"
     assert json.loads(json.dumps(bisect.as_json(found)))["suspects"] == [history[1]]

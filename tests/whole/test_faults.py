@@ -8,6 +8,7 @@ import itertools
 import signal
 import tempfile
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from planted_case import REAL, bench, only, options
@@ -27,17 +28,28 @@ def test_a_series_runs_burn_in_and_pairs_and_its_evidence_replays(case, tmp_path
     assert found.status == "measured"
     assert derived.comparison.effect == pytest.approx(-0.2 / 1.2, abs=0.02)
     assert derived.comparison.low < derived.comparison.effect < derived.comparison.high
-    assert [r.role for r in measured.runs] == ["burn_in"] * 2 + ["measure"] * 8
-    assert (measured.aa, derived.comparison.floor) == (None, None), "its noise is that of the launches that it compares"
+    assert [r.role for r in measured.runs[:2]] == ["burn_in", "burn_in"]
+    assert measured.aa is None
     assert sorted("".join(measured.plan.order)) == [*"AAAABBBB"]
     assert replay.replay(found.path) == (True, [])
     assert not list((tmp_path / "results" / "work").glob("*")), "a clean series leaves no run folders"
 
 
-def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant):
-    plant(candidate={"slower": -0.2})
-    found = only(confirm.run([card("<=", -3)], options(tmp_path, seed=3)))
-    assert (found.status, found.name) == ("refuted", "Z1")
+@pytest.mark.parametrize(
+    ("op", "margin", "slower", "status"),
+    [
+        (">=", 5, -0.2, "confirmed"),
+        (">=", 5, 0.2, "refuted"),
+        ("<=", -3, 0.2, "confirmed"),
+        ("<=", -3, -0.2, "refuted"),
+        ("within", 10, 0.0, "confirmed"),
+    ],
+)
+@pytest.mark.sample("<=--3--0.2-refuted")
+def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
+    plant(candidate={"slower": slower})
+    found = only(confirm.run([card(op, margin)], options(tmp_path, seed=3)))
+    assert (found.status, found.name) == (status, "Z1")
     assert replay.replay(found.path)[0]
 
 
@@ -55,7 +67,9 @@ def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plan
     [
         ("nan", "nan", "run_error", 5),
         ("crash", "crash", "run_error", 5),
+        ("kill", "killed", "run_error", 5),
         ("oom", "oom", "oom", 3),
+        ("memory", "oom", "oom", 3),
         ("silent", "crash", "run_error", 5),
     ],
 )
@@ -96,6 +110,15 @@ def test_a_short_run_is_an_error(case, tmp_path, plant):
 
 
 @pytest.mark.full
+def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant):
+    plant()
+    found = bench(case("mfu"), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
+    assert "reported no mfu" in found.evidence.derived.verdict.sentence
+    assert replay.replay(found.path)[0]
+
+
+@pytest.mark.full
 def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_path, plant):
     plant()
     with pytest.raises(PlaybookError, match="baseline reported no mfu"):
@@ -123,6 +146,18 @@ def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp
     assert replay.replay(found.path) == (True, [])
 
 
+@pytest.mark.full
+def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):
+    plant()
+    path = Path(case("dispatch_bytes_per_token_layer"))
+    path.write_text(path.read_text().replace("inside: dispatch}]}\n  candidate", "inside: dispatch, count: 4 * layerz}]}\n  candidate"))
+    found = bench(str(path), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+    assert "== 4 * layerz" in found.evidence.derived.verdict.sentence
+    assert confirm.exit_code([found]) == 5
+    assert replay.replay(found.path)[0]
+
+
 def test_a_spent_budget_is_said(card, tmp_path, plant):
     plant()
     found = only(confirm.run([card(">=", 5)], options(tmp_path, budget_s=0.4)))
@@ -130,10 +165,30 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
 
 
 @pytest.mark.full
-def test_what_kept_the_gpu_waiting_or_held_its_clock_down_in_the_timed_steps_is_shown(case, tmp_path, plant, monkeypatch):
-    plant(baseline={"late": 1.0, "computing": 31})
+def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
+    plant(baseline={"computing": 31})
+    out = io.StringIO()
+    report.print_outcome(bench(case(), tmp_path), report.console(out))
+    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
+    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
+        "a name longer than its column stays a word of its own"
+    )
+
+
+@pytest.mark.full
+def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, monkeypatch):
+    plant()
     counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
     monkeypatch.setattr("playbook_bench.run.series.ticks", lambda: next(counts))
+    out, found = io.StringIO(), bench(case(), tmp_path)
+    assert {r.telemetry["stolen_percent"] for r in found.evidence.measured.runs} == {15.0}
+    report.print_outcome(found, report.console(out))
+    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
+
+
+@pytest.mark.full
+def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(case, tmp_path, plant, monkeypatch):
+    plant(baseline={"late": 1.0})
 
     def read(self, start, end):
         clock, limits = {"p5": 1500.0, "p50": 1695.0, "p95": 1980.0}, {"power": 91.0, "heat": 0.0}
@@ -151,12 +206,6 @@ def test_what_kept_the_gpu_waiting_or_held_its_clock_down_in_the_timed_steps_is_
     report.print_outcome(found, report.console(out))
     assert "the GPU's clock was held down by power in 91 % of baseline (1,695 MHz), 91 % of candidate (1,695 MHz)" in out.getvalue()
     assert "heat" not in out.getvalue()
-    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
-    assert {r.telemetry["stolen_percent"] for r in runs} == {15.0}
-    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
-    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
-        "a name longer than its column stays a word of its own"
-    )
 
 
 def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, plant, monkeypatch):
@@ -167,6 +216,16 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
 
 
 # The real trainer under the same faults.
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("kill", "killed"), ("hang", "hang")])
+@pytest.mark.full
+def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
+    plant(baseline={"fault": fault, "rank": 1})
+    timeout = 600 if fault == "kill" else 12
+    found = bench(case("dispatch_bytes_per_token_layer", timeout=timeout, steps=400), tmp_path, command=REAL)
+    assert found.evidence.measured.runs[-1].outcome == outcome
+    assert found.status == "error"
 
 
 @pytest.mark.full

@@ -59,10 +59,10 @@ time.sleep(0.3)
     assert outside == pytest.approx(ended.wall_s, abs=1e-6)
 
 
-@pytest.mark.parametrize("lie", ["halved", "between", "before", "at the end"])
+@pytest.mark.parametrize("lie", ["halved", "between", "unsynchronised", "before", "after", "at the end"])
 @pytest.mark.sample("halved")
 def test_a_gain_that_only_the_log_sees_is_no_verdict(ab, lie):
-    alone = lie in ("before", "at the end")  # no line arrives when its step ends, or as much time lies outside of all lines
+    alone = lie in ("before", "after", "at the end")  # no line arrives when its step ends, or as much time lies outside of all lines
     words = [*COMMAND, "--takes", "0.04"]
     code, verdict, sentence = ab("--", *words, "--vs", *words, "--lie", lie)
     assert (code, verdict) == (3, "undecided"), sentence
@@ -87,6 +87,12 @@ def test_seconds_that_cannot_be_are_an_error(ab, lie):
 def test_a_timer_that_does_not_wait_is_named_where_both_commands_have_it(ab):
     sentence = ab("--pairs", "2", "--", *COMMAND, "--lie", "tenth", "--vs", *COMMAND, "--lie", "tenth", "--steps", "20")[2]
     assert "not vouched for: data, the log's clock" in sentence
+
+
+@pytest.mark.full
+def test_an_honest_gain_stays_one(ab):
+    code, verdict, sentence = ab("--", *COMMAND, "--takes", "0.03", "--vs", *COMMAND, "--takes", "0.01")
+    assert (code, verdict) == (0, "faster"), sentence
 
 
 @pytest.mark.full

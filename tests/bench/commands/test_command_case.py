@@ -110,6 +110,15 @@ def test_a_journal_that_is_named_lets_a_series_go_on_where_there_is_no_git(case,
     assert second[: len(first)] == first
 
 
+@pytest.mark.full
+def test_a_case_without_proofs_says_so(case, tmp_path):
+    text = Path(case()).read_text()
+    (tmp_path / "foreign.yaml").write_text(text[: text.index("activation:")] + "budget: {pairs: [2]}\n")
+    found = bench(str(tmp_path / "foreign.yaml"), tmp_path)
+    assert found.status == "measured"
+    assert "activation not proven" in found.evidence.derived.verdict.sentence
+
+
 def test_proofs_are_checked_by_one_launch_of_each(case):
     assert [proof.ok for proof in aa.prove([case()])] == [True, True]
     (_, bad) = aa.prove([case(("[--fast]", '[--fast, --fault, "no path"]'))])
@@ -221,13 +230,20 @@ def test_a_file_that_an_earlier_launch_left_is_no_answer_of_this_one(case, tmp_p
     assert "is as it was before the launch" in found.message
 
 
+@pytest.mark.full
+def test_a_variable_of_a_variant_is_declared_and_a_secret_is_refused(case, tmp_path):
+    found = bench(case(("arguments: [--fast]", "arguments: [--fast], environment: {NCCL_ALGO: Ring}")), tmp_path)
+    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    with pytest.raises(FileError, match="looks like a secret"):
+        load_case(case(("arguments: [--fast]", "environment: {HF_TOKEN: x}")))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ('"{slower}"', '"{slowr}"', "nothing gives {slowr} a value; did you mean"),
         ("arguments: [--fast]", "arguments: [--fast, --api-key, x9y8z7w6]", "the value of --api-key looks like a secret"),
         ("command: [PYTHON", "command: [PYTHON, --auth=x9y8z7w6", "the value of --auth looks like a secret"),
-        ("arguments: [--fast]", "environment: {HF_TOKEN: x}", "looks like a secret"),
         ("arguments: [--fast]", "arguments: --fast", "expected a list of texts"),
         ("command: [PYTHON", "trainer: x\ncommand: [PYTHON", "belongs to a case that launches a command"),
         ("require: [{log: the fast path is on}]", "require: [{kernel: gemm}]", "looked for in a trace"),
@@ -243,14 +259,52 @@ def test_mistakes_in_a_case_are_told_with_their_place(case, old, new, message):
 
 @pytest.mark.full
 def test_kernels_ranges_and_collectives_are_proven_by_the_trace_of_the_discarded_launch(case, tmp_path):
-    def event(cat, name, at, **args):
-        return {"ph": "X", "cat": cat, "name": name, "ts": at, "dur": 5, "pid": 1, "tid": 1, "args": args}
-
-    events = [event("user_annotation", "experts", 0) | {"dur": 100}]
-    for number, kernel in enumerate(("cutlass_grouped_gemm", "ncclDevKernel_AllReduce_Sum"), 1):
-        events.append(event("cuda_runtime", "cudaLaunchKernel", 20 * number, correlation=number))
-        events.append(event("kernel", kernel, 20 * number + 10, correlation=number) | {"tid": 7})
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    trace = {
+        "traceEvents": [
+            {"ph": "X", "cat": "user_annotation", "name": "experts", "ts": 0, "dur": 100, "pid": 1, "tid": 1},
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "ts": 10,
+                "dur": 1,
+                "pid": 1,
+                "tid": 1,
+                "args": {"correlation": 1},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "cutlass_grouped_gemm",
+                "ts": 20,
+                "dur": 5,
+                "pid": 0,
+                "tid": 7,
+                "args": {"correlation": 1},
+            },
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "ts": 30,
+                "dur": 1,
+                "pid": 1,
+                "tid": 1,
+                "args": {"correlation": 2},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "ncclDevKernel_AllReduce_Sum",
+                "ts": 40,
+                "dur": 5,
+                "pid": 0,
+                "tid": 7,
+                "args": {"correlation": 2},
+            },
+        ]
+    }
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
     rules = "[{kernel: grouped_gemm}, {range: experts}, {collective: all_reduce}, {log: the fast path is on}]"
     changes = [
         ("require: [{log: the fast path is on}]", f"require: {rules}"),
@@ -268,10 +322,16 @@ def test_kernels_ranges_and_collectives_are_proven_by_the_trace_of_the_discarded
     kept = {path.name: path for path in (tmp_path / "results" / "traces").iterdir()}
     assert sorted(kept) == sorted(f"{run}-trace.json.gz" for run in proofs)
     assert all(len(timeline_from_file(path).ops) == 2 for path in kept.values())
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events[:1]}))
+    trace["traceEvents"] = trace["traceEvents"][:1]
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
     without = bench(case(*changes), tmp_path)
     assert without.status == "error"
     assert "kernel grouped_gemm" in without.evidence.derived.verdict.sentence
+
+
+def test_a_command_that_is_not_there_is_one_message(case, tmp_path):
+    with pytest.raises(Exception, match="could not be started"):
+        bench(case(("command: [PYTHON", "command: [no-such-program, PYTHON")), tmp_path)
 
 
 def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):

@@ -57,17 +57,19 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("slow", "fails", "trouble"), [("1.2", False, "slower"), ("1.10", True, "crash")])
+@pytest.mark.parametrize(
+    ("slow", "fails", "trouble"), [("1.2", False, "slower"), ("2.0", False, "slower"), ("1.10", True, "crash"), (None, False, "none")]
+)
 def test_the_planted_version_among_five_is_named(
-    index: Path, capsys: pytest.CaptureFixture[str], slow: str, fails: bool, trouble: str
+    index: Path, capsys: pytest.CaptureFixture[str], slow: str | None, fails: bool, trouble: str
 ) -> None:
-    since = VERSIONS.index(slow)
+    since = VERSIONS.index(slow) if slow else len(VERSIONS)
     for place, version in enumerate(VERSIONS):
         wheel(index, version, 0.01 if place < since else 0.012, fails=fails and place >= since)
     with pytest.raises(SystemExit) as ended:
         main(["bisect", "--packages", "planned-log==1.0..2.0", "--json", "--", "python", "-c", "import planned_log; planned_log.train()"])
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["suspects"], answer["trouble"], ended.value.code) == ([slow], trouble, 0)
+    assert (answer["suspects"], answer["trouble"], ended.value.code) == ([slow] if slow else [], trouble, 0 if slow else 3)
     assert len(answer["judged"]) <= 3, "halves, not one version after the other"
 
 

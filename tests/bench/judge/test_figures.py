@@ -70,6 +70,13 @@ def test_the_record_of_an_exact_pair() -> None:
     )
 
 
+def test_an_exact_metric_that_does_not_repeat_is_said_in_the_conditions() -> None:
+    runs, aa = series([0.0, 0.0])
+    runs[2] = runs[2].model_copy(update={"metrics": {"state_bytes_per_rank": 101.0}})
+    found = verdict.derive(measured(runs, aa, metric="state_bytes_per_rank"))
+    assert [g.ok for g in found.gates if g.name == "repeatable"] == [False]
+
+
 def test_a_sweeps_intervals_share_the_error_rate() -> None:
     found = verdict.derive(record(sweep(), [0.0, 0.1, 0.2], expect("rising"))).curve
     alpha = statistics.levels((4, 8), Rules.spent * 0.05)[0] / 2
@@ -285,9 +292,7 @@ def test_in_version_2_pairs_quieter_than_the_noise_are_not_held_to_their_own_dev
     """Their own deviation, 0.018, is below the A/A's, 0.02: t with 3 degrees of freedom would still give the wider interval."""
     d = [0.0156, -0.0156] * 2
     (found,) = verdict_rules._pooled([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
-    pooled = math.sqrt((sum(x * x for x in d) + 4 * 0.0004) / 7)
-    assert (found.freedom, found.used) == (7, pytest.approx(pooled))
-    assert found.high - found.low == pytest.approx(2 * statistics.t_quantile(0.05, 7) * pooled / 2)
+    assert found.used == pytest.approx(math.sqrt((sum(x * x for x in d) + 4 * 0.0004) / 7))
     assert statistics.aa_deviation([0.1]) == pytest.approx(0.1)
     assert (statistics.difference(1.0, 3.0, True), statistics.difference(1.0, 3.0, False)) == (2.0, -2.0)
 
@@ -399,6 +404,13 @@ def test_the_pair_with_the_one_launch_that_stands_out(factors: list[float], odd:
     assert guards.odd_pair(short, SECONDS) is None
 
 
+def test_small_losses_are_compared_as_shares() -> None:
+    low = [s.model_copy(update={"loss": 0.1}) for s in make_run().samples]
+    high = [s.model_copy(update={"loss": 0.102}) for s in make_run().samples]
+    pairs = [(make_run(samples=low), make_run("candidate", samples=high))]
+    assert guards.loss(make_case(), pairs).detail == "mean losses differ by 2 %, at most 1 % is allowed"
+
+
 def test_rounding_of_a_large_count_is_no_other_count() -> None:
     observed = Observed(numbers={"n": 3e8}, collectives=[CollectiveCount(op="all_to_all", count=10**8)])
     rule = Activation(baseline=Receipt(require=[Rule(collective="all_to_all", count="n / 3 * 1.0000000001")]))
@@ -427,9 +439,34 @@ def test_an_interaction_needs_all_its_cells() -> None:
 # The gate's decision.
 
 
+def settles(looks: list[int], deviation: float, distance: float, error: float, spent: float) -> int:
+    """The first look that would settle it, looks added at the distance of the last two, at the rate of the last."""
+    step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
+    rates = dict(zip(looks, statistics.levels(tuple(looks), 2 * spent * error), strict=True))
+    for pairs in range(looks[0], 1000, step):
+        rate = next((rates[look] for look in looks if look >= pairs), rates[looks[-1]]) / 2
+        reach = stats.t.isf(rate, 4 * (pairs - 2) / 2 if pairs > 2 else 2) + stats.norm.ppf(0.8)
+        if reach * deviation / math.sqrt(pairs) <= distance:
+            return pairs
+    return 1000
+
+
 def slower(mean: float, deviation: float, pairs: int = 4) -> design.Estimate:
     """A slowdown by pairs of this deviation, with the degrees of freedom that two variants of equal noise have."""
     return design.Estimate(*map(np.asarray, (mean, deviation / math.sqrt(pairs), 2.0 * pairs - 4)))
+
+
+@pytest.mark.parametrize("looks", [[4], [4, 12], [2, 4, 8], [3, 4]])
+@pytest.mark.parametrize(("mean", "error", "spent"), [(0.014, 0.001, 0.4), (0.045, 0.025, Rules.spent)])
+def test_the_gate_names_the_first_look_that_would_probably_settle_it(looks: list[int], mean: float, error: float, spent: float) -> None:
+    limit, seen = math.log1p(0.03), set()
+    for deviation in np.linspace(0.006, 0.03, 15):
+        found = slowdown.judge_slowdown(slower(mean, deviation), 4, limit, looks)
+        need = settles(looks, deviation, abs(limit - mean), error, spent)
+        if found.answer == "undecided":
+            assert found.pairs_needed == (need if need <= 100 else None)
+            seen.add(need)
+    assert len(seen) > 3
 
 
 @pytest.mark.parametrize(("looks", "most"), [([4, 8, 12], 100), ([5, 9, 13], 97)])

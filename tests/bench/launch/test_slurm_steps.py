@@ -359,7 +359,7 @@ def test_of_steps_that_come_at_once_one_takes_the_folder_and_the_others_name_it(
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rounds) == 20
+    assert len(rounds) == 40
     for number, said in enumerate(rounds):
         (taker,) = [step for step, who in said.items() if not who]
         assert {re.sub(r"process \d+ ", "", who) for who in said.values() if who} == {
@@ -383,7 +383,7 @@ def step(host, number, together, said, over):
     over.wait()
 
 fork, over = mp.get_context("fork"), mp.get_context("fork").Event()
-for number in range(20):
+for number in range(40):
     together, said = fork.Barrier(4), fork.Queue()
     steps = [fork.Process(target=step, args=(f"n{number}-{i}", number, together, said, over), daemon=True) for i in range(4)]
     for process in steps:

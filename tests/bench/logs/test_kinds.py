@@ -175,28 +175,19 @@ def test_a_line_of_a_validation_is_none_of_a_step(row: dict[str, object]) -> Non
     assert [s.loss for s in read(text, steps=8).steps] == list(logs.LOSSES[1:])
 
 
-@pytest.mark.parametrize(
-    ("text", "adapter", "first", "begin", "figures"),
-    [
-        (logs.deepspeed(), "deepspeed", 1, 1, {"memory_bytes": 38.5 * 2**30}),
-        (logs.olmo_core(), "olmo-core", 1, 1, {"tokens": 4096, "tokens_per_s_per_gpu": 8192, "grad_norm": 1.5}),
-        (logs.nemo(), "nemo", 0, 0, {"samples": 128, "memory_bytes": 115792977920, "flops_per_s": 1.249e15}),
-        (logs.verl(), "verl", 1, 0, {"tokens": 4096, "grad_norm": 1.5, "memory_bytes": 38.5 * 2**30}),
-    ],
-    ids=["deepspeed", "olmo-core", "nemo", "verl"],
-)
-def test_an_adapters_own_figures_are_read(text: str, adapter: str, first: int, begin: int, figures: dict[str, float]) -> None:
-    """Of a clock of time stamps the first step (`begin`) has no seconds."""
-    log = read(text)
-    assert (log.adapter, [s.step for s in log.steps]) == (adapter, list(range(first + begin, first + 8)))
-    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[begin:], abs=1e-6)
-    assert [s.loss for s in log.steps] == (list(logs.LOSSES[begin:]) if adapter in ("olmo-core", "nemo") else [None] * (8 - begin))
-    assert all({name: getattr(s, name) for name in figures} == figures for s in log.steps)
+def test_deepspeeds_lines_are_read_by_their_time_stamps() -> None:
+    log = read(logs.deepspeed(), steps=8)
+    assert (log.adapter, log.clock) == ("deepspeed", "differences")
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-6)
+    assert {s.memory_bytes for s in log.steps} == {38.5 * 2**30}
 
 
-def test_an_early_end_shows_by_the_number_that_nemos_lines_name() -> None:
-    with pytest.raises(LogError, match="ends at step 7"):
-        read(logs.nemo().replace("/7 |", "/99 |"))
+def test_blocks_of_olmo_core_are_read_with_their_figures() -> None:
+    log = read(logs.olmo_core())
+    assert (log.adapter, [s.step for s in log.steps]) == ("olmo-core", list(range(2, 9)))
+    assert [s.seconds for s in log.steps] == pytest.approx(logs.SECONDS[1:], abs=1e-6)
+    assert [s.loss for s in log.steps] == list(logs.LOSSES[1:])
+    assert {(s.tokens, s.tokens_per_s_per_gpu, s.grad_norm) for s in log.steps} == {(4096, 8192, 1.5)}
 
 
 UNKNOWN = {
@@ -290,6 +281,23 @@ def test_a_table_without_seconds_has_those_of_the_events_below_it(tmp_path: Path
         for i, (at, x) in enumerate(zip(logs.moments(), logs.LOSSES, strict=True), 1):
             writer.add_scalar("train/loss", x, i, walltime=at)
     assert [s.seconds for s in read(tmp_path / "metrics.csv", running=True).steps] == pytest.approx(logs.SECONDS[1:], abs=1e-4)
+
+
+def test_nemos_lines_are_read_from_step_0_to_the_number_that_they_name() -> None:
+    log = read(logs.nemo())
+    assert (log.adapter, [s.step for s in log.steps]) == ("nemo", list(range(8)))
+    assert [s.seconds for s in log.steps] == list(logs.SECONDS)
+    assert [s.loss for s in log.steps] == list(logs.LOSSES)
+    assert {(s.samples, s.memory_bytes, s.flops_per_s) for s in log.steps} == {(128, 115792977920, 1.249e15)}
+    with pytest.raises(LogError, match="ends at step 7"):
+        read(logs.nemo().replace("/7 |", "/99 |"))
+
+
+def test_verls_lines_are_read_with_tokens_of_the_job() -> None:
+    log = read(logs.verl())
+    assert (log.adapter, [s.step for s in log.steps]) == ("verl", list(range(1, 9)))
+    assert [s.seconds for s in log.steps] == list(logs.SECONDS)
+    assert {(s.tokens, s.grad_norm, s.memory_bytes) for s in log.steps} == {(4096, 1.5, 38.5 * 2**30)}
 
 
 def test_a_history_of_wandb_counts_the_trainers_steps_and_passes_over_validations() -> None:

@@ -16,7 +16,7 @@ from playbook.errors import LogError
 from playbook_bench.logs import LoggedStep, StepLog, parsers, read
 from playbook_bench.logs.adapters import ADAPTERS
 
-SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "200"))
+SEEDS = int(os.environ.get("PLAYBOOK_MUTATIONS", "500"))
 """Of each format; 10,000 take some ten seconds."""
 LOGS: dict[str, tuple[str, str | None]] = {
     **{a.name: (logs.of_adapter(a.name), None) for a in ADAPTERS if not a.binary and a.parse.__module__ == parsers.__name__},

@@ -44,6 +44,21 @@ def test_seconds_and_losses_are_those_of_the_log(kind: str) -> None:
     assert [s.step for s in log.steps] == list(range(origin + begin, origin + 8))
 
 
+UNKNOWN = {
+    "jsonl": {"grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+    "playbook": {"memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+    "megatron": {"tokens", "memory_bytes", "tokens_per_s", "tokens_per_s_per_gpu"},
+    "torchtitan": {"tokens", "skipped", "samples", "tokens_per_s"},
+    "hf": {"memory_bytes", "skipped", "samples", "tokens_per_s_per_gpu", "flops_per_s"},
+    "lightning": {"tokens", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "tokens_per_s_per_gpu", "flops_per_s"},
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_a_log_cannot_know_is_said(kind: str) -> None:
+    assert set(read(ALL[kind][0]()).unknown) == UNKNOWN[kind]
+
+
 def test_figures_come_in_our_units() -> None:
     step = read(logs.megatron()).steps[-1]
     assert (step.samples, step.flops_per_s, step.grad_norm, step.skipped) == (128, pytest.approx(220.4e12), 2.853, False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.records.case import Activation, Budget, Case, Guardrails, Loss, Receipt, Rule
+from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook_bench.judge import statistics
 from playbook_bench.judge.verdict import OUTSIDE
 from playbook_bench.judge.verdict_rules import Rules
@@ -166,6 +166,15 @@ def test_near_the_limit_further_pairs_are_run_to_the_last_look_and_the_number_th
     near, _ = judged(candidate={"factor": 1.01, "noise": 6.0}, baseline={"noise": 6.0}, pairs=4)
     assert (near.status, near.pairs_needed is not None) == ("undecided", True), near.sentence
     assert f"about {near.pairs_needed} pairs would settle it" in near.sentence
+
+
+def test_pairs_beyond_the_last_look_add_looks_at_the_same_distance(judged):
+    found, launched = judged(candidate={"factor": 1.03, "noise": 4.0}, baseline={"noise": 4.0}, pairs=20)
+    assert (found.status, len(launched)) == ("undecided", 2 + 40), found.sentence
+    assert found.comparison.look == 9
+    alone = CASE.model_copy(update={"budget": Budget(pairs=[4])})
+    found, launched = judged(case=alone, candidate={"factor": 1.03, "noise": 4.0}, baseline={"noise": 4.0}, pairs=8)
+    assert (found.comparison.look, len(launched)) == (2, 2 + 16)
 
 
 def test_noise_ends_the_series_at_its_first_look_with_its_cause(judged):
@@ -414,6 +423,11 @@ def test_further_looks_are_as_far_apart_as_the_last_two_and_within_the_pairs(jud
     assert found.comparison.alpha_look == pytest.approx(statistics.levels(tuple(all_looks), Rules.spent * 0.05)[-1])
 
 
+def test_two_pairs_are_enough_where_they_are_a_look(judged):
+    found, launched = judged(case=CASE.model_copy(update={"budget": Budget(pairs=[2, 4])}), candidate={"factor": 1.2})
+    assert (found.status, len(launched)) == ("regression", 2 + 4), found.sentence
+
+
 @pytest.mark.parametrize(("relative", "ok"), [(0.5, True), (0.015, False), (None, False)])
 def test_the_mean_loss_stays_within_the_cases_band_or_the_usual_one(judged, relative, ok):
     loss = Loss(relative=relative, reason="r") if relative is None else Loss(relative=relative)
@@ -423,15 +437,14 @@ def test_the_mean_loss_stays_within_the_cases_band_or_the_usual_one(judged, rela
 
 
 @pytest.mark.parametrize(
-    ("metric", "planted", "status", "told"),
-    [(SPEED, {"factor": 2.3}, "regression", "129.5 % ["), ("data_time_share", {"waiting": 0.8}, "pass", "80.0 points [")],
+    ("metric", "planted", "status"), [(SPEED, {"factor": 2.3}, "regression"), ("data_time_share", {"waiting": 0.8}, "pass")]
 )
-def test_a_limit_is_a_share_of_the_time_or_so_many_points(judged, metric, planted, status, told):
+def test_a_limit_is_a_share_of_the_time_or_so_many_points(judged, metric, planted, status):
     """Twice as long is the limit of 100 %, as a ratio; 80 points are less than 100."""
     found, _ = judged(
         case=CASE.model_copy(update={"metric": metric}), candidate=planted, limits=gate.Limits(limit=1.0, allowed={"process": 9.0})
     )
-    assert (found.status, found.sentence.startswith(f"{metric}: slower by {told}")) == (status, True), found.sentence
+    assert found.status == status, found.sentence
 
 
 @pytest.mark.parametrize("limit", [0.0, -0.01, 10.0])
@@ -446,12 +459,32 @@ def test_a_limit_leaves_room_for_something(limit):
         gate.Limits(allowed={"speed": 0.1})
 
 
+def test_more_pairs_than_a_hundred_are_refused(judged):
+    with pytest.raises(ConfigError, match="--pairs is 101; expected at most 100"):
+        judged(pairs=101)
+
+
 def test_a_case_that_launches_nothing_is_refused(judged):
     with pytest.raises(ConfigError, match="launches nothing"):
         gate.run(Case(id="a", kind="arithmetic", summary="s", function="x"), "old")
+
+
+def test_both_commits_run_the_first_variant_with_its_own_rules(judged):
+    """A sweep's first value, its environment and its band of losses."""
+    delta = Delta(environment={"baseline": {"NCCL_ALGO": "Ring"}, "candidate": {}}, reason="r")
+    own = CASE.model_copy(update={"delta": delta, "guardrails": Guardrails(loss=Loss(relative=None, reason="r"))})
+    found, _ = judged(case=own)
+    assert found.status == "pass", found.sentence
+    assert next(g for g in found.gates if g.name == "environment").ok
 
 
 def test_a_limit_of_the_users_is_the_one_that_counts(judged):
     found, _ = judged(candidate={"factor": 1.1}, limits=gate.Limits(limit=0.2))
     assert (found.status, found.limit) == ("pass", 0.2)
     assert "a slowdown above 20 % is ruled out" in found.sentence
+
+
+def test_a_metric_that_is_compared_by_difference_is_told_in_points(judged):
+    waiting = CASE.model_copy(update={"metric": "data_time_share"})
+    found, _ = judged(case=waiting, candidate={"waiting": 0.1})
+    assert (found.status, found.sentence.startswith("data_time_share: slower by 10.0 points [")) == ("regression", True), found.sentence

@@ -86,16 +86,49 @@ def test_a_file_system_without_hard_links_loses_no_verdict(tmp_path, monkeypatch
         store.write(evidence, tmp_path)
 
 
-def test_a_file_size_limit_leaves_nothing_half_written(tmp_path):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    code = f"{limit}\nimport sys; sys.path[:0] = {sys.path!r}\n" + (
+def limited(tmp_path, prepare):
+    code = f"{prepare}\nimport sys; sys.path[:0] = {sys.path!r}\n" + (
         "from pathlib import Path\nimport stored as t\n"
         "from playbook.errors import StoreError\n"
         "try:\n t.store.write(t.record(claim='W9', runs=[t.long_run()]), Path(sys.argv[1]))\nexcept StoreError as e:\n print('StoreError', e); sys.exit(5)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_a_file_size_limit_leaves_nothing_half_written(tmp_path):
+    done = limited(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
     assert (done.returncode, done.stdout[:10]) == (5, "StoreError"), done.stderr
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_a_really_full_disk_leaves_nothing_half_written(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f"mount -t tmpfs -o size=64k tmpfs {disk} && "
+    probe = (
+        subprocess.run(["unshare", "-rm", "sh", "-c", script + "true"], capture_output=True, check=False)
+        if Path("/usr/bin/unshare").exists()
+        else None
+    )
+    if probe is None or probe.returncode:
+        pytest.skip("this machine does not let a user mount a small disk")
+    prepare = tmp_path / "prepare.py"
+    prepare.write_text(
+        f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport stored as t\n"
+        "from playbook.errors import StoreError\n"
+        f"disk = Path({str(disk)!r})\n"
+        "try:\n t.store.write(t.record(runs=[t.long_run()]), disk)\nexcept StoreError as e:\n print('StoreError', e)\n"
+        "print([str(p) for p in disk.rglob('*') if p.is_file()])\n"
+    )
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{script} exec {sys.executable} {prepare}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert "No space left on device" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook.errors import PlaybookError
-from playbook_bench.trace import kineto
+from playbook_bench.trace import containers, kineto
 from playbook_bench.trace.table import UNATTRIBUTED, TraceTable, build
 
 MAIN, GRAD, GLOO = 100, 101, 102
@@ -202,6 +203,12 @@ def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
         kineto.read(tmp_path / "none.json")
 
 
+def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "MAX_BYTES", 100)
+    with pytest.raises(PlaybookError, match="larger than"):
+        read(tmp_path, *ranges())
+
+
 WILD = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.just(10**400)
 )
@@ -216,3 +223,16 @@ def test_wild_fields_never_end_in_anything_but_a_clear_error(tmp_path: Path, cha
     with suppress(PlaybookError):
         table = read(tmp_path, *events)
         assert table.busy_ms + table.idle_ms == pytest.approx(table.span_ms)
+
+
+def test_damaged_text_never_ends_in_anything_but_a_clear_error(tmp_path: Path) -> None:
+    whole = json.dumps({"traceEvents": [*ranges(), *backward(5)]}).encode()
+    random_ = random.Random(3)
+    for i in range(200):
+        data = bytearray(whole)
+        for _ in range(random_.choice([1, 3])):
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        path = tmp_path / "t.json"
+        path.write_bytes(data if i % 2 else data[: random_.randrange(len(data))])
+        with suppress(PlaybookError):
+            build(kineto.read(path))

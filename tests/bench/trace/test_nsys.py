@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,15 +83,6 @@ def read(path: Path) -> TraceTable:
     return build(nsys.read(path))
 
 
-def changed(tmp_path: Path, *statements: str, without: str = "") -> Path:
-    """The export after these statements of SQL."""
-    path = database(tmp_path / "t.sqlite", without=without)
-    with closing(sqlite3.connect(path)) as db, db:
-        for statement in statements:
-            db.execute(statement)
-    return path
-
-
 def busy(table: TraceTable) -> dict[tuple[str, str], float]:
     return {(r.path, r.phase): r.busy_ms for r in table.rows if r.busy_ms}
 
@@ -113,25 +104,54 @@ def test_each_kernel_lies_in_its_range_forward_and_backward(tmp_path: Path, text
     assert table.exposed_comm_ms == pytest.approx(3 + 2)
 
 
+def test_kernels_of_another_process_are_left_out(tmp_path: Path) -> None:
+    assert "foreign" not in {o.name for o in nsys.read(database(tmp_path / "t.sqlite")).ops}
+
+
+def test_names_are_the_short_ones(tmp_path: Path) -> None:
+    assert "flash_fwd" in {o.name for o in nsys.read(database(tmp_path / "t.sqlite")).ops}
+
+
 def test_a_kernel_is_communication_by_the_namespace_that_its_short_name_lacks(tmp_path: Path) -> None:
-    path = changed(
-        tmp_path,
-        "UPDATE StringIds SET value = 'dispatch' WHERE value = 'ncclDevKernel_SendRecv'",
-        "UPDATE StringIds SET value = 'void deep_ep::intranode::dispatch<8>(int4 *)' WHERE value = 'long ncclDevKernel_SendRecv'",
-        "UPDATE StringIds SET value = 'void gemm(ncclWindow_t)' WHERE value = 'long gemm'",
-    )
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE StringIds SET value = 'dispatch' WHERE value = 'ncclDevKernel_SendRecv'")
+        db.execute(
+            "UPDATE StringIds SET value = 'void deep_ep::intranode::dispatch<8>(int4 *)' WHERE value = 'long ncclDevKernel_SendRecv'"
+        )
+        db.execute("UPDATE StringIds SET value = 'void gemm(ncclWindow_t)' WHERE value = 'long gemm'")
+    db.close()
     kinds = {o.name: o.kind for o in nsys.read(path).ops}
     assert (kinds["dispatch"], kinds["gemm"]) == ("communication", "compute")
     assert read(path).exposed_comm_ms == pytest.approx(3 + 2)
 
 
+def test_kernels_without_a_recorded_launch_are_counted_not_hidden(tmp_path: Path) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId = 6")
+    db.close()
+    assert any("1 operations have no recorded launching call" in n for n in read(path).notes)
+
+
+def test_backward_without_its_ranges_is_unattributed(tmp_path: Path) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'")
+    db.close()
+    table = read(path)
+    assert busy(table)[UNATTRIBUTED, "backward"] == pytest.approx(4.5)
+    assert table.coverage.backward == 0
+    assert table.coverage.forward == 1
+
+
 def test_a_graph_that_was_recorded_whole_is_busy_where_it_was_launched(tmp_path: Path) -> None:
-    path = changed(
-        tmp_path,
-        "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER)",
-        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({2 * MS},{2 * MS + 9},{MAIN},200,0)",
-        f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES ({16 * MS},{17 * MS},200,{PID})",
-    )
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER)")
+        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,200,0)", (2 * MS, 2 * MS + 9, MAIN))
+        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?,?,200,?)", (16 * MS, 17 * MS, PID))
+    db.close()
     before, table = read(database(tmp_path / "without.sqlite")), read(path)
     assert table.busy_ms == pytest.approx(before.busy_ms + 1)
     assert busy(table)["attention", "forward"] == pytest.approx(busy(before)["attention", "forward"] + 1)
@@ -140,8 +160,12 @@ def test_a_graph_that_was_recorded_whole_is_busy_where_it_was_launched(tmp_path:
 
 @pytest.mark.parametrize("name", ["ncclAllGather", "ncclGroupEnd", "cub::DeviceRadixSort", "nvte_cublas_gemm"])
 def test_a_range_of_a_library_is_no_part_of_the_step(tmp_path: Path, name: str) -> None:
-    range_ = f"INSERT INTO NVTX_EVENTS VALUES ({10 * MS},{18 * MS},59,'{name}',{GRAD},NULL)"
-    table = read(changed(tmp_path, "DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'", range_))
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'")
+        db.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,59,?,?,NULL)", (10 * MS, 18 * MS, name, GRAD))
+    db.close()
+    table = read(path)
     assert busy(table)[UNATTRIBUTED, "backward"] == pytest.approx(4.5)
     assert table.coverage.backward == 0
 
@@ -158,8 +182,12 @@ def test_a_missing_table_is_named_with_what_to_do(tmp_path: Path, table: str) ->
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME COLUMN correlationId TO correlation")
+    db.close()
     with pytest.raises(PlaybookError, match="KERNEL has no column correlationId"):
-        read(changed(tmp_path, "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME COLUMN correlationId TO correlation"))
+        read(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database", b"SQLite format 3\0" + b"\xff" * 300])
@@ -170,13 +198,23 @@ def test_a_file_that_is_no_database_is_one_clear_error(tmp_path: Path, content: 
         read(path)
 
 
+def test_text_where_a_time_belongs_is_an_error(tmp_path: Path) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon' WHERE correlationId = 1")
+    db.close()
+    with pytest.raises(PlaybookError, match="'soon'"):
+        read(path)
+
+
 def test_a_view_in_place_of_a_table_is_not_read(tmp_path: Path) -> None:
-    kernel = "CUPTI_ACTIVITY_KIND_KERNEL"
-    forever = (
-        "WITH RECURSIVE r(start) AS (SELECT 1 UNION ALL SELECT start + 1 FROM r) SELECT start, start AS end, start AS correlationId FROM r"
-    )
-    with pytest.raises(PlaybookError, match=f"no table {kernel}"):
-        read(changed(tmp_path, f"CREATE VIEW {kernel} AS {forever}", without=kernel))
+    path = database(tmp_path / "t.sqlite", without="CUPTI_ACTIVITY_KIND_KERNEL")
+    with sqlite3.connect(path) as db:
+        forever = "WITH RECURSIVE r(start) AS (SELECT 1 UNION ALL SELECT start + 1 FROM r) SELECT start, start AS end, start AS correlationId FROM r"
+        db.execute(f"CREATE VIEW CUPTI_ACTIVITY_KIND_KERNEL AS {forever}")
+    db.close()
+    with pytest.raises(PlaybookError, match="no table CUPTI_ACTIVITY_KIND_KERNEL"):
+        read(path)
 
 
 def test_damaged_databases_never_end_in_anything_but_a_clear_error(tmp_path: Path) -> None:

@@ -72,6 +72,12 @@ def test_backward_outside_every_part_is_listed_and_lowers_the_coverage() -> None
     assert [(u.name, u.phase) for u in t.unattributed] == [("orphan", "backward")]
 
 
+def test_unattributed_is_listed_even_when_there_is_none() -> None:
+    t = table(step(), [op(2, 2, 3)])
+    assert row(t, UNATTRIBUTED, "forward").busy_ms == 0
+    assert row(t, UNATTRIBUTED, "backward").busy_ms == 0
+
+
 def test_overlapping_streams_count_once_in_busy_and_twice_in_sum() -> None:
     t = table(step(), [op(2, 2, 4), op(2, 3, 5)])
     assert row(t, "decoder/attention").busy_ms == pytest.approx(3)
@@ -86,6 +92,11 @@ def test_only_communication_without_computation_is_exposed() -> None:
     assert row(t, "decoder/attention").self_ms == pytest.approx(1)
     assert t.communication_ms == pytest.approx(3)
     assert t.exposed_comm_ms == pytest.approx(2)
+
+
+def test_a_copy_does_not_hide_communication() -> None:
+    t = table(step(), [op(5, 5, 8, "communication"), op(5, 5, 8, "copy")])
+    assert t.exposed_comm_ms == pytest.approx(3)
 
 
 def test_recomputation_is_neither_forward_nor_backward() -> None:
@@ -109,6 +120,12 @@ def test_figures_are_per_step() -> None:
     assert row(t, "decoder/attention").busy_ms == pytest.approx(2)
     assert row(t, "decoder/attention").count == 1
     assert row(t, "decoder/attention").host_ms == pytest.approx(3)
+
+
+def test_work_that_outlives_the_last_step_counts() -> None:
+    t = table(step(), [op(19, 21, 23)])
+    assert t.span_ms == pytest.approx(23)
+    assert row(t, "optimizer", "other").busy_ms == pytest.approx(2)
 
 
 def test_a_trace_without_steps_says_so() -> None:

@@ -79,7 +79,6 @@ def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, 
     assert set(made.variants) == {"baseline", "candidate"}
     assert [r.content for r in read([results])] == [made]
     assert any("baseline" in line for line in lines)
-    assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in resolve_all(tracing.load_case(CASE), "cpu").items()}
     for variant in made.variants.values():
         assert [(results / "traces" / f.name).is_file() for f in variant.files] == [True]
         assert reports.table_from_file(results / "traces" / variant.files[0].name) == variant.table
@@ -92,6 +91,12 @@ def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path
     own.write_text(shipped.replace(f"id: {CASE}", "id: mine", 1), encoding="utf-8")
     made = tracing.run(str(own), profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
+
+
+def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
+    made = tracing.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
+    pair = resolve_all(tracing.load_case(CASE), "cpu")
+    assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
 
 
 def test_a_traced_launch_has_the_threads_of_the_timed_ones(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,22 +125,17 @@ def test_a_trace_that_cannot_be_read_is_told_not_raised(tmp_path: Path, command:
     assert "unusable" in made.variants["baseline"].message
 
 
-def on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nsys: str) -> None:
-    """A machine with two GPUs and this nsys."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "nsys").write_text(nsys.format(python=sys.executable))
-    (tools / "nsys").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
-    monkeypatch.setattr(detect, "detect", lambda: here)
-
-
 def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpus(tmp_path, monkeypatch, NSYS)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nsys").write_text(NSYS.format(python=sys.executable))
+    (tools / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SQLITE", str(database(tmp_path / "report.sqlite")))
+    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
+    monkeypatch.setattr(detect, "detect", lambda: here)
     made = tracing.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert (made.collector, made.collector_version, made.profile) == ("nsys", "NVIDIA Nsight Systems version 2025.3.1", "h200x2")
     assert made.ok
@@ -150,8 +150,14 @@ def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
 
 
 def test_an_export_that_takes_too_long_is_told_not_raised(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
     slow = NSYS.replace('elif sys.argv[1] == "export":', 'elif sys.argv[1] == "export":\n    __import__("time").sleep(60)')
-    on_gpus(tmp_path, monkeypatch, slow)
+    (tools / "nsys").write_text(slow.format(python=sys.executable))
+    (tools / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
+    monkeypatch.setattr(detect, "detect", lambda: here)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda words, **how: run(words, **{**how, "timeout": 0.5} if "export" in words else how))
     made = tracing.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))

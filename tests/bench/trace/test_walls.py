@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -336,6 +338,18 @@ def test_the_command_wants_a_case_or_a_file(tmp_path: Path, capsys: pytest.Captu
         assert (code, "expected one of them" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", '{"traceEvents": [1, 2, 3]}', '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "x"}]}', "\x00\x01"],
+)
+def test_hostile_files_are_one_line_and_exit_code_2(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text(content)
+    code, _, err = shown(capsys, "--file", str(tmp_path / "t.json"))
+    assert code == 2
+    assert "expected" in err or "valid JSON" in err
+    assert "Traceback" not in err
+
+
 def kernels_only(path: Path, *, device: bool = True, second: bool = False) -> Path:
     """An nsys export of two ranks' processes with CUDA alone: no NVTX, no names of ours."""
     import sqlite3
@@ -390,6 +404,27 @@ def test_a_report_is_exported_by_the_nsys_that_is_there(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", "")
     with pytest.raises(PlaybookError, match="where it is, run nsys export"):
         reports.timeline_from_file(tmp_path / "trace.nsys-rep")
+
+
+@pytest.mark.parametrize("make", [kernels_only, chrome])
+def test_damaged_traces_are_refused_or_add_up(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    whole = make(tmp_path / ("whole.sqlite" if make is kernels_only else "whole.json"))
+    content, damaged = whole.read_bytes(), tmp_path / f"damaged{whole.suffix}"
+    rng = random.Random(3)
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(content)
+        for _ in range(rng.choice([1, 3, 30])):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        damaged.write_bytes(changed[: rng.choice([len(changed), rng.randrange(len(changed))])])
+        try:
+            found = walls(reports.timeline_from_file(damaged))
+        except PlaybookError:
+            refused += 1
+        else:
+            assert found.busy + found.idle == pytest.approx(1)
+            assert 0 <= found.exposed <= 1
+    assert refused > 20
 
 
 @pytest.mark.full

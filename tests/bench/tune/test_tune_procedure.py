@@ -107,6 +107,18 @@ def test_twelve_knobs_that_all_help_take_few_launches_where_noise_is_tiny():
         assert tuned.launches <= 82
 
 
+def test_it_is_a_function_of_its_observations():
+    first = play(setup(TWO), gains(a_on=0.1, d_on=0.05))
+    again = Tuning(setup(TWO))
+    for launch, observation in first.launched:
+        assert again.due == launch
+        again.add(observation)
+    assert again.due is None
+    assert again.decisions == first.decisions
+    with pytest.raises(ValueError, match="nothing is due"):
+        again.add(Hurry())
+
+
 def test_what_looked_better_within_the_noise_is_told_from_what_looked_worse():
     refused = [d for seed in range(4) for d in play(setup(TWO), gains(b_on=-0.1), seed=seed).decisions.values() if not d.kept]
     assert {d.reason for d in refused if d.looked <= 0} == {"did not look better"}
@@ -150,6 +162,18 @@ def test_knobs_that_exclude_each_other_are_never_launched_together():
     tuning = play(asked, gains(a_on=0.05, b_on=0.15, c_on=0.08))
     assert kept(tuning) == {("b", "on"), ("c", "on")}
     assert not [launch for launch, _ in tuning.launched if {"a", "b"} <= dict(launch.settings).keys()]
+
+
+def test_crashes_and_other_losses_are_outcomes():
+    tuning = play(
+        setup(TWO),
+        gains(a_on=0.1, b_on=0.5, c_on=0.5),
+        outcome=lambda s: "oom" if "b" in s else "ok",
+        loss=lambda s: 2.5 if "c" in s else 2.0,
+    )
+    assert kept(tuning) == {("a", "on")}
+    assert tuning.decisions["b", "on"].reason == "out of memory: it said why"
+    assert "loss" in tuning.decisions["c", "on"].reason
 
 
 def test_a_change_that_fails_beside_another_is_left_out():

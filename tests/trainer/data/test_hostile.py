@@ -219,14 +219,13 @@ def test_an_image_in_a_shard_that_is_too_large_is_a_bad_one_of_that_kind(tmp_pat
     assert found.value.kind == "too_large"
 
 
-@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.JSONL", "b.txt.zst", "more/b.jsonl", "b.parquet"])
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.JSONL", "b.txt.zst"])
 def test_a_file_that_would_be_passed_over_is_named(tmp_path: Path, name: str) -> None:
     cfg = config(TEXT, **text_source("jsonl", tmp_path))
     (tmp_path / "a.jsonl.gz").touch()  # what was unpacked may stay
     check(cfg)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / "b.jsonl").rename(tmp_path / name)
-    with pytest.raises(DataError, match="would not be read"):
+    with pytest.raises(DataError, match=rf"{name} would not be read: unpack it"):
         check(cfg)
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_sets import png
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from playbook.errors import DataError
 from playbook.paths import data_root
 from playbook_trainer.config.tree import VisionConfig
 from playbook_trainer.data.images import ImageRef, decode, header_size, patches_into, target_size
@@ -59,6 +61,12 @@ def test_larger_images_get_more_patches_than_smaller_ones() -> None:
     assert target_size(480, 640, 32, 10_000_000) == (480, 640)
 
 
+def write_jpeg(path: Path, size: tuple[int, int] = (64, 48)) -> Path:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path, quality=90)
+    return path
+
+
 def test_decode_resizes_to_rgb(tmp_path: Path) -> None:
     Image.new("L", (50, 40), 200).save(tmp_path / "gray.png")
     pixels = decode(ImageRef(tmp_path / "gray.png", 32, 64))
@@ -84,6 +92,28 @@ def test_a_broken_note_about_orientation_spoils_no_picture(tmp_path: Path) -> No
     Image.new("RGB", (72, 40)).save(tmp_path / "image.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\xff" * 50)
     assert header_size(tmp_path / "image.jpg") == (40, 72)
     assert decode(ImageRef(tmp_path / "image.jpg", 32, 32)).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 400])
+def test_a_truncated_jpeg_is_an_error_that_names_the_file(tmp_path: Path, keep: int) -> None:
+    path = write_jpeg(tmp_path / "cut.jpg")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"cut\.jpg"):
+        decode(ImageRef(path, 32, 32))
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "image.jpg"
+    Image.new("RGB", (8, 8)).save(path, format="BMP")
+    with pytest.raises(DataError, match=r"image\.jpg"):
+        header_size(path)
+
+
+@pytest.mark.parametrize(("width", "height"), [(9_000, 9_000), (60_000, 60_000)])
+def test_a_decompression_bomb_is_refused_by_its_header(tmp_path: Path, width: int, height: int) -> None:
+    (tmp_path / "bomb.png").write_bytes(png(width, height))
+    with pytest.raises(DataError, match=r"bomb\.png"):
+        header_size(tmp_path / "bomb.png")
 
 
 def test_the_bundle_is_like_coco_within_a_factor_of_two() -> None:

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import TEXT, VL, config
+from data_sets import config
 from PIL import Image
-from ranks import alive
 
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root, repo_root, sources
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.loader import build_loader
 from playbook_trainer.exit_codes import RunError
+
+TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 
 
 def steps(cfg: TrainerConfig, n: int, **options: Any) -> list[list[Batch]]:
@@ -130,7 +131,7 @@ def test_batches_without_images_have_no_vision() -> None:
     assert steps(config(VL, data__kind="mock"), 1)[0][0].num_useful == 512
 
 
-@pytest.mark.parametrize(("dp", "mbs", "workers"), [(2, 1, 0), (2, 2, 2)])
+@pytest.mark.parametrize(("dp", "mbs", "workers"), [(2, 1, 0), (4, 2, 0), (1, 4, 2), (2, 2, 1)])
 @pytest.mark.sample("2-1-0")
 def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: int, mbs: int, workers: int) -> None:
     overrides = {"train__global_batch_size": 8, "data__max_image_pixels": 4_096}
@@ -141,6 +142,20 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: 
         # Micro-batch j of rank r comes before micro-batch j of rank r + 1, and that before micro-batch j + 1.
         found = [[ranks[r][s][j]] for j in range(8 // (dp * mbs)) for r in range(dp)]
         assert rows_of(found) == rows_of([expected[s]])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sample("0")
+def test_resuming_equals_going_on(workers: int) -> None:
+    cfg = config(VL, data__max_image_pixels=4_096, data__num_workers=workers)
+    whole = steps(cfg, 4)
+    loader = build_loader(cfg, dp_rank=0, dp_size=1)
+    list(itertools.islice(loader, 2))
+    state = json.loads(json.dumps(loader.state()))
+    loader.close()
+    rest = steps(cfg, 2, start_row=state["row"])
+    assert [[fingerprint(b) for b in s] for s in rest] == [[fingerprint(b) for b in s] for s in whole[2:]]
+    assert fingerprint(whole[0][0]) != fingerprint(whole[2][0])
 
 
 def test_resuming_in_a_later_epoch() -> None:
@@ -175,8 +190,28 @@ def test_batch_sizes_must_divide() -> None:
         build_loader(config(TEXT), dp_rank=0, dp_size=3)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_is_an_error_that_names_it(tmp_path: Path, workers: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "broken.jpg")
+    data = (tmp_path / "broken.jpg").read_bytes()
+    (tmp_path / "broken.jpg").write_bytes(data[: len(data) // 2])  # the header is whole, the pixels are not
+    lines = [{"images": ["broken.jpg"], "question": "q", "answer": "a"}] * 4
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with pytest.raises(DataError, match=r"broken\.jpg") as caught:
+        steps(config(VL, data__path=str(tmp_path), data__num_workers=workers), 1)
+    assert "Traceback" not in str(caught.value)
+
+
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -10,19 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TEXT, VL, config
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config.tree import parse_overrides
+from playbook.paths import data_root
+from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.packing import Lane, Packing, order_key, permute
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
 from playbook_trainer.data.sources.streams import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
+
+TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
+
+
+def config(name: str, **overrides: Any) -> TrainerConfig:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load(data_root("configs") / f"{name}.yaml", keys)
 
 
 def samples(folder: Path, lines: list[Any], images: dict[str, tuple[int, int]]) -> Path:
@@ -118,9 +125,38 @@ def test_shuffled_orders_are_unlike_each_other_and_far_from_sorted() -> None:
     assert 0 <= permute(10**9, 10**12, 5) < 10**12
 
 
+def test_text_pieces_cover_the_documents_and_end_with_eos(tmp_path: Path) -> None:
+    texts = [chr(97 + i) * (40 * i + 1) for i in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    rows = make_rows(config(TEXT, data__path=str(tmp_path), data__seq_len=64, data__pack=False, train__global_batch_size=1), "train")
+    lengths = [min(64, len(t) + 1 - at) for t in texts for at in range(0, len(t) + 1, 64)]
+    pieces = len(lengths) - len(lengths) // 10  # of so few texts, every tenth piece is held out
+    tokens: Counter[int] = Counter()
+    for k in range(pieces):
+        (document,) = rows.row(k)
+        assert len(document.tokens) <= 64
+        assert len({*document.tokens.tolist()} - {256}) <= 1, "a piece holds one document"
+        tokens.update(document.tokens.tolist())
+    assert tokens <= Counter("".join(texts).encode()) + Counter({256: 9})
+    assert tokens.total() == sum(lengths) - sum(lengths[9::10])
+
+
 def test_plain_text_is_split_at_two_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("One.\n\nStill one.\n\n\nTwo.\r\n\r\n\r\n\r\nThree.\n", encoding="utf-8")
     assert read_documents(tmp_path / "book.txt") == ["One.\n\nStill one.", "Two.", "Three."]
+
+
+@pytest.mark.full
+def test_train_and_eval_share_nothing_and_eval_is_a_tenth() -> None:
+    seen = {}
+    for split in ("train", "eval"):
+        rows = make_rows(config(VL, data__pack=False), split)
+        seen[split] = {
+            rows.row(k)[0].tokens.tobytes() + repr(rows.row(k)[0].images).encode() for k in range(230 if split == "train" else 25)
+        }
+    assert not seen["train"] & seen["eval"]
+    assert len(seen["eval"]) == 25
+    assert len(seen["train"]) == 230
 
 
 TOO_LONG = [
@@ -352,6 +388,21 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
         check(config(TEXT, **words, data__tokenizer=str(other)))
     other.write_text(json.dumps(json.loads(own.read_text()), indent=3))
     check(config(TEXT, **words, data__tokenizer=str(other)))
+
+
+@pytest.mark.parametrize("layout", ["sub-folder", "beside parquet"])
+def test_no_file_is_passed_over(layout: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 20)
+    if layout == "sub-folder":
+        (tmp_path / "more").mkdir()
+        (tmp_path / "more" / "b.jsonl").write_text('{"text": "y"}\n' * 20)
+    else:
+        pq.write_table(pa.table({"text": ["z"] * 20}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="would not be read"):
+        check(config(TEXT, data__path=str(tmp_path)))
 
 
 def test_an_empty_override_is_no_null() -> None:

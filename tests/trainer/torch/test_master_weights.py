@@ -16,19 +16,12 @@ VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
 QUICK = ["train.dtype=bf16", "parallel.reduce_dtype=bf16", "train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=2"]
 NARROW = "optimizer.moments_dtype=bf16"
 TIED = "model.tie_word_embeddings=true"
-FROZEN = [NARROW, "train.freeze=[vision]", "init.weights={weights}"]
 
 
 def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
     line = [config, *QUICK, "train.receipt=false", *words, f"output={folder}", f"checkpoint.export={folder}-weights"]
     assert forks.run(line, ranks, free_port()) == [0] * ranks, forks.told(ranks)
     return [(row["step"], row["loss"], row["grad_norm"]) for row in steps(folder)]
-
-
-def held(folder: Path) -> dict[str, float]:
-    """Bytes of a rank: 2 + 2 + 2 a value for weight, remainder and gradient where whole weights take 4 + 4, and 4 for two narrow moments."""
-    metrics = summary(folder)["metrics"]
-    return {part: metrics[f"{part}_bytes_per_rank"] for part in ("param", "grad", "optimizer")}
 
 
 def assert_same_weights(one: Path, other: Path, *, tower: bool = False) -> None:
@@ -42,84 +35,129 @@ def assert_same_weights(one: Path, other: Path, *, tower: bool = False) -> None:
     assert sum(bool((t & 0xFFFF).any()) for t in trained_ones) > len(trained_ones) / 2
 
 
-@pytest.fixture(scope="module")
-def weights(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Weights of each model that need 32 bits."""
-    folders = {config: tmp_path_factory.mktemp("given") / "run" for config in (TEXT, VISION)}
-    for config, folder in folders.items():
-        trained(forks, folder, config, 1, "train.steps=2")
-    return {config: Path(f"{folder}-weights") for config, folder in folders.items()}
-
-
 @pytest.mark.parametrize(
     ("config", "ranks", "words"),
     [
+        (TEXT, 1, []),
         (TEXT, 1, ["parallel.reduce_dtype=fp32", "train.global_batch_size=1"]),
         (TEXT, 1, [NARROW, TIED, "train.global_batch_size=1"]),
+        (TEXT, 2, [NARROW, "train.global_batch_size=2"]),
         (TEXT, 2, ["parallel.ep=2"]),
-        (TEXT, 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=1", "init.weights={weights}"]),
+        (TEXT, 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=1"]),
+        (TEXT, 2, [NARROW, "parallel.cp=2"]),
         (TEXT, 2, ["parallel.pp=2", TIED]),
         (TEXT, 4, [NARROW, "parallel.dp_replicate=2", "parallel.ep=2"]),
         (VISION, 1, [NARROW]),
         (VISION, 1, [NARROW, "train.freeze=[language_model]", "train.recompute=full"]),
+        (VISION, 1, [NARROW, "train.freeze=[vision]", "train.steps=3"]),
+        (VISION, 2, [NARROW, "train.freeze=[vision]", "train.steps=3"]),
     ],
-    ids=["one-in-float32", "one-tied", "ep", "tp-of-a-folder", "pp-tied", "hsdp-ep", "tower", "tower-alone"],
+    ids=[
+        "one",
+        "one-in-float32",
+        "one-tied",
+        "fsdp",
+        "ep",
+        "tp",
+        "cp",
+        "pp-tied",
+        "hsdp-ep",
+        "tower",
+        "tower-alone",
+        "one-frozen-tower",
+        "frozen-tower",
+    ],
 )
 @pytest.mark.full
-def test_halves_train_as_whole_weights_do(
-    config: str, ranks: int, words: list[str], weights: dict[str, Path], forks: Forks, tmp_path: Path
-) -> None:
-    words = ["train.steps=3", *(word.format(weights=weights[config]) for word in words)]
+def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:
     whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
-    assert len(whole) == 3
+    assert len(whole) >= 3
     assert split == whole
     assert_same_weights(tmp_path / "remainder", tmp_path / "fp32", tower="train.freeze=[language_model]" in words)
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "words", "resumed"),
-    [
-        (TEXT, 2, [NARROW, "train.global_batch_size=2"], [("fp32", "remainder"), ("remainder", "fp32")]),
-        (TEXT, 2, [], [("remainder", "remainder")]),
-        (VISION, 1, FROZEN, [("remainder", "remainder")]),
-        (VISION, 2, FROZEN, [("fp32", "remainder"), ("remainder", "fp32")]),
-    ],
-    ids=["fsdp", "fsdp-wide", "frozen", "frozen-fsdp"],
+    ("before", "after", "words"),
+    [("fp32", "remainder", [NARROW]), ("remainder", "fp32", [NARROW, "checkpoint.async_save=false"]), ("remainder", "remainder", [])],
+    ids=["to-split", "to-whole", "remainder"],
 )
 @pytest.mark.full
-def test_checkpoints_of_either_are_resumed_by_either(
-    config: str, ranks: int, words: list[str], resumed: list[tuple[str, str]], weights: dict[str, Path], forks: Forks, tmp_path: Path
-) -> None:
-    """Losses, norms, weights and bytes are those of either run that is not interrupted, and frozen weights come out as they went in."""
-    words, masters, bytes_held = [word.format(weights=weights[config]) for word in words], ("fp32", "remainder"), {}
-    rows = {}
-    for master in masters:
-        saving = [f"checkpoint.dir={tmp_path / master}-saved", "checkpoint.every=2", f"checkpoint.async_save={master == 'fp32'}"]
-        more = [*words, *saving, "train.receipt=true", f"optimizer.master_weights={master}"]
-        rows[master] = trained(forks, tmp_path / master, config, ranks, *more)
-        bytes_held[master] = held(tmp_path / master)
-    assert rows["remainder"] == rows["fp32"]
-    assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
-    assert bytes_held["remainder"]["param"] == bytes_held["fp32"]["param"] / 2, "frozen weights are held in 16 bits too"
-    if words == [NARROW, "train.global_batch_size=2"]:
-        count = bytes_held["fp32"]["param"] / 4
-        assert bytes_held["fp32"] == {"param": 4 * count, "grad": 4 * count, "optimizer": 4 * count}
-        assert bytes_held["remainder"] == {"param": 2 * count, "grad": 2 * count, "optimizer": 6 * count}
-    for before, after in resumed:
-        saved, out = tmp_path / f"{before}-{after}-saved", tmp_path / f"{before}-{after}"
-        shutil.copytree(tmp_path / f"{before}-saved" / "step_00000002", saved / "step_00000002")
-        more = [*words, f"checkpoint.dir={saved}", f"optimizer.master_weights={after}"]
-        assert trained(forks, out, config, ranks, *more) == rows["fp32"][2:]
-        assert_same_weights(out, tmp_path / "fp32")
-        if config == VISION:
-            given, second = (load_file(next(folder.glob("*.safetensors"))) for folder in (weights[VISION], Path(f"{out}-weights")))
-            frozen = [name for name in given if ".visual.blocks." in name]
-            assert any((given[name].view(torch.int32) & 0xFFFF).any() for name in frozen), "or bfloat16 would hold them"
-            assert all(torch.equal(given[name], second[name]) for name in frozen)
+def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, words: list[str], forks: Forks, tmp_path: Path) -> None:
+    """Losses, norms and weights after that are those of a run of whole weights that was not interrupted."""
+    rows = trained(forks, tmp_path / "all", TEXT, 2, *words, "optimizer.master_weights=fp32")
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    trained(forks, tmp_path / "first", TEXT, 2, *words, *saving, f"optimizer.master_weights={before}")
+    shutil.rmtree(tmp_path / "saved" / "step_00000004")
+    assert trained(forks, tmp_path / "second", TEXT, 2, *words, *saving, f"optimizer.master_weights={after}") == rows[2:]
+    assert_same_weights(tmp_path / "second", tmp_path / "all")
 
 
 @pytest.mark.full
-def test_several_micro_batches_add_to_a_gradient_in_float32(forks: Forks, tmp_path: Path) -> None:
-    trained(forks, tmp_path, TEXT, 2, NARROW, "train.receipt=true", "train.steps=2", "optimizer.master_weights=remainder")
-    found = held(tmp_path)
-    assert found == {"param": found["param"], "grad": 2 * found["param"], "optimizer": 3 * found["param"]}
+def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> None:
+    trained(forks, tmp_path / "first", TEXT, 1)
+    more = [f"init.weights={tmp_path / 'first'}-weights", "parallel.tp=2", "seed=7"]
+    whole, split = (trained(forks, tmp_path / m, TEXT, 2, *more, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
+    assert split == whole
+    assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [(1, "remainder", "remainder"), (2, "remainder", "fp32"), (2, "fp32", "remainder")],
+    ids=["remainder", "to-whole", "to-split"],
+)
+@pytest.mark.full
+def test_frozen_weights_that_need_32_bits_come_out_as_they_went_in(
+    ranks: int, before: str, after: str, forks: Forks, tmp_path: Path
+) -> None:
+    """Through a checkpoint, too. They are computed with in 16 bits whichever way they are held."""
+    trained(forks, tmp_path / "given", VISION, 1)
+    words = [NARROW, "train.freeze=[vision]", f"init.weights={tmp_path / 'given'}-weights"]
+    rows = trained(forks, tmp_path / "whole", VISION, ranks, *words, "optimizer.master_weights=fp32")
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    trained(forks, tmp_path / "first", VISION, ranks, *words, *saving, f"optimizer.master_weights={before}")
+    shutil.rmtree(tmp_path / "saved" / "step_00000004")
+    assert trained(forks, tmp_path / "second", VISION, ranks, *words, *saving, f"optimizer.master_weights={after}") == rows[2:]
+    assert_same_weights(tmp_path / "second", tmp_path / "whole")
+    given, second = (load_file(next(Path(f"{tmp_path / name}-weights").glob("*.safetensors"))) for name in ("given", "second"))
+    frozen = [name for name in given if ".visual.blocks." in name]
+    assert any((given[name].view(torch.int32) & 0xFFFF).any() for name in frozen), "or bfloat16 would hold them"
+    assert all(torch.equal(given[name], second[name]) for name in frozen)
+
+
+@pytest.mark.full
+def test_bytes_of_halves(forks: Forks, tmp_path: Path) -> None:
+    """2 + 2 + 2 for weight, remainder and gradient where whole weights take 4 + 4; 4 for a gradient that several micro-batches add to."""
+    held = {}
+    for name, words in {"fp32": [], "remainder": [], "several": ["train.global_batch_size=4"]}.items():
+        master = "fp32" if name == "fp32" else "remainder"
+        trained(
+            forks,
+            tmp_path / name,
+            TEXT,
+            2,
+            "train.global_batch_size=2",
+            NARROW,
+            "train.receipt=true",
+            *words,
+            f"optimizer.master_weights={master}",
+        )
+        metrics = summary(tmp_path / name)["metrics"]
+        held[name] = [metrics[f"{part}_bytes_per_rank"] / 2 for part in ("param", "grad", "optimizer")]
+    count = held["fp32"][0] / 2
+    assert held == {
+        "fp32": [2 * count, 2 * count, 2 * count],
+        "remainder": [count, count, 3 * count],
+        "several": [count, 2 * count, 3 * count],
+    }
+
+
+@pytest.mark.full
+def test_frozen_weights_are_held_in_16_bits_too(forks: Forks, tmp_path: Path) -> None:
+    held = {}
+    for master in ("fp32", "remainder"):
+        words = [NARROW, "train.freeze=[vision]", "train.steps=2", "train.receipt=true", f"optimizer.master_weights={master}"]
+        trained(forks, tmp_path / master, VISION, 1, *words)
+        found = summary(tmp_path / master)
+        held[master] = found["metrics"]["param_bytes_per_rank"] / found["num_parameters"]
+    assert held == {"fp32": 4, "remainder": 2}
