@@ -5,7 +5,8 @@ simulation all use this one: a journal holds the observations, and adding them t
 
 Two parts. The *race* is cheap and proves nothing: each candidate is launched on top of the best settings so far, between two launches of
 these. What does not look better is dropped, mostly after one launch; what clearly does is adopted, and the next candidates are launched on
-top of it. What was adopted early is asked once more beside all that came later. Then *rounds*: the set of what was adopted, and the set
+top of it. What cost much, and what was adopted early, is asked once more beside all that came later: a change may pay only beside another,
+or only without it. Then *rounds*: the set of what was adopted, and the set
 without each change, on new launches in a drawn order. `proof` says which changes are proven. Where one is not, the worst leaves the set,
 and the next round asks the others again. A set whose changes are all proven in it is the answer.
 """
@@ -139,6 +140,8 @@ class Racer:
     gains: list[float] = field(default_factory=list)
     """Logarithms of how much better its launches were than those of the best settings around them."""
     launches: int = 0
+    asked_again: bool = False
+    """Whether it had lost before others were adopted."""
 
     @property
     def gain(self) -> float:
@@ -171,8 +174,8 @@ class Tuning:
         """Why it ended without an answer: the start does not run."""
         self._racers = [Racer(knob, value) for knob, value in setup.candidates]
         self.waiting = deque(self._racers)
-        self._too_large: dict[Racer, Settings] = {}
-        """Candidates that were out of memory, and beside what."""
+        self._dropped: dict[Racer, Settings] = {}
+        """Candidates that clearly lost or were out of memory, and beside what."""
         self.adopted: dict[str, Racer] = {}
         """By knob, in the order in which they were adopted."""
         self._group_gains: list[float] = []
@@ -256,10 +259,23 @@ class Tuning:
             if picked := self._weigh([racer for racer, _ in values]):
                 self._latest = {racer.knob for racer in picked}
                 yield from self._together(picked, after)
-            if not self.waiting:  # what was adopted since may have freed memory
-                self.waiting.extend(racer for racer, best in self._too_large.items() if best != self.best)
-                self._too_large = dict.fromkeys(self._too_large, self.best)
+            if not self.waiting:
+                self._ask_again()
         self._leave_untried()
+
+    def _ask_again(self) -> None:
+        """Let those that were dropped run beside what was adopted since, which may have freed memory, or be what they need. One that lost
+        runs once more, one that was out of memory as often as the best settings change. What neither gained nor lost does not: it seems to
+        do nothing here, and asking all of these took a quarter more launches.
+        """
+        again = [racer for racer, best in self._dropped.items() if best != self.best and (not racer.gains or self._displaces_nothing(racer))]
+        for racer in again:
+            self._dropped[racer] = self.best
+            if racer.gains:
+                racer.asked_again = True
+                racer.gains.clear()
+                del self._dropped[racer]
+        self.waiting.extend(again)
 
     def _base(self) -> Generator[Launch, Event, float | None]:
         """The cost of the best settings right before a group: that of the last launch, or of a new one."""
@@ -284,10 +300,10 @@ class Tuning:
             racer.launches += 1
             if problem := self._problem_of(event):
                 self._refuse(racer, problem)
-                if event.outcome == "oom" and racer not in self._too_large:
-                    self._too_large[racer] = self.best
+                if event.outcome == "oom":
+                    self._dropped.setdefault(racer, self.best)
             else:
-                self._too_large.pop(racer, None)
+                self._dropped.pop(racer, None)
                 values.append((racer, self._cost(event)))
         return values
 
@@ -301,6 +317,8 @@ class Tuning:
                 staying.append((z, racer))
             else:
                 self._refuse(racer, "did not look better" if racer.gain <= 0 else "looked better by no more than launches vary")
+                if z < -_ADOPTED and not racer.asked_again:
+                    self._dropped[racer] = self.best
         clear = [
             racer
             for z, racer in staying
@@ -376,6 +394,7 @@ class Tuning:
             if (knob, value) not in self.best:
                 self._refuse(self.adopted.pop(knob), f"{racer.knob}={racer.value} is better")
         self.adopted[racer.knob] = racer
+        self.decisions.pop((racer.knob, racer.value), None)
 
     def _drop(self, knob: str, reason: str, effect: proof.Effect | None = None) -> None:
         """Take an adopted change back."""
@@ -390,8 +409,10 @@ class Tuning:
         self.decisions[racer.knob, racer.value] = Decision(racer.knob, racer.value, proven, reason, effect, looked, racer.launches)
 
     def _leave_untried(self) -> None:
-        while self.waiting:
-            self._refuse(self.waiting.popleft(), "not tried to the end: the time was up")
+        for racer in self.waiting:
+            if (racer.knob, racer.value) not in self.decisions:
+                self._refuse(racer, "not tried to the end: the time was up")
+        self.waiting.clear()
 
     @property
     def noise(self) -> float:

@@ -534,7 +534,7 @@ def test_a_tuning_that_was_killed_beside_its_crash_goes_on_to_the_same_answer(tm
     (tmp_path / "train.sh").write_text(SHELL)
     told = {"PLANNED_CLOCK": "1", "PYTHON": sys.executable, "SCRIPT": str(SCRIPT)}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root())), **told}
-    command = [sys.executable, str(CLOCK), "tune", "--knobs", "knobs.yaml", "--results", "results", "--seed", "3", "--json", "--resume"]
+    command = [sys.executable, str(CLOCK), "tune", "--knobs", "knobs.yaml", "--results", "results", "--seed", "4", "--json", "--resume"]
     command += ["--", "sh", "train.sh", "--launch", "{run}"]
     first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -146,6 +146,25 @@ def test_what_later_changes_make_useless_is_dropped_before_a_round_fails_by_it()
     assert all(tuning.round == 1 for tuning in early)
 
 
+def test_a_change_that_costs_alone_and_pays_beside_a_later_one_is_kept():
+    """As master weights that are rebuilt from the weights do: slow with an optimizer of many kernels, fast in one kernel."""
+
+    def seconds(settings):
+        return (1.2 if "b" not in settings else 0.9) if "a" in settings else (0.97 if "b" in settings else 1.0)
+
+    knobs = dict.fromkeys(("a", "c", "d", "e", "f", "b"), ("off", "on"))
+    tunings = [play(setup(knobs), seconds, noise=0.002, seed=seed) for seed in range(8)]
+    assert all(kept(tuning) == {("a", "on"), ("b", "on")} for tuning in tunings)
+
+
+def test_what_costs_is_asked_twice_at_most_and_not_beside_what_excludes_it():
+    tuning = play(setup(TWO), gains(a_on=-0.2, c_on=0.1, e_on=0.05))
+    assert tuning.decisions["a", "on"].launches == 2
+    excluding = [Choice("a", ("off", "on"), frozenset({"b"})), Choice("b", ("off", "on"), frozenset({"a"}))]
+    tuning = play(Setup(excluding, [("a", "on"), ("b", "on")], 1), gains(a_on=-0.2, b_on=0.1))
+    assert tuning.decisions["a", "on"].launches == 1
+
+
 def test_a_change_that_hurts_beside_another_leaves():
     tuning = play(setup(TWO), lambda s: (0.9 if "a" in s else 1.0) * (0.95 if "b" in s else 1.0) * (1.2 if {"a", "b"} <= s.keys() else 1.0))
     assert kept(tuning) == {("a", "on")}
