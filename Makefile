@@ -61,7 +61,7 @@ test-rest: $(VENV)/.dev $(VENV)/.targets
 test-all: test test-rest
 
 test-slurm: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slurm tests/whole/slurm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slurm tests/whole/slurm
 
 bench-tests: $(VENV)/.dev
 	$(BIN)/python -m pytest -m benchmark tests/test_benchmarks.py
