@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from playbook.planner import flops
+from playbook.planner import flops, parameters
 from playbook.planner.plan import parse
 from playbook.planner.time import collectives
 from playbook.planner.time.cluster import cluster, clusters
@@ -203,3 +203,17 @@ def test_a100s_of_one_machine_wait_as_little_for_the_slowest_as_was_published():
     for gpu, gpus, share in (("a100", 1, 0.0), ("a100", 8, 0.009), ("a100", 16, 0.07), ("h200", 8, 0.07)):
         parts = step_time(parse("llama3_8b", [f"gpus={gpus}", f"gbs={gpus}"]), cluster(gpu)).parts
         assert parts.get("stragglers", 0.0) / (sum(parts.values()) - parts.get("stragglers", 0.0)) == pytest.approx(share)
+
+
+def test_float32_parameters_are_cast_in_each_micro_batch():
+    """Three times by FSDP2, before its gather in either pass and with the gradient, each 6 bytes; never where they are bf16."""
+    machine = cluster("h200")
+    few, many = (parse("llama3_8b", f"gpus=8 sharding=fsdp2 backend=torch mbs=1 gbs={gbs}".split()) for gbs in (8, 16))
+
+    def more(master_bytes):
+        first, second = (step_time(replace(p, master_bytes=master_bytes), machine).parts["optimizer"] for p in (few, many))
+        return second - first
+
+    shard = parameters.total(few.shape) / 8
+    assert more(4) == pytest.approx(18 * shard / (machine.laws.optimizer_share * machine.memory_bytes_per_s), rel=0.01)
+    assert more(2) == pytest.approx(0, abs=1e-6)

@@ -268,7 +268,8 @@ class Tuning:
         runs once more, one that was out of memory as often as the best settings change. What neither gained nor lost does not: it seems to
         do nothing here, and asking all of these took a quarter more launches.
         """
-        again = [racer for racer, best in self._dropped.items() if best != self.best and (not racer.gains or self._displaces_nothing(racer))]
+        old = [racer for racer, best in self._dropped.items() if best != self.best]
+        again = [racer for racer in old if not racer.gains or self._displaces_nothing(racer)]
         for racer in again:
             self._dropped[racer] = self.best
             if racer.gains:

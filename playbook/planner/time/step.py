@@ -338,7 +338,8 @@ def _beside(sent: float, computed: float) -> float:
 
 def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
     """The update, the norm of the gradients before it, and what the host does once a step; FSDP2's shares on the host come to the GPU in
-    each pass.
+    each pass. Float32 parameters are cast in every micro-batch: each rank's share for FSDP2's gather in either pass, or all of them
+    once, and their gradients back (`param_dtype` of torch's `MixedPrecisionPolicy`; `.to` in the forward pass without FSDP2).
     """
     split = SHARDING[plan.options.sharding]
     (dense, _), (experts, _) = _grids(plan)
@@ -349,6 +350,8 @@ def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
     each = plan.grad_bytes + 2 * plan.master_bytes + 4 * plan.moment_bytes + BF16
     rate = cluster.laws.optimizer_share * cluster.memory_bytes_per_s
     seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * whole) / rate + HOST_STEP.value / cluster.host_speed
+    if own_master(plan.options) and plan.master_bytes == _FP32:
+        seconds += plan.microbatches * (3 if split.parameters else 2) * (_FP32 + BF16) * count / rate
     share = plan.options.optimizer_offload / 100
     seconds += share * count * ((_FP32 + BF16) / cluster.laws.host_to_device + _ADAM_BYTES / CPU_ADAM.value)
     if own_master(plan.options) and share:
