@@ -271,11 +271,12 @@ class Tuning:
         old = [racer for racer, best in self._dropped.items() if best != self.best]
         again = [racer for racer in old if not racer.gains or self._displaces_nothing(racer)]
         for racer in again:
-            self._dropped[racer] = self.best
             if racer.gains:
                 racer.asked_again = True
                 racer.gains.clear()
                 del self._dropped[racer]
+            else:
+                self._dropped[racer] = self.best
         self.waiting.extend(again)
 
     def _base(self) -> Generator[Launch, Event, float | None]:

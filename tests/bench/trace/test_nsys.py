@@ -181,12 +181,20 @@ def test_a_missing_table_is_named_with_what_to_do(tmp_path: Path, table: str) ->
         read(database(tmp_path / "t.sqlite", without=table))
 
 
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME COLUMN correlationId TO correlation", "KERNEL has no column correlationId"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon' WHERE correlationId = 1", "'soon'"),
+    ],
+    ids=["a column is gone", "text where a time belongs"],
+)
+def test_a_table_that_is_not_as_written_is_an_error_that_says_where(tmp_path: Path, change: str, said: str) -> None:
     path = database(tmp_path / "t.sqlite")
     with sqlite3.connect(path) as db:
-        db.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME COLUMN correlationId TO correlation")
+        db.execute(change)
     db.close()
-    with pytest.raises(PlaybookError, match="KERNEL has no column correlationId"):
+    with pytest.raises(PlaybookError, match=said):
         read(path)
 
 
@@ -195,15 +203,6 @@ def test_a_file_that_is_no_database_is_one_clear_error(tmp_path: Path, content: 
     path = tmp_path / "t.sqlite"
     path.write_bytes(content)
     with pytest.raises(PlaybookError, match=r"t\.sqlite"):
-        read(path)
-
-
-def test_text_where_a_time_belongs_is_an_error(tmp_path: Path) -> None:
-    path = database(tmp_path / "t.sqlite")
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon' WHERE correlationId = 1")
-    db.close()
-    with pytest.raises(PlaybookError, match="'soon'"):
         read(path)
 
 

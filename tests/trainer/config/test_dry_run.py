@@ -373,3 +373,11 @@ def test_a_pipeline_keeps_the_vision_tower_of_each_micro_batch_in_flight() -> No
     alone, in_two = (dry_run(load(tiny, {"train.global_batch_size": 16, "parallel.pp": pp}), 4).stages[0] for pp in (1, 2))
     assert in_two.in_flight[0] > 1
     assert in_two.vision == in_two.in_flight[0] * alone.vision
+
+
+def test_weights_that_are_bf16_already_are_predicted_without_casts_under_fsdp_too():
+    steps = {}
+    for master in ("fp32", "remainder"):
+        config = load(LARGE, {"parallel.ep": 1, "train.global_batch_size": 64, "optimizer.master_weights": master})
+        steps[master] = predicted(config, 4, cluster("h200")).parts["optimizer"]
+    assert steps["remainder"] < 0.6 * steps["fp32"]

@@ -108,9 +108,9 @@ def predicted(config: TrainerConfig, world: int, on: Cluster, routing: Routing |
         optimizer_offload=100 if config.offload.optimizer else 0,
     )  # fmt: skip
     if not shared:
-        master = 2 if config.optimizer.master_weights == "remainder" else 4
-        plan = replace(plan, grad_bytes=_gradient(config, plan), master_bytes=master)
-    return step_time(replace(plan, options=options, moment_bytes=moment_bytes), on)
+        plan = replace(plan, grad_bytes=_gradient(config, plan))
+    master_bytes = 2 if config.optimizer.master_weights == "remainder" else 4
+    return step_time(replace(plan, options=options, moment_bytes=moment_bytes, master_bytes=master_bytes), on)
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
