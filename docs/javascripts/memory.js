@@ -425,5 +425,5 @@ var PlaybookMemory = (function (layout) {
     return range(0, p.pp - 1).map((stage) => stageOf(tables, p, stage, indices(sizes, p.pp, stage)));
   }
 
-  return {estimate, flopsPerToken, weightFlops, bubble, total, active, vision, parts, layer, adapters, pairs, split, indices, kept, runAgain};
+  return {estimate, flopsPerToken, weightFlops, bubble, total, active, vision, parts, layer, adapters, pairs, split, indices, kept, runAgain, ownMaster};
 })(PlaybookLayout);

@@ -420,10 +420,12 @@ var PlaybookTime = (function (layout, memory) {
     const over = splitOptimizer ? grids(p).map(([ranks]) => Math.max(floorDiv(ranks, copies), 1)) : [1, 1], [trainedDense, trainedExperts] = stage.trained;
     const count = trainedDense / over[0] + trainedExperts / over[1], whole = splitParameters ? count : trainedDense + trainedExperts;
     const each = p.grad_bytes + 2 * p.master_bytes + 4 * p.moment_bytes + BF16, share = o.optimizer_offload / 100, host = g.laws.host_to_device;
-    let found = (each * count + p.grad_bytes * count + p.grad_bytes * whole) / (g.laws.optimizer_share * g.memory_bytes_per_s) + c.HOST_STEP / g.host_speed;
+    const rate = g.laws.optimizer_share * g.memory_bytes_per_s, own = memory.ownMaster(t, o), m = layout.microbatches(p);
+    let found = (each * count + p.grad_bytes * count + p.grad_bytes * whole) / rate + c.HOST_STEP / g.host_speed;
+    if (own && p.master_bytes === FP32) found += m * (splitParameters ? 3 : 2) * (FP32 + BF16) * count / rate;
     found += share * count * ((FP32 + BF16) / host + t.step._ADAM_BYTES / c.CPU_ADAM);
-    if (o.backend === "torch" && !t.deepspeed.includes(o.sharding) && share)
-      found += layout.microbatches(p) * 2 * BF16 * share * (stage.dense / over[0] + stage.experts / over[1]) / host;
+    if (own && share)
+      found += m * 2 * BF16 * share * (stage.dense / over[0] + stage.experts / over[1]) / host;
     return found;
   }
 
