@@ -437,12 +437,7 @@ def digest(data: Any, length: int = 64) -> str:
 
 def seal(evidence: Evidence) -> Evidence:
     """The record with its own hash filled in."""
-    return evidence.model_copy(update={"sha256": _content_sha(evidence)})
-
-
-def _content_sha(evidence: Evidence) -> str:
-    """The hash that the record should carry."""
-    return stored_sha(evidence.model_dump(mode="json"))
+    return evidence.model_copy(update={"sha256": stored_sha(evidence.model_dump(mode="json"))})
 
 
 def stored_sha(data: Mapping[str, Any]) -> str:
