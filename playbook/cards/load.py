@@ -7,14 +7,14 @@ the trainer know (`cases`, `metrics`) and checks further along the line.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from playbook import files
 from playbook.cards import scope
-from playbook.cards.model import OPS, Card, Claim, Expect, near_metric
+from playbook.cards.model import OPS, Card, Claim, Expect, claim_ids, near_metric
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import OWN_FILE, folders, own_file
 from playbook.yaml_files import KeyPath, Positions, did_you_mean, load, locate
@@ -49,16 +49,6 @@ class Cards:
             for i, claim in enumerate(entry.card.claims):
                 yield entry, i, claim
 
-    def claim_ids(self) -> set[str]:
-        """The ids of claims and of mechanism checks."""
-        return {i for _, _, c in self.claims() for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
-
-
-def card_of(claim: str, cards: Mapping[str, Card]) -> str | None:
-    """The id of the card that has a claim or a mechanism check of that id."""
-    checks = ((card.id, c.id, c.mechanism_check and c.mechanism_check.id) for card in cards.values() for c in card.claims)
-    return next((card for card, *ids in checks if claim in ids), None)
-
 
 def read_cards(paths: Sequence[Path]) -> Cards:
     """The cards of files and folders; whatever is no card becomes a finding."""
@@ -91,7 +81,7 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
     `cases` and `metrics` are the known case ids and metric names; None leaves them unasked.
     """
     known_cards = {e.card.id for e in (*shelf.loaded, *cards.loaded)}
-    known_claims = shelf.claim_ids() | cards.claim_ids()
+    known_claims = {i for e in (*shelf.loaded, *cards.loaded) for i in claim_ids(e.card)}
     findings = [*cards.findings, *_duplicates(cards, shelf)]
     for entry in cards.loaded:
         findings += _name(entry)

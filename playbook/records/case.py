@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from playbook.cards.load import card_of, load_all
-from playbook.cards.model import Slug
+from playbook.cards.load import load_all
+from playbook.cards.model import Slug, by_claim
 from playbook.errors import FileError, Finding
 from playbook.paths import folders
 from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, secret_word, template_problems
@@ -491,8 +491,8 @@ def case_file(name: str) -> Path:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else _file_of(name)
     if path is None:
-        card = card_of(name, load_all())
-        advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
+        claim = by_claim(load_all()).get(name)
+        advice = f"; it is a claim: playbook confirm {claim[0]}/{name}" if claim else did_you_mean(name, list_cases())
         raise FileError([Finding(name, 1, 1, f"no such case{advice or '; name its file (.yaml), or one that playbook bench list names'}")])
     return path
 
