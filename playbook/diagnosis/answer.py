@@ -11,7 +11,7 @@ from typing import Any
 
 from playbook.diagnosis import published
 from playbook.diagnosis import seen as sight
-from playbook.diagnosis.actions import Action, Gain, actions
+from playbook.diagnosis.actions import Action, actions
 from playbook.diagnosis.claims import Said, said
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.planner.choice import plain_data, space
@@ -21,7 +21,7 @@ from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.step import StepTime, step_time
+from playbook.planner.time.step import Estimate, StepTime, step_time
 from playbook.records.standing import Stock
 
 _LEAST = 0.01
@@ -83,11 +83,6 @@ def predicted_walls(time: StepTime, plan: Plan, cluster: Cluster, shares_seen: M
     return _ordered(
         {name: max(seen_walls[name], shares.get(name, 0.0)) if name in seen_walls else shares.get(name) for name in _KINDS}, shares_seen
     )
-
-
-def _seen_walls(shares_seen: Mapping[str, float]) -> list[Wall]:
-    """The walls that were seen, of a run of which nothing is predicted."""
-    return _ordered(sight.walls(shares_seen), shares_seen)
 
 
 def traced_walls(trace: Mapping[str, Any]) -> list[Wall]:
@@ -193,7 +188,7 @@ def diagnose(where: Setting, speed: Measured | None, stock: Stock, export: _Expo
         "walls": [{**asdict(w), "beyond": w.beyond} for w in walls],
         "walls_from": _walls_from(where, observed),
         "how_to_tell": "" if observed.trace else _how(where),
-        "actions": [*_trace_first(where, speed, time, observed), *listed][:_MOST],
+        "actions": [*_trace_first(where, speed, time), *listed][:_MOST],
         "assumptions": _assumptions(where, current, best, observed),
         "confidence": _confidence(where, speed, current, runs, observed),
     }  # fmt: skip
@@ -220,15 +215,10 @@ def _time(where: Setting) -> StepTime | None:
     return scaled(time, scale_of(where.question, time, fp8=where.precision == "fp8"))
 
 
-def _peak(plan: Plan | None) -> float:
-    """GiB of the fullest rank."""
-    return space.held(plan) / GIB if plan else 0.0
-
-
 def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
     return {
         "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu), "mfu": time.mfu, "seconds": time.seconds.value,
-        "memory_gib": _peak(plan), "settings": plain_data.words(plan) if plan else [],
+        "memory_gib": space.held(plan) / GIB if plan else 0.0, "settings": plain_data.words(plan) if plan else [],
     }  # fmt: skip
 
 
@@ -280,7 +270,7 @@ def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[Wal
         return traced_walls(observed.trace)
     if where.plan and current:
         return predicted_walls(current, where.plan, where.question.cluster, where.seen)
-    return _seen_walls(where.seen)
+    return _ordered(sight.walls(where.seen), where.seen)
 
 
 def _walls_from(where: Setting, observed: Seen) -> str:
@@ -312,26 +302,17 @@ class _ActionContext:
     headroom: float | None
 
 
-def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, observed: Seen) -> list[dict[str, Any]]:
+def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None) -> list[dict[str, Any]]:
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
     if where.seen or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
         return []
     title = "trace three steps first: the run is slower than its layout's prediction allows for"
     if where.plan is None:
         title = "name the layout, and trace three steps: the run is slower than the fastest layout's prediction allows for"
-    empty: dict[str, Any] = {
-        "expected": None,
-        "at_most": False,
-        "planner": None,
-        "record": None,
-        "in_plan": False,
-        "memory_gib": None,
-        "claims": [],
-        "settings": [],
-    }
     return [
         {
-            "id": "trace", "title": title, "walls": [], **empty,
+            "id": "trace", "title": title, "walls": [], "expected": None, "at_most": False, "planner": None, "record": None,
+            "in_plan": False, "memory_gib": None, "claims": [], "settings": [],
             **{k: list(v) for k, v in asdict(Changed()).items()}, "test": [_how(where)],
             "note": "waits for data, paths that are not fused, slow ranks and throttled clocks are not predicted",
         }
@@ -345,7 +326,7 @@ def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     also = said(context.stock, action.also, action.on, where.question.cluster)
     shown = [*measures, *also]
     record = next((s for s in measures if s.comparable), None)
-    measured_gain = Gain(*record.effect) if record and record.effect else None
+    measured_gain = Estimate(*record.effect) if record and record.effect else None
     changed = context.export(action, where.framework, where.question.cluster.name)
     return {
         "id": action.id,
@@ -366,7 +347,7 @@ def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _expected_gain(action: Action, measured_gain: Gain | None, context: _ActionContext) -> float | None:
+def _expected_gain(action: Action, measured_gain: Estimate | None, context: _ActionContext) -> float | None:
     """Expected relative gain in tokens/s (0.1 = 10 % faster), None where nothing tells.
 
     It is the smallest of the planner's gain, the measured gain (for an action with `part`, carried to the whole step by Amdahl's law) and,
