@@ -180,21 +180,14 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
         if values.get(key, value) != value:
             raise ConfigError(f"{key} is given twice, as {values[key]} and {value[:40]}; give it once")
         values[key] = value
-    return _build(model, values, MODELS[model] if shape is None else shape)
-
-
-def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     values = _in_own_words(values)
     numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
-    shape = _cut(shape, numbers.pop("layers", None), numbers.pop("experts", None))
+    shape = _cut(MODELS[model] if shape is None else shape, numbers.pop("layers", None), numbers.pop("experts", None))
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
-    return Plan(
-        shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, gradients_added=False, experts_at_once=False,
-        options=options, **numbers,
-    )  # fmt: skip
+    return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
 
 
 def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
@@ -373,10 +366,10 @@ def _choices(plan: Plan, key: str) -> list[int]:
     most = max(plan.gpus, 1)
     allowed = {
         "tp": [n for n in range(1, min(shape.heads, most) + 1) if shape.heads % n == 0],
-        "cp": [n for n in _powers(most) if n == 1 or plan.seq_len % (2 * n) == 0],
+        "cp": [n for n in powers(most) if n == 1 or plan.seq_len % (2 * n) == 0],
         "pp": [n for n in range(1, min(shape.layers + 2, most) + 1) if most % n == 0 or n == stated],
         "ep": [n for n in range(1, min(shape.experts, most) + 1) if shape.experts % n == 0] or [1],
-        "etp": [n for n in _powers(most) if (shape.expert_ffn or 1) % n == 0],
+        "etp": [n for n in powers(most) if (shape.expert_ffn or 1) % n == 0],
         "vpp": list(range(1, shape.layers + 1)),
     }[key]
     near = sorted(allowed, key=lambda n: (_apart(stated, n), n))[:CHOICES]
@@ -390,7 +383,8 @@ def _gpu_choices(plan: Plan) -> list[int]:
     return sorted(n for n in {plan.gpus, below, below + unit} if 0 < n <= LARGEST)
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
+    """The powers of two from 1 to `most`."""
     return [1 << i for i in range(most.bit_length())]
 
 
