@@ -30,8 +30,6 @@ def per_token(shape: Shape, seq_len: float) -> float:
     return BACKWARD * sum(flops for name, flops in forward(shape, seq_len).items() if name != "router")
 
 
-_WEIGHTS = ("linear", "mlp", "experts", "router", "head")
-"""Classes of operation that multiply by a weight; the rest multiplies activations alone."""
 _FULL = Options()
 
 
@@ -45,15 +43,9 @@ def trained_per_token(shape: Shape, seq_len: float, options: Options = _FULL) ->
     frozen = options.lora > 0 or "decoder" in options.frozen
     if not frozen:
         return per_token(shape, seq_len)
-    whole = forward(shape, seq_len)
-    weights = sum(whole[name] for name in _WEIGHTS if name != "router")
-    return per_token(shape, seq_len) - weights + BACKWARD * _adapter_forward(shape, options)
-
-
-def _adapter_forward(shape: Shape, options: Options) -> float:
-    """FLOPs of the forward pass of all adapters per token."""
+    weights = sum(flops for name, flops in forward(shape, seq_len).items() if name not in ("attention", "router"))
     met = sum(a.passed * (a.wide_in + a.wide_out) for i in range(shape.layers) for a in adapters(shape, i, options))
-    return 2.0 * options.lora * met
+    return per_token(shape, seq_len) - weights + BACKWARD * (2.0 * options.lora * met)
 
 
 def forward(shape: Shape, seq_len: float) -> dict[str, float]:

@@ -195,18 +195,14 @@ def _rings(rows: Rows) -> Iterator[tuple[int, tuple[float, float]]]:
 
 def _line(pairs: list[tuple[float, float]]) -> tuple[float, float] | None:
     """Start and rate for which start * x + y / rate comes nearest to 1; None where the pairs tell neither."""
-    xx, xy, yy = (sum(a * b for a, b in zip(*cols, strict=True)) for cols in _columns(pairs))
-    x, y = (sum(column) for column in zip(*pairs, strict=True))
+    xs, ys = zip(*pairs, strict=True)
+    x, y = sum(xs), sum(ys)
+    xx, xy, yy = (sum(a * b for a, b in zip(*columns, strict=True)) for columns in ((xs, xs), (xs, ys), (ys, ys)))
     whole = xx * yy - xy * xy
     if len(pairs) < 2 or whole <= 0:
         return None
     start, per_byte = (x * yy - y * xy) / whole, (y * xx - x * xy) / whole
     return (max(start, 0.0), 1 / per_byte) if per_byte > 0 else None
-
-
-def _columns(pairs: list[tuple[float, float]]) -> Iterator[tuple[list[float], list[float]]]:
-    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
-    yield from ((xs, xs), (xs, ys), (ys, ys))
 
 
 _NAME = re.compile(r"(?:(?P<gbe>\d{1,4})GbE|(?P<kind>IB|RoCE|EFA)-(?P<rate>\d{1,5}))", re.IGNORECASE | re.ASCII)

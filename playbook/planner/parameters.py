@@ -44,11 +44,6 @@ def parts(shape: Shape, index: int) -> tuple[str, str]:
     return "linear" if linear else "attention", "mlp" if index < shape.dense_layers else "experts"
 
 
-def _sparse_layers(shape: Shape) -> int:
-    """Number of layers with experts, without depths of prediction."""
-    return sum(parts(shape, i)[1] == "experts" for i in range(shape.layers))
-
-
 def layer(shape: Shape, index: int) -> Layer:
     """Parameters of the decoder layer with this index."""
     mixer, ffn = parts(shape, index)
@@ -183,8 +178,8 @@ def mtp(shape: Shape) -> Layer:
 
 def active(shape: Shape) -> int:
     """Parameters that one token meets, embedding and output layer included."""
-    routed = _sparse_layers(shape) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
-    return decoder(shape) - routed
+    sparse = sum(parts(shape, i)[1] == "experts" for i in range(shape.layers))
+    return decoder(shape) - sparse * (shape.experts - shape.top_k) * expert(shape)
 
 
 def vision(shape: Shape) -> int:

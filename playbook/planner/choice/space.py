@@ -148,7 +148,8 @@ _MOST_STAGES = 64
 _TOKENS = 1 << 22
 """Tokens of a step where no global batch is given."""
 
-_GRAPHS: Mapping[bool, tuple[str, ...]] = {True: ("attn", "moe_router", "moe_preprocess"), False: ("attn", "mlp")}
+GRAPHS: Mapping[bool, tuple[str, ...]] = {True: ("attn", "moe_router", "moe_preprocess"), False: ("attn", "mlp")}
+"""Modules that are captured, by whether the model has experts."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ def switches(question: Question, layout: Plan) -> list[Options]:
     flex = routed and question.backend == "megatron" and hybridep
     dispatchers = ["alltoall", *(["hybridep"] if flex else [])] if routed else [""]
     overlap = [False, True] if routed and layout.ep > 1 and (layout.pp == 1 or layout.vpp > 1) and layout.shape.mtp < 2 else [False]
-    graphs = [(), _GRAPHS[bool(layout.shape.experts)]] if "graphs" in question.allow else [()]
+    graphs = [(), GRAPHS[bool(layout.shape.experts)]] if "graphs" in question.allow else [()]
     variants = []
     for dispatcher, both, recipe, graphed in product(
         dispatchers, overlap if question.backend == "megatron" else [False], recipes(question), graphs

@@ -93,11 +93,9 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
     try:
         readings = assumed(run, on)
         times = [step_time(plan, readings.cluster) for plan in readings.plans]
-    except Unexpressed as e:
-        return str(e)
     except FileError as e:
         return f"its model cannot be read: {e}"
-    except ConfigError as e:
+    except (Unexpressed, ConfigError) as e:
         return str(e)
     logs = [log(t.tokens_per_s_per_gpu.value) for t in times]
     between = pstdev(logs) if len(logs) > 1 else 0.0

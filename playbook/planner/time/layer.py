@@ -180,13 +180,13 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
     if not w.compiled:
-        more = Parts(elementwise=_bytes(cluster, _uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
+        more = Parts(elementwise=moving(cluster, _uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
         forward, backward = forward.plus(more), backward.plus(more, 2)
         blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.added and not w.frozen:
         counts = parameters.layer(shape, index_of(shape, kind))
         held = counts.sharded / w.tp + counts.repeated + counts.experts / (w.ep * w.etp)
-        backward = backward._replace(elementwise=backward.elementwise + _bytes(cluster, w.added * held))
+        backward = backward._replace(elementwise=backward.elementwise + moving(cluster, w.added * held))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     if w.lora:
@@ -202,7 +202,7 @@ def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Adapters beside a layer's products, and its base in 4 bits: both only move bytes."""
     options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
     moved = _beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
-    return Cost(*(Parts(elementwise=_bytes(cluster, each)) for each in moved))
+    return Cost(*(Parts(elementwise=moving(cluster, each)) for each in moved))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
@@ -245,8 +245,8 @@ def _cast(cluster: Cluster, products: Cost, fp8: str, values_in: float, values_o
     if not fp8:
         return products
     there, back = _CASTS.get(fp8, _SCALED_CASTS)
-    forward = products.forward._replace(elementwise=_bytes(cluster, there * values_in))
-    return Cost(forward, products.backward._replace(elementwise=_bytes(cluster, back * values_out)))
+    forward = products.forward._replace(elementwise=moving(cluster, there * values_in))
+    return Cost(forward, products.backward._replace(elementwise=moving(cluster, back * values_out)))
 
 
 def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, w: Work) -> Cost:
@@ -275,7 +275,7 @@ def _sum(costs: Iterator[Cost]) -> Cost:
     return Cost(forward, backward)
 
 
-def _bytes(cluster: Cluster, num_bytes: float) -> float:
+def moving(cluster: Cluster, num_bytes: float) -> float:
     """Seconds of kernels that only move bytes."""
     return num_bytes / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
 
@@ -321,12 +321,12 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     moved = BF16 * (_NORM_PASSES * local * h + 2 * rows * heads)
     forward = products.forward._replace(
         attention=core[0],
-        elementwise=products.forward.elementwise + _bytes(cluster, moved),
+        elementwise=products.forward.elementwise + moving(cluster, moved),
         host=hosts[0],
     )
     backward = products.backward._replace(
         attention=core[1],
-        elementwise=products.backward.elementwise + _bytes(cluster, _BACKWARD_NORM * moved),
+        elementwise=products.backward.elementwise + moving(cluster, _BACKWARD_NORM * moved),
         host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
@@ -384,12 +384,12 @@ def _unfused(cluster: Cluster, rows: float, keys: float, causal_flops: float) ->
     diagonal.
     """
     product = 2 * causal_flops / (_NARROW * cluster.laws.forward.share * cluster.bf16_flops_per_s)
-    return product + _bytes(cluster, _SCORES_FORWARD * rows * keys), 2 * product + _bytes(cluster, _SCORES_BACKWARD * rows * keys)
+    return product + moving(cluster, _SCORES_FORWARD * rows * keys), 2 * product + moving(cluster, _SCORES_BACKWARD * rows * keys)
 
 
 def _scan(cluster: Cluster, rows: float, width: float, states: float) -> tuple[float, float]:
     """A chunked recurrence, both passes: passes over its inputs, and small products with the state and within chunks."""
-    moved = _bytes(cluster, _SCAN_PASSES * BF16 * rows * width)
+    moved = moving(cluster, _SCAN_PASSES * BF16 * rows * width)
     multiplied = 2.0 * 4 * rows * states / constants.SCAN_RATE.value
     return moved + multiplied, 2 * (moved + multiplied)
 
@@ -436,10 +436,10 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     gather = _tensor(cluster, shape, w)
     first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w)
     return Cost(
-        products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster,
+        products.forward._replace(elementwise=products.forward.elementwise + moving(cluster, moved), host=_host(cluster,
         constants.HOST_MLP[0].value), tp=2 * gather),
         products.backward._replace(
-            elementwise=products.backward.elementwise + _bytes(cluster, _BACKWARD_NORM * moved),
+            elementwise=products.backward.elementwise + moving(cluster, _BACKWARD_NORM * moved),
             host=_host(cluster, constants.HOST_MLP[1].value), tp=_gathers_back(w, gather, first),
         ),
     )  # fmt: skip
@@ -449,7 +449,7 @@ def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) 
     """A dense MLP: up, activation, down."""
     up = shape.up
     products = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, w), _dense(cluster, rows, width, shape.hidden, w)]))
-    act = _bytes(cluster, BF16 * rows * width * (up + 1))
+    act = moving(cluster, BF16 * rows * width * (up + 1))
     return Cost(
         products.forward._replace(elementwise=products.forward.elementwise + act),
         products.backward._replace(elementwise=products.backward.elementwise + act * (2 * up + 1) / (up + 1)),
@@ -483,8 +483,8 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     sorted_copies = token_copies * (w.etp if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 1 + w.etp)
     permute_bytes = BF16 * expert_hidden * sorted_copies * 2
     norm_and_router_bytes = BF16 * _NORM_PASSES * sp_tokens * h + 3 * _FP32 * sp_tokens * shape.experts
-    forward = _bytes(cluster, activation_bytes + 2 * permute_bytes + norm_and_router_bytes)
-    backward = _bytes(
+    forward = moving(cluster, activation_bytes + 2 * permute_bytes + norm_and_router_bytes)
+    backward = moving(
         cluster, activation_bytes * (2 * shape.up + 1) / (shape.up + 1) + 2 * permute_bytes + _BACKWARD_NORM * norm_and_router_bytes
     )
     dispatch_s = _dispatch(cluster, shape, w)
@@ -560,13 +560,13 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
         ups = [(i, o) for name, i, o in _projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
         recomputed = recomputed.plus(_sum(_dense(cluster, rows, i, o, w) for i, o in ups).forward)
     if "layernorm" in names:
-        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
+        recomputed = recomputed.plus(Parts(elementwise=moving(cluster, 2 * 2 * BF16 * local * shape.hidden)))
     if kind.ffn != "experts":
         return recomputed.plus(blocks[1].forward) if "mlp" in names else recomputed
     if "moe" in names:
         return recomputed.plus(blocks[1].forward)
     if "moe_act" in names:
-        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
+        recomputed = recomputed.plus(Parts(elementwise=moving(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
     if "shared_experts" in names and shape.shared_ffn:
         recomputed = recomputed.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
     return recomputed
