@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from playbook.planner.options import Options
-from playbook.planner.parameters import adapters, parts
+from playbook.planner.parameters import adapters, parts, projections
 from playbook.planner.shapes import Shape, Vision
 
 BACKWARD = 3
@@ -61,7 +61,7 @@ def forward(shape: Shape, seq_len: float) -> dict[str, float]:
     sparse, h, wide = halves["experts"], shape.hidden, shape.up + 1
     madds = {
         "attention": sum(_core(shape, i, seq_len) for i in depths),
-        "linear": sum(_projections(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
+        "linear": sum(_linear(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
         "mlp": halves["mlp"] * wide * h * shape.ffn,
         "experts": sparse * (wide * (shape.expert_hidden * shape.top_k * shape.expert_ffn + h * shape.shared_ffn) + 2 * h * shape.latent),
         "router": sparse * h * shape.experts,
@@ -87,26 +87,11 @@ def vision_forward(tower: Vision, out: int, patches: float, pairs: float) -> dic
     return {name: 2.0 * n for name, n in madds.items()}
 
 
-def _projections(shape: Shape, index: int) -> float:
-    """Multiply-adds per token of the matrix products around one layer's attention."""
-    h, n = shape.hidden, shape.heads
+def _linear(shape: Shape, index: int) -> float:
+    """Multiply-adds per token of the matrix products around one layer's attention, and of the norms of compressed queries and keys."""
     mixer = parts(shape, index)[0]
-    if not mixer:
-        return 0.0
-    if shape.mamba is not None and mixer == "mamba":
-        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
-        return h * (3 * inner + 2 * ssm.groups * ssm.state + ssm.heads)
-    if shape.linear is not None and mixer == "linear":
-        gdn = shape.linear
-        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
-        return h * (2 * qk + 2 * v + 2 * gdn.value_heads) + h * v
-    if shape.mla is not None:
-        mla = shape.mla
-        key = n * (mla.nope_dim + mla.rope_dim)
-        q, kv = mla.q_rank * (h + key + 1) if mla.q_rank else h * key, mla.kv_rank * (h + n * (mla.nope_dim + mla.v_dim) + 1)
-        return q + kv + h * mla.rope_dim + n * mla.v_dim * h
-    d = shape.head_dim
-    return h * (n * d * (2 if shape.attention_gate else 1) + 2 * shape.kv_heads * d) + n * d * h
+    norms = shape.mla.q_rank + shape.mla.kv_rank if shape.mla is not None and mixer == "attention" else 0
+    return sum(wide_in * wide_out for _, wide_in, wide_out in projections(shape, mixer)) + norms
 
 
 def _core(shape: Shape, index: int, seq_len: float) -> float:

@@ -59,6 +59,30 @@ def layer(shape: Shape, index: int) -> Layer:
     return Layer(sharded, repeated, shape.experts * expert(shape))
 
 
+def projections(shape: Shape, mixer: str, tp: int = 1) -> list[tuple[str, float, float]]:
+    """The matrix products around one layer's attention on a TP rank: what recomputes them, width in, width out."""
+    if not mixer:
+        return []
+    h, n, d = shape.hidden, shape.heads / tp, shape.head_dim
+    if mixer == "mamba" and shape.mamba is not None:
+        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
+        return [("", h, (2 * inner + 2 * ssm.groups * ssm.state + ssm.heads) / tp), ("", inner / tp, h)]
+    if mixer == "linear" and shape.linear is not None:
+        gdn = shape.linear
+        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+        return [("", h, (2 * qk + 2 * v + 2 * gdn.value_heads) / tp), ("", v / tp, h)]
+    if shape.mla is not None:
+        m = shape.mla
+        query = (
+            [("", h, m.q_rank), ("mla_up_proj", m.q_rank, n * (m.nope_dim + m.rope_dim))]
+            if m.q_rank
+            else [("", h, n * (m.nope_dim + m.rope_dim))]
+        )
+        return [*query, ("", h, m.kv_rank + m.rope_dim), ("mla_up_proj", m.kv_rank, n * (m.nope_dim + m.v_dim)), ("", n * m.v_dim, h)]
+    kv = max(shape.kv_heads / tp, 1)
+    return [("", h, (n * (2 if shape.attention_gate else 1) + 2 * kv) * d), ("", n * d, h)]
+
+
 def expert(shape: Shape) -> int:
     """Parameters of one expert: gate, up and down projection, and their biases where the model has them."""
     bias = shape.up * shape.expert_ffn + shape.expert_hidden if shape.expert_bias else 0

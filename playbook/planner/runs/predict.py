@@ -39,11 +39,6 @@ class Prediction:
     """Memory that was written down before."""
 
     @property
-    def tflops_per_gpu(self) -> float:
-        """1e12 model FLOPs per second."""
-        return self.tokens_per_s_per_gpu * self.flops_per_token / 1e12
-
-    @property
     def peak_tflops(self) -> float:
         """The peak that utilisation is a share of: that of the products' precision."""
         return (self.cluster.fp8_flops_per_s if self.plan.options.fp8 else self.cluster.bf16_flops_per_s) / 1e12
