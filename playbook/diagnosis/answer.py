@@ -166,7 +166,7 @@ def diagnose(where: Setting, speed: Measured | None, stock: Stock, export: _Expo
     time = current or (best.time if best else None)
     step_shares = sight.composition(time.parts, where.seen) if time else {}
     headroom = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
-    listed = [_entry(a, _ActionContext(where, stock, export, step_shares, headroom)) for a in actions(where, best)]
+    listed = [_entry(a, where, stock, export, step_shares, headroom) for a in actions(where, best)]
     first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
@@ -289,19 +289,6 @@ def _how(where: Setting) -> str:
     return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(command)} --trace step.sqlite"
 
 
-@dataclass(frozen=True)
-class _ActionContext:
-    """What an action is judged by: the setting, what claims say, a trainer's words, the share of the predicted step by part, and the
-    headroom: the relative gain in tokens/s to the fastest layout, or to a faster published run.
-    """
-
-    where: Setting
-    stock: Stock
-    export: _Exporter
-    step_shares: Mapping[str, float]
-    headroom: float | None
-
-
 def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None) -> list[dict[str, Any]]:
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
     if where.seen or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
@@ -319,21 +306,25 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None) 
     ]  # fmt: skip
 
 
-def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
-    """One action as plain data."""
-    where = context.where
-    measures = said(context.stock, action.measures, action.on, where.question.cluster)
-    also = said(context.stock, action.also, action.on, where.question.cluster)
-    shown = [*measures, *also]
+def _entry(
+    action: Action, where: Setting, stock: Stock, export: _Exporter, step_shares: Mapping[str, float], headroom: float | None
+) -> dict[str, Any]:
+    """One action as plain data.
+
+    It is judged by what claims say, by the share of the predicted step by part, and by the headroom: the relative gain in tokens/s to the
+    fastest layout, or to a faster published run.
+    """
+    measures = said(stock, action.measures, action.on, where.question.cluster)
+    shown = [*measures, *said(stock, action.also, action.on, where.question.cluster)]
     record = next((s for s in measures if s.comparable), None)
     measured_gain = Estimate(*record.effect) if record and record.effect else None
-    changed = context.export(action, where.framework, where.question.cluster.name)
+    changed = export(action, where.framework, where.question.cluster.name)
     return {
         "id": action.id,
         "title": action.title,
         "walls": list(action.walls),
-        "expected": _expected_gain(action, measured_gain, context),
-        "at_most": _limited_by_headroom(action, context),
+        "expected": _expected_gain(action, measured_gain, step_shares, headroom),
+        "at_most": _limited_by_headroom(action, headroom),
         "planner": action.gain and asdict(action.gain),
         "record": {**asdict(measured_gain), "claim": record.id, "machine": record.machine,
         "evidence": record.evidence} if record and measured_gain else None,
@@ -347,25 +338,27 @@ def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _expected_gain(action: Action, measured_gain: Estimate | None, context: _ActionContext) -> float | None:
+def _expected_gain(
+    action: Action, measured_gain: Estimate | None, step_shares: Mapping[str, float], headroom: float | None
+) -> float | None:
     """Expected relative gain in tokens/s (0.1 = 10 % faster), None where nothing tells.
 
     It is the smallest of the planner's gain, the measured gain (for an action with `part`, carried to the whole step by Amdahl's law) and,
     where `_limited_by_headroom`, the headroom to the fastest layout or published run. A part that the step lacks gains 0.
     """
-    affected_share = context.step_shares.get(action.part, 0.0) if action.part else 1.0
+    affected_share = step_shares.get(action.part, 0.0) if action.part else 1.0
     gains = [action.gain.value] if action.gain else []
     gains += [1 / (1 - affected_share * (1 - 1 / (1 + measured_gain.value))) - 1] if measured_gain and measured_gain.value > -1 else []
-    if _limited_by_headroom(action, context):
-        gains.append(max(0.0, context.headroom or 0.0))
+    if _limited_by_headroom(action, headroom):
+        gains.append(max(0.0, headroom or 0.0))
     return min(gains) if gains else None
 
 
-def _limited_by_headroom(action: Action, context: _ActionContext) -> bool:
+def _limited_by_headroom(action: Action, headroom: float | None) -> bool:
     """Whether the fastest layout has the action too, and what is known to be faster lies nearer than its gain."""
     new_fp8 = action.on.options.fp8 and not action.off.options.fp8
     beyond = action.on.options.graphs or new_fp8 or action.on.global_batch != action.off.global_batch
-    return action.gain is not None and context.headroom is not None and not beyond and context.headroom < action.gain.value
+    return action.gain is not None and headroom is not None and not beyond and headroom < action.gain.value
 
 
 def _claim(claim: Said) -> dict[str, Any]:
