@@ -15,7 +15,7 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.huggingface import Config, Fields, from_huggingface
 from playbook.planner.shapes import Mla, Shape, Vision
-from playbook.yaml_files import read
+from playbook.yaml_files import read, shipped_table
 
 _HUB = "https://huggingface.co/"
 _SUFFIXES = (".json", ".yaml", ".yml")
@@ -152,8 +152,7 @@ def _plain(name: str) -> str:
 
 @cache
 def _published() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = read(data_root("tables") / "published_models.yaml")[0]
-    return {_flat(name): row for name, row in table.items()}
+    return {_flat(name): row for name, row in shipped_table("published_models.yaml").items()}
 
 
 def fields_of(name: str) -> Config:
@@ -193,10 +192,8 @@ _OURS = ("hub", "source")
 """What a row of the table says beside a model's fields."""
 
 
-@cache
 def _table() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = read(data_root("tables") / "models.yaml")[0]
-    return table
+    return shipped_table("models.yaml")
 
 
 @cache

@@ -12,14 +12,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from playbook.errors import ConfigError
 from playbook.files import read_bytes
-from playbook.paths import data_root
 from playbook.planner.runs import spelling
-from playbook.yaml_files import did_you_mean, read
+from playbook.yaml_files import did_you_mean, shipped_table
 
 COLUMNS = ("predicted_on", "predicted_low", "predicted", "predicted_high", "sha256")
 """What a table of such predictions has beside what was set: a date, tokens per second and GPU with their 80 % interval, and the seal."""
@@ -261,15 +259,9 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
     return Run(row.get("id", f"line{line}"), line, cells_set, path.parent), shown
 
 
-@cache
-def _sources() -> dict[str, dict[str, str]]:
-    table: dict[str, dict[str, str]] = read(data_root("tables") / "run_sources.yaml")[0]
-    return table
-
-
 def of_source(group: str) -> dict[str, str]:
     """What a source says of all its runs."""
-    return _sources().get(group, {})
+    return shipped_table("run_sources.yaml").get(group, {})
 
 
 def _number(path: Path, line: int, name: str, text: str) -> float | None:
