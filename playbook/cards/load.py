@@ -147,8 +147,10 @@ def clashes(path: Path) -> list[Finding]:
 
 def _name(entry: LoadedCard) -> Iterator[Finding]:
     if entry.path.stem != entry.card.id:
-        message = f"card id '{entry.card.id}' differs from the file's name '{entry.path.name}'; rename the file to '{entry.card.id}.yaml'"
-        yield entry.finding(("id",), message)
+        yield entry.finding(
+            ("id",),
+            f"card id '{entry.card.id}' differs from the file's name '{entry.path.name}'; rename the file to '{entry.card.id}.yaml'",
+        )
 
 
 def _links(entry: LoadedCard, cards: Collection[str], claims: Collection[str]) -> Iterator[Finding]:
@@ -170,15 +172,17 @@ def _disputes(entry: LoadedCard) -> Iterator[Finding]:
     named = {c.id: {*c.contradicts, *c.supersedes} for c in entry.card.claims}
     for d, dispute in enumerate(entry.card.disputes):
         if dispute.stands not in dispute.claims:
-            message = f"'{dispute.stands}' is not among the claims in dispute, {', '.join(dispute.claims)}; name one of them"
-            yield entry.finding(("disputes", d, "stands"), message)
+            yield entry.finding(
+                ("disputes", d, "stands"),
+                f"'{dispute.stands}' is not among the claims in dispute, {', '.join(dispute.claims)}; name one of them",
+            )
         for i, claim in enumerate(dispute.claims):
             others = set(dispute.claims) - {claim}
             if not (named.get(claim, set()) & others or any(claim in named.get(o, set()) for o in others)):
-                message = (
-                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link"
+                yield entry.finding(
+                    ("disputes", d, "claims", i),
+                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link",
                 )
-                yield entry.finding(("disputes", d, "claims", i), message)
 
 
 def _claims_named(card: Card) -> Iterator[tuple[KeyPath, str, str | None]]:

@@ -33,11 +33,12 @@ def _opposed_claims(shelf: LintInput) -> Iterator[Problem]:
             index.setdefault(json.dumps([claim.metric, *sides]), []).append((entry, i, claim))
     for (first, _, a), (second, i, b) in shelf.rivals(index.values()):
         if _opposed(a, b) and overlap(a.scope, b.scope) and not linked(first, a, second, b):
-            message = (
+            yield Problem(
+                second,
+                ("claims", i, "expect"),
                 f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
-                " opposite expectations; narrow a scope, or link them by supersedes or contradicts"
+                " opposite expectations; narrow a scope, or link them by supersedes or contradicts",
             )
-            yield Problem(second, ("claims", i, "expect"), message)
 
 
 def _opposed(a: Claim, b: Claim) -> bool:
@@ -81,11 +82,12 @@ def _opposed_decisions(shelf: LintInput) -> Iterator[Problem]:
             continue
         if overlap(a.when, b.when) and not linked(first, None, second, None):
             who = place(first, second, "another decision")
-            message = (
+            yield Problem(
+                second,
+                ("decide", i, "set", key),
                 f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep"
-                " one, or narrow `when`"
+                " one, or narrow `when`",
             )
-            yield Problem(second, ("decide", i, "set", key), message)
 
 
 def _avoided_settings(shelf: LintInput) -> Iterator[Problem]:
@@ -111,11 +113,12 @@ def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decis
         if common:
             because = ", ".join(other.because)
             who = place(warns, sets, "a decision")
-            message = (
+            yield Problem(
+                sets,
+                ("decide", i, "set", key),
                 f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or"
-                " narrow `when`"
+                " narrow `when`",
             )
-            yield Problem(sets, ("decide", i, "set", key), message)
 
 
 def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
@@ -130,11 +133,12 @@ def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
                 continue
             settled = any(linked(owner, claim, entry, r) for r in reasons)
             if not settled and all(_members(v) <= _members(decision.set.get(k, [])) for k, v in claim.comparison.candidate.items()):
-                message = (
+                yield Problem(
+                    entry,
+                    ("decide", i, "set"),
                     f"sets what {place(owner, entry, claim.id)} says gains nothing in {claim.metric};"
-                    " say by supersedes or contradicts which claim stands, or change the decision"
+                    " say by supersedes or contradicts which claim stands, or change the decision",
                 )
-                yield Problem(entry, ("decide", i, "set"), message)
 
 
 def _gains_nothing(claim: Claim) -> bool:
@@ -146,8 +150,11 @@ def _sets_unspecified(lint_input: LintInput) -> Iterator[Problem]:
     """Families that set a key which they list as unspecified by their source."""
     for entry, i, family in each(lint_input.checked, lambda card: card.families):
         for key in sorted(set(family.unspecified) & family.layout.keys()):
-            message = f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one"
-            yield Problem(entry, ("families", i, "layout", key), message)
+            yield Problem(
+                entry,
+                ("families", i, "layout", key),
+                f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one",
+            )
 
 
 _Family = tuple[LoadedCard, int, ConfigFamily]
@@ -181,17 +188,19 @@ def _row_differs(first: _Family, second: _Family) -> Iterator[Problem]:
     other = place(entry_a, entry_b, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):
         if a.layout[key] != b.layout[key]:
-            message = (
+            yield Problem(
+                entry_b,
+                ("families", place_b, "layout", key),
                 f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the"
-                " source says"
+                " source says",
             )
-            yield Problem(entry_b, ("families", place_b, "layout", key), message)
     for silent, (entry, i, family), who in ((a, second, other), (b, first, place(entry_b, entry_a, f"'{b.name}'"))):
         for key in sorted(set(silent.unspecified) & family.layout.keys()):
-            message = (
-                f"'{family.name}' has {key} {family.layout[key]}, which {who} says the source leaves open; remove it, or name the source"
+            yield Problem(
+                entry,
+                ("families", i, "layout", key),
+                f"'{family.name}' has {key} {family.layout[key]}, which {who} says the source leaves open; remove it, or name the source",
             )
-            yield Problem(entry, ("families", i, "layout", key), message)
 
 
 def _one_measurement(shelf: LintInput) -> Iterator[Problem]:
@@ -235,8 +244,11 @@ def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
         titles = len(title_a & title_b) >= 2 and len(title_a & title_b) / len(title_a | title_b) >= _TITLE_OVERLAP
         if aliases or titles:
             why = f"share the aliases {', '.join(sorted(shared))}" if aliases else "have nearly the same title"
-            message = f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other"
-            yield Problem(second, ("aliases",) if aliases else ("title",), message)
+            yield Problem(
+                second,
+                ("aliases",) if aliases else ("title",),
+                f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other",
+            )
 
 
 def _title(text: str) -> frozenset[str]:
@@ -283,8 +295,11 @@ def _both_sides(shelf: LintInput) -> Iterator[Problem]:
         for n, second in enumerate(rule.because if keys else ()):
             for first in rule.because[:n]:
                 if first in denies.get(second, ()) or second in denies.get(first, ()):
-                    message = f"sets {keys[0]} because of {first} and of {second}, which denies it; name the one that stands, or say `try`"
-                    yield Problem(entry, ("decide", i, "because", n), message)
+                    yield Problem(
+                        entry,
+                        ("decide", i, "because", n),
+                        f"sets {keys[0]} because of {first} and of {second}, which denies it; name the one that stands, or say `try`",
+                    )
 
 
 def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
@@ -293,11 +308,12 @@ def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
         for key, value in rule.when.items():
             words = _BY_DEGREE.search(f"{key} {value}".replace("_", " "))
             if words and not (str(key).endswith("_percent") and is_number(value)):
-                message = (
+                yield Problem(
+                    entry,
+                    ("decide", i, "when", key),
                     f"'{key}: {value}' does not say from which share of the step on; write a number, such as"
-                    " exposed_dispatch_percent: '>=2'"
+                    " exposed_dispatch_percent: '>=2'",
                 )
-                yield Problem(entry, ("decide", i, "when", key), message)
 
 
 DECISION_RULES = (
@@ -359,8 +375,11 @@ def _compared_work(shelf: LintInput) -> Iterator[Problem]:
     for entry, i, claim in each(shelf.checked, lambda card: card.claims):
         work = [_tokens(side) for side in (claim.comparison.baseline, claim.comparison.candidate)]
         if claim.kind == "pair" and None not in work and work[0] != work[1]:
-            message = f"{claim.id} compares {work[0]} with {work[1]} tokens per step; give both variants the same number"
-            yield Problem(entry, ("claims", i, "comparison"), message)
+            yield Problem(
+                entry,
+                ("claims", i, "comparison"),
+                f"{claim.id} compares {work[0]} with {work[1]} tokens per step; give both variants the same number",
+            )
 
 
 def _tokens(side: Mapping[str, Any]) -> int | None:
@@ -402,11 +421,12 @@ def _old_sources(shelf: LintInput) -> Iterator[Problem]:
     for entry, i, claim in each(shelf.checked, lambda card: card.claims):
         newest = max(s.date for s in claim.sources)
         if _is_date(newest) and _months(newest, shelf.today) > _SOURCE_MONTHS:
-            message = (
+            yield Problem(
+                entry,
+                ("claims", i, "sources"),
                 f"{claim.id} rests on sources of {newest} at the latest, more than {_SOURCE_MONTHS} months ago;"
-                " look whether they still stand, and add what you found as a source"
+                " look whether they still stand, and add what you found as a source",
             )
-            yield Problem(entry, ("claims", i, "sources"), message)
 
 
 def _is_date(text: str) -> bool:

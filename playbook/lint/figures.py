@@ -80,11 +80,12 @@ def state_bytes(shelf: LintInput) -> Iterator[Problem]:
         if per is None or str(figure.when.get("optimizer", "adam")).lower() != "adam":
             continue
         if not low * 0.97 <= per <= high * 1.03:
-            message = (
+            yield Problem(
+                entry,
+                ("figures", i, "value"),
                 f"{figure.name} is {per:.3g} bytes per parameter; mixed-precision Adam keeps {low:g} to {high:g}"
-                " (2 weights, 2 or 4 gradients, 12 master weights and moments); correct the figure, or name the optimizer"
+                " (2 weights, 2 or 4 gradients, 12 master weights and moments); correct the figure, or name the optimizer",
             )
-            yield Problem(entry, ("figures", i, "value"), message)
 
 
 def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) -> float | None:
@@ -105,11 +106,12 @@ def _implied_peak(shelf: LintInput) -> Iterator[Problem]:
             continue
         if max(low_a, low_b) > min(high_a, high_b):
             gpu, precision = key_b
-            message = (
+            yield Problem(
+                second,
+                where,
                 f"'{name_b}' implies a peak of {low_b:.0f} to {high_b:.0f} TFLOP/s for {gpu} in {precision},"
-                f" '{place(first, second, name_a)}' one of {low_a:.0f} to {high_a:.0f}; state both by one peak, or correct the MFU"
+                f" '{place(first, second, name_a)}' one of {low_a:.0f} to {high_a:.0f}; state both by one peak, or correct the MFU",
             )
-            yield Problem(second, where, message)
 
 
 def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, KeyPath, str, tuple[str, str], float, float]]:
@@ -149,11 +151,12 @@ def _figure_conflicts(shelf: LintInput) -> Iterator[Problem]:
         (low_a, high_a), (low_b, high_b) = rounding(a.value), rounding(b.value)
         apart = max(low_a, low_b) > min(high_a, high_b)
         if apart and not math.isclose(a.value.value, b.value.value, rel_tol=0.01):
-            message = (
+            yield Problem(
+                second,
+                ("figures", i, "value"),
                 f"{b.name} is {b.value.value:g} {b.value.unit} here and {a.value.value:g} in {place(first, second, 'another figure')}"
-                " for the same situation; keep one, or say in `when` what differs"
+                " for the same situation; keep one, or say in `when` what differs",
             )
-            yield Problem(second, ("figures", i, "value"), message)
 
 
 def _quantities(entry: LoadedCard) -> Iterator[tuple[KeyPath, str, Quantity]]:

@@ -101,8 +101,11 @@ def labels(shelf: LintInput) -> Iterator[Problem]:
         version = config.values.get("megatron_core")
         table = table_for(version)
         if table is None:
-            message = f"no label table for megatron-core {version}{did_you_mean(str(version), tables())}"
-            yield Problem(config.entry, (*config.where, "megatron_core"), message)
+            yield Problem(
+                config.entry,
+                (*config.where, "megatron_core"),
+                f"no label table for megatron-core {version}{did_you_mean(str(version), tables())}",
+            )
             continue
         for key, message in label_problems(config.values, table):
             yield Problem(config.entry, (*config.where, key), f"{config.name}: {message}")
