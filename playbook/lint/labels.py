@@ -279,8 +279,7 @@ def evaluate(expression: str, numbers: Mapping[str, float]) -> float:
         ConfigError: anything else, or a division by zero.
     """
     try:
-        tree = ast.parse(expression, mode="eval")
-        return _value(tree.body, numbers)
+        return _value(ast.parse(expression, mode="eval").body, numbers)
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as e:
         raise ConfigError(f"'{expression}' cannot be evaluated: {e}") from e
 

@@ -198,8 +198,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @cache
 def _files() -> dict[str, Path]:
-    folder = data_root("configs") / "models"
-    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES}
+    return {path.stem: path for path in sorted((data_root("configs") / "models").iterdir()) if path.suffix in _SUFFIXES}
 
 
 @cache

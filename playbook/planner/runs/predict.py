@@ -94,12 +94,12 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
         return str(e)
     logs = [log(t.tokens_per_s_per_gpu.value) for t in times]
     between = pstdev(logs) if len(logs) > 1 else 0.0
-    shape = readings.plans[0].shape
+    plan = readings.plans[0]
     return Prediction(
         exp(fmean(logs)),
-        flops.trained_per_token(shape, readings.plans[0].seq_len, readings.plans[0].options),
+        flops.trained_per_token(plan.shape, plan.seq_len, plan.options),
         hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(readings.guesses)),
-        readings.plans[0],
+        plan,
         readings.cluster,
         tuple(dict.fromkeys((*readings.words, *times[0].assumptions))),
         weights(times[0].parts),

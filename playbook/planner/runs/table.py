@@ -156,8 +156,7 @@ def read_runs(path: Path) -> Table:
     Raises:
         ConfigError: the file is no such table; the message names the line.
     """
-    rows = _rows(path)
-    header, *body = rows or [(1, [])]
+    header, *body = _rows(path) or [(1, [])]
     names = [name.strip() for name in header[1]]
     vtrain = set(_VTRAIN) <= set(names)
     names = [_COLUMNS.get(name.lower(), name) for name in names]
