@@ -308,29 +308,18 @@ def nearest(plan: Plan, count: int = 3) -> list[Near]:
     return list(islice(_legal(plan), count))
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """Settings of a plan that may be legal, ordered by how near they are; building the plan itself waits until its turn comes."""
-
-    distance: float
-    gpus: int
-    degrees: tuple[int, ...]
-    gbs: int
-    uneven: bool | None
-
-    def plan(self, asked: Plan) -> Plan:
-        """The plan that these settings make of the one asked for."""
-        tp, cp, pp, ep, etp, vpp = self.degrees
-        options = replace(asked.options, uneven=self.uneven)
-        return replace(asked, gpus=self.gpus, gbs=self.gbs, options=options, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp)
+_Candidate = tuple[float, int, tuple[int, ...], int, bool | None]
+"""Settings of a plan that may be legal, ordered by how near they are: distance, GPUs, degrees, global batch, uneven stages. Building the
+plan itself waits until its turn comes."""
 
 
 def _legal(plan: Plan) -> Iterator[Near]:
     """All legal candidates, nearest first."""
-    for candidate in sorted(_candidates(plan)):
-        candidate_plan = candidate.plan(plan)
-        if not candidate_plan.broken():
-            yield Near(candidate_plan, _changes(plan, candidate_plan), candidate.distance)
+    for distance, gpus, (tp, cp, pp, ep, etp, vpp), gbs, uneven in sorted(_candidates(plan)):
+        options = replace(plan.options, uneven=uneven)
+        candidate = replace(plan, gpus=gpus, gbs=gbs, options=options, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp)
+        if not candidate.broken():
+            yield Near(candidate, _changes(plan, candidate), distance)
 
 
 def _candidates(plan: Plan) -> Iterator[_Candidate]:
@@ -357,7 +346,7 @@ def _candidate(plan: Plan, size: int, degrees: tuple[int, ...]) -> _Candidate:
     if batch % rows:
         batch = max(1, round(batch / rows)) * rows
         distance += _apart(plan.gbs, batch)
-    return _Candidate(round(distance, 9), size, degrees, batch, uneven)
+    return round(distance, 9), size, degrees, batch, uneven
 
 
 def _choices(plan: Plan, key: str) -> list[int]:
