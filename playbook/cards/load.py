@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 from playbook import files
@@ -188,15 +189,11 @@ def _disputes(entry: LoadedCard) -> Iterator[Finding]:
 def _claims_named(card: Card) -> Iterator[tuple[KeyPath, str, str | None]]:
     """Every claim id that a card refers to: its place, the id, and the claim that refers to it."""
     for d, decision in enumerate(card.decide):
-        for i, claim in enumerate(decision.because):
-            yield ("decide", d, "because", i), claim, None
+        yield from ((("decide", d, "because", i), claim, None) for i, claim in enumerate(decision.because))
     for d, dispute in enumerate(card.disputes):
-        for i, claim in enumerate(dispute.claims):
-            yield ("disputes", d, "claims", i), claim, None
-    for c, owner in enumerate(card.claims):
-        for kind in ("contradicts", "supersedes", "depends_on"):
-            for i, claim in enumerate(getattr(owner, kind)):
-                yield ("claims", c, kind, i), claim, owner.id
+        yield from ((("disputes", d, "claims", i), claim, None) for i, claim in enumerate(dispute.claims))
+    for (c, owner), kind in product(enumerate(card.claims), ("contradicts", "supersedes", "depends_on")):
+        yield from ((("claims", c, kind, i), claim, owner.id) for i, claim in enumerate(getattr(owner, kind)))
 
 
 def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | None, metrics: Collection[str] | None) -> Iterator[Finding]:
