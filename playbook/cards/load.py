@@ -47,8 +47,7 @@ class Cards:
     def claims(self) -> Iterator[tuple[LoadedCard, int, Claim]]:
         """Every claim with its card and its place in it."""
         for entry in self.loaded:
-            for i, claim in enumerate(entry.card.claims):
-                yield entry, i, claim
+            yield from ((entry, i, claim) for i, claim in enumerate(entry.card.claims))
 
 
 def read_cards(paths: Sequence[Path]) -> Cards:
@@ -198,8 +197,7 @@ def _claims_named(card: Card) -> Iterator[tuple[KeyPath, str, str | None]]:
 
 def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | None, metrics: Collection[str] | None) -> Iterator[Finding]:
     place: KeyPath = ("claims", i)
-    for key, message in scope.problems(claim.scope):
-        yield entry.finding((*place, "scope", key), message)
+    yield from (entry.finding((*place, "scope", key), message) for key, message in scope.problems(claim.scope))
     if claim.case is None:
         yield entry.finding((*place, "id"), f"claim '{claim.id}' has no case; add `case:`, or write one in bench/cases/")
     yield from _tested(entry, place, claim.kind, claim.case, claim.metric, claim.expect, cases, metrics)

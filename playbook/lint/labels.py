@@ -107,8 +107,10 @@ def labels(shelf: LintInput) -> Iterator[Problem]:
                 f"no label table for megatron-core {version}{did_you_mean(str(version), tables())}",
             )
             continue
-        for key, message in label_problems(config.values, table):
-            yield Problem(config.entry, (*config.where, key), f"{config.name}: {message}")
+        yield from (
+            Problem(config.entry, (*config.where, key), f"{config.name}: {message}")
+            for key, message in label_problems(config.values, table)
+        )
 
 
 class View:

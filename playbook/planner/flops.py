@@ -132,7 +132,6 @@ _HOPPER = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-te
 _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
 _AMPERE = "https://www.nvidia.com/en-us/data-center/a100/"
 _BLACKWELL = "https://resources.nvidia.com/en-us-blackwell-architecture"
-_ADA = "https://www.nvidia.com/en-us/data-center/l40s/"
 
 # The first whose words all occur in the device's name; data sheets give twice these figures where they count sparsity.
 _DENSE_BF16: tuple[tuple[tuple[str, ...], Peak], ...] = (
@@ -149,7 +148,7 @@ _DENSE_BF16: tuple[tuple[tuple[str, ...], Peak], ...] = (
     (("H800",), Peak("H800 dense BF16", 989.5e12, _HOPPER)),
     (("A100",), Peak("A100 dense BF16", 312e12, _AMPERE)),
     (("A800",), Peak("A800 dense BF16", 312e12, _AMPERE)),
-    (("L40S",), Peak("L40S dense BF16", 362e12, _ADA)),
+    (("L40S",), Peak("L40S dense BF16", 362e12, "https://www.nvidia.com/en-us/data-center/l40s/")),
 )
 
 

@@ -29,7 +29,6 @@ from playbook.yaml_files import did_you_mean
 
 Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
 """Claims by id, each with the id of its card, as `playbook.cards.model.by_claim` gives them."""
-Content = Evidence | TraceResult
 EVIDENCE, TRACE = SCHEMA_VERSION, TRACE_VERSION
 MODELS: Mapping[str, type[Evidence] | type[TraceResult]] = {
     SCHEMA_VERSION: Evidence,
@@ -345,7 +344,7 @@ def _record(path: Path) -> Record:
     return Record(path, content, tuple(problems))
 
 
-def parse(path: Path) -> tuple[Content, str]:
+def parse(path: Path) -> tuple[Evidence | TraceResult, str]:
     """The content of a file, typed by its `schema_version`, and the hash that it should carry.
 
     Raises:

@@ -281,9 +281,7 @@ def check(skill: Skill, references: Known) -> list[Finding]:
     named: set[str] = set()
     for line, words in command_lines(skill):
         findings += [skill.finding(line, m) for m in _command(words, references, named)]
-    for line, target in links(skill):
-        if problem := _link_problem(skill, target):
-            findings.append(skill.finding(line, problem))
+    findings += [skill.finding(line, problem) for line, target in links(skill) if (problem := _link_problem(skill, target))]
     findings += _figures(skill)
     findings += _names(skill, references)
     findings += _cards(skill, references, named)
