@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import exp
@@ -60,7 +60,8 @@ def actions(where: Setting, best: Choice | None) -> list[Action]:
     base = where.plan or (best.plan if best else None)
     if base is None:
         return []
-    options = [a for make in _MAKERS for a in make(where, base)]
+    makers = (_recompute, _micro_batch, _batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks)
+    options = [action for make in makers for action in make(where, base)]
     if where.plan is not None and best is not None and all(a.on != best.plan for a in options):
         options += _layout(where, where.plan, best)
     return [a for a in options if a.gain is None or a.gain.value >= _LEAST]
@@ -252,11 +253,6 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
             "packing", "several samples packed into each row", ("data wait",), base, base, measures=("T1",), also=("V3", "T11"),
             keys=(("data.pack", False, True),),
         )  # fmt: skip
-
-
-_MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
-    _recompute, _micro_batch, _batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks,
-)  # fmt: skip
 
 
 def _layout(where: Setting, current: Plan, best: Choice) -> Iterator[Action]:

@@ -181,15 +181,12 @@ def broken(case: Case, rules: Iterable[Rule], *, words: Words = OWN, stated: Con
     return [words.say(rule, case) for rule in stated_rules if rule.holds(case)]
 
 
-_LOW = ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
-
-
 def _low(key: str) -> Rule:
     return Rule(f"low-{key}", lambda c: getattr(c, key) < 1, key, lambda c: f"{key} is {getattr(c, key)}", "set it to 1 or more")
 
 
 # fmt: off
-COUNTS = tuple(_low(key) for key in _LOW)
+COUNTS = tuple(_low(key) for key in ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size"))
 """Degrees and counts start at 1; no other rule makes sense where one does not."""
 
 # Sources: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py` (the grids, the pipeline),

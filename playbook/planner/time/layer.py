@@ -290,22 +290,24 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
     heads = _turned(shape, kind, w)
     moved = BF16 * (_NORM_PASSES * local * h + 2 * rows * heads)
-    forward = products.forward._replace(
-        attention=core[0],
-        elementwise=products.forward.elementwise + moving(cluster, moved),
-        host=hosts[0],
-    )
-    backward = products.backward._replace(
-        attention=core[1],
-        elementwise=products.backward.elementwise + moving(cluster, _BACKWARD_NORM * moved),
-        host=hosts[1],
-    )
     gather = _tensor(cluster, shape, w)
     exchanged, ring = _context(cluster, shape, kind, w)
     first = _sum(_dense(cluster, rows, i, o, w) for _, i, o in projections(shape, kind.mixer, w.tp)[:-1])
     return Cost(
-        forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
-        backward._replace(tp=_gathers_back(w, gather, first), cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
+        products.forward._replace(
+            attention=core[0],
+            elementwise=products.forward.elementwise + moving(cluster, moved),
+            host=hosts[0],
+            tp=2 * gather,
+            cp=exchanged + _exposed(w, ring, core[0]),
+        ),
+        products.backward._replace(
+            attention=core[1],
+            elementwise=products.backward.elementwise + moving(cluster, _BACKWARD_NORM * moved),
+            host=hosts[1],
+            tp=_gathers_back(w, gather, first),
+            cp=2 * exchanged + _exposed(w, 2 * ring, core[1]),
+        ),
     )
 
 
