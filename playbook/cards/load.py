@@ -33,8 +33,7 @@ class LoadedCard:
 
     def finding(self, where: KeyPath, message: str) -> Finding:
         """A finding at `where` in the card's file."""
-        line, column = locate(self.marks, where)
-        return Finding(str(self.path), line, column, message)
+        return Finding(str(self.path), *locate(self.marks, where), message)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from playbook.diagnosis.setting import Measured, Setting
 from playbook.planner.choice import plain_data, space
 from playbook.planner.choice.anchored import anchored, scale_of, scaled
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
-from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
@@ -202,7 +201,7 @@ def _place(wall: str, entry: Mapping[str, Any]) -> tuple[bool, int, float, float
 
 
 @lru_cache(maxsize=16)
-def _planned(question: Question) -> Answer:
+def _planned(question: space.Question) -> Answer:
     """The planner's answer; a server is asked about one setting several times."""
     return anchored(plan_layouts(question, 3))
 

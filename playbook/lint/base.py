@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,8 +49,7 @@ class LintRule:
     def run(self, shelf: LintInput) -> Iterator[Finding]:
         """The rule's findings, at file:line:column."""
         for card, key_path, message in self.check(shelf):
-            at = card.finding(key_path, message)
-            yield Finding(at.file, at.line, at.column, at.message, self.id, self.warning)
+            yield replace(card.finding(key_path, message), rule=self.id, warning=self.warning)
 
 
 def each(cards: Iterable[LoadedCard], part: Callable[[Card], Sequence[T]]) -> Iterator[tuple[LoadedCard, int, T]]:

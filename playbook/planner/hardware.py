@@ -21,7 +21,6 @@ from playbook.planner.memory import GIB
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.planner.time.constants import NIC_RING
 from playbook.planner.time.laws import Rows, of_rows
-from playbook.yaml_files import Strict
 
 SCHEMA = "calibration/1"
 _MOST_ROWS = 20_000
@@ -252,7 +251,7 @@ _GIGA = 1e9
 _Word = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class Hardware(Strict):
+class Hardware(yaml_files.Strict):
     """A machine and the network between such machines; what a file leaves out is as the table of GPUs has it."""
 
     gpu: _Word | None = None

@@ -13,7 +13,6 @@ from math import log
 from playbook.planner import memory
 from playbook.planner.choice import space
 from playbook.planner.choice.space import Question
-from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time import spread
@@ -33,7 +32,7 @@ class Choice:
 
     plan: Plan
     time: StepTime
-    stages: tuple[StageBytes, ...]
+    stages: tuple[memory.StageBytes, ...]
 
     @property
     def peak(self) -> float:
@@ -69,7 +68,7 @@ class Obstacle:
     """The plan that comes nearest where none fits, what it holds, and what would make one fit."""
 
     plan: Plan
-    stage: StageBytes
+    stage: memory.StageBytes
     ways: tuple[str, ...]
 
 
@@ -219,7 +218,7 @@ def _first_fit(question: Question, timed: Iterable[tuple[StepTime, Plan]]) -> Ch
     return None
 
 
-def _fitting_stages(plan: Plan, capacity: float) -> tuple[StageBytes, ...]:
+def _fitting_stages(plan: Plan, capacity: float) -> tuple[memory.StageBytes, ...]:
     """The stages of a plan that fits; none of one that does not."""
     stages = []
     for stage in memory.each_stage(plan):

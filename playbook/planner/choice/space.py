@@ -18,7 +18,6 @@ from playbook.errors import ConfigError
 from playbook.planner import memory, pipeline
 from playbook.planner.choice.routing import Routing
 from playbook.planner.layout import grid
-from playbook.planner.memory import GIB
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan, idle, parse, powers
 from playbook.planner.shapes import Shape
@@ -106,7 +105,7 @@ def fitted(plan: Plan, gpu_gib: float, stated: Container[str]) -> tuple[Plan, tu
 
 def over(plan: Plan, gpu_gib: float) -> str:
     """What is said of a plan that does not fit; nothing of one that does."""
-    return "" if fits(plan, gpu_gib) else f"does not fit: {held(plan) / GIB:.0f} GiB by the estimate, and a GPU has {gpu_gib:g}"
+    return "" if fits(plan, gpu_gib) else f"does not fit: {held(plan) / memory.GIB:.0f} GiB by the estimate, and a GPU has {gpu_gib:g}"
 
 
 def _tries(plan: Plan, stated: Container[str]) -> Iterator[Plan]:
@@ -176,7 +175,7 @@ class Question:
     @property
     def capacity(self) -> float:
         """Bytes of a GPU that a plan may allocate."""
-        return self.memory_share * self.cluster.memory_gib * GIB
+        return self.memory_share * self.cluster.memory_gib * memory.GIB
 
     @property
     def global_batch(self) -> int:
