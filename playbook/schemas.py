@@ -45,12 +45,10 @@ def render(models: Mapping[str, type[BaseModel]]) -> dict[str, str]:
 def write(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[Path]:
     """Write every schema; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, text in render(models).items():
-        path = folder / name
+    written = {folder / name: text for name, text in render(models).items()}
+    for path, text in written.items():
         path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+    return list(written)
 
 
 def drift(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[str]:

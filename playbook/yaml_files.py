@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -16,6 +17,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from playbook.errors import FileError, Finding
 from playbook.files import read_bytes
+from playbook.paths import data_root
 
 MAX_BYTES = 2_000_000
 MAX_DEPTH = 40
@@ -86,6 +88,13 @@ def read(path: Path) -> tuple[Any, Positions]:
     except (OSError, ValueError) as e:  # a name with a null byte is a ValueError
         raise FileError([Finding(name, 1, 1, f"cannot be read: {getattr(e, 'strerror', None) or e}")]) from e
     return parse(text, name)
+
+
+@cache
+def shipped_table(name: str) -> dict[str, Any]:
+    """The content of a table that ships, such as `models.yaml`."""
+    content: dict[str, Any] = read(data_root("tables") / name)[0]
+    return content
 
 
 def parse(text: str, name: str) -> tuple[Any, Positions]:

@@ -7,14 +7,15 @@ the trainer know (`cases`, `metrics`) and checks further along the line.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 from playbook import files
 from playbook.cards import scope
-from playbook.cards.model import OPS, Card, Claim, Expect, near_metric
+from playbook.cards.model import OPS, Card, Claim, Expect, claim_ids, near_metric
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import OWN_FILE, folders, own_file
 from playbook.yaml_files import KeyPath, Positions, did_you_mean, load, locate
@@ -32,8 +33,7 @@ class LoadedCard:
 
     def finding(self, where: KeyPath, message: str) -> Finding:
         """A finding at `where` in the card's file."""
-        line, column = locate(self.marks, where)
-        return Finding(str(self.path), line, column, message)
+        return Finding(str(self.path), *locate(self.marks, where), message)
 
 
 @dataclass
@@ -46,18 +46,7 @@ class Cards:
     def claims(self) -> Iterator[tuple[LoadedCard, int, Claim]]:
         """Every claim with its card and its place in it."""
         for entry in self.loaded:
-            for i, claim in enumerate(entry.card.claims):
-                yield entry, i, claim
-
-    def claim_ids(self) -> set[str]:
-        """The ids of claims and of mechanism checks."""
-        return {i for _, _, c in self.claims() for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
-
-
-def card_of(claim: str, cards: Mapping[str, Card]) -> str | None:
-    """The id of the card that has a claim or a mechanism check of that id."""
-    checks = ((card.id, c.id, c.mechanism_check and c.mechanism_check.id) for card in cards.values() for c in card.claims)
-    return next((card for card, *ids in checks if claim in ids), None)
+            yield from ((entry, i, claim) for i, claim in enumerate(entry.card.claims))
 
 
 def read_cards(paths: Sequence[Path]) -> Cards:
@@ -91,7 +80,7 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
     `cases` and `metrics` are the known case ids and metric names; None leaves them unasked.
     """
     known_cards = {e.card.id for e in (*shelf.loaded, *cards.loaded)}
-    known_claims = shelf.claim_ids() | cards.claim_ids()
+    known_claims = {i for e in (*shelf.loaded, *cards.loaded) for i in claim_ids(e.card)}
     findings = [*cards.findings, *_duplicates(cards, shelf)]
     for entry in cards.loaded:
         findings += _name(entry)
@@ -157,8 +146,10 @@ def clashes(path: Path) -> list[Finding]:
 
 def _name(entry: LoadedCard) -> Iterator[Finding]:
     if entry.path.stem != entry.card.id:
-        message = f"card id '{entry.card.id}' differs from the file's name '{entry.path.name}'; rename the file to '{entry.card.id}.yaml'"
-        yield entry.finding(("id",), message)
+        yield entry.finding(
+            ("id",),
+            f"card id '{entry.card.id}' differs from the file's name '{entry.path.name}'; rename the file to '{entry.card.id}.yaml'",
+        )
 
 
 def _links(entry: LoadedCard, cards: Collection[str], claims: Collection[str]) -> Iterator[Finding]:
@@ -180,35 +171,32 @@ def _disputes(entry: LoadedCard) -> Iterator[Finding]:
     named = {c.id: {*c.contradicts, *c.supersedes} for c in entry.card.claims}
     for d, dispute in enumerate(entry.card.disputes):
         if dispute.stands not in dispute.claims:
-            message = f"'{dispute.stands}' is not among the claims in dispute, {', '.join(dispute.claims)}; name one of them"
-            yield entry.finding(("disputes", d, "stands"), message)
+            yield entry.finding(
+                ("disputes", d, "stands"),
+                f"'{dispute.stands}' is not among the claims in dispute, {', '.join(dispute.claims)}; name one of them",
+            )
         for i, claim in enumerate(dispute.claims):
             others = set(dispute.claims) - {claim}
             if not (named.get(claim, set()) & others or any(claim in named.get(o, set()) for o in others)):
-                message = (
-                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link"
+                yield entry.finding(
+                    ("disputes", d, "claims", i),
+                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link",
                 )
-                yield entry.finding(("disputes", d, "claims", i), message)
 
 
 def _claims_named(card: Card) -> Iterator[tuple[KeyPath, str, str | None]]:
     """Every claim id that a card refers to: its place, the id, and the claim that refers to it."""
     for d, decision in enumerate(card.decide):
-        for i, claim in enumerate(decision.because):
-            yield ("decide", d, "because", i), claim, None
+        yield from ((("decide", d, "because", i), claim, None) for i, claim in enumerate(decision.because))
     for d, dispute in enumerate(card.disputes):
-        for i, claim in enumerate(dispute.claims):
-            yield ("disputes", d, "claims", i), claim, None
-    for c, owner in enumerate(card.claims):
-        for kind in ("contradicts", "supersedes", "depends_on"):
-            for i, claim in enumerate(getattr(owner, kind)):
-                yield ("claims", c, kind, i), claim, owner.id
+        yield from ((("disputes", d, "claims", i), claim, None) for i, claim in enumerate(dispute.claims))
+    for (c, owner), kind in product(enumerate(card.claims), ("contradicts", "supersedes", "depends_on")):
+        yield from ((("claims", c, kind, i), claim, owner.id) for i, claim in enumerate(getattr(owner, kind)))
 
 
 def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | None, metrics: Collection[str] | None) -> Iterator[Finding]:
     place: KeyPath = ("claims", i)
-    for key, message in scope.problems(claim.scope):
-        yield entry.finding((*place, "scope", key), message)
+    yield from (entry.finding((*place, "scope", key), message) for key, message in scope.problems(claim.scope))
     if claim.case is None:
         yield entry.finding((*place, "id"), f"claim '{claim.id}' has no case; add `case:`, or write one in bench/cases/")
     yield from _tested(entry, place, claim.kind, claim.case, claim.metric, claim.expect, cases, metrics)

@@ -149,6 +149,11 @@ def by_claim(cards: Mapping[str, Card]) -> dict[str, tuple[str, Claim | Mechanis
     return {c.id: (card.id, c) for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c}
 
 
+def claim_ids(card: Card) -> list[str]:
+    """The ids of a card's claims and mechanism checks, in order."""
+    return [c.id for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+
+
 def counted(cards: Mapping[str, Card]) -> str:
     """How many claims and mechanism checks cards have, in the words that every list and page uses."""
     claims = [claim for card in cards.values() for claim in card.claims]
@@ -278,7 +283,7 @@ class Card(Strict):
     @field_validator("claims")
     @classmethod
     def _unique(cls, claims: list[Claim]) -> list[Claim]:
-        ids = [i for c in claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i]
+        ids = [c.id for claim in claims for c in (claim, claim.mechanism_check) if c]
         twice = sorted({i for i in ids if ids.count(i) > 1})
         if twice:
             raise ValueError(f"claim id {', '.join(twice)} is used twice; every claim needs its own")

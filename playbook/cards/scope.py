@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
+from playbook.planner.layout import cp_for
 from playbook.yaml_files import did_you_mean
 
 if TYPE_CHECKING:
@@ -120,10 +121,8 @@ def _holds(kind: Kind, predicate: Any, fact: Any) -> bool:
         return any(set(_words(part)) <= have for part in predicate.split("|"))
     if not isinstance(fact, int | float):
         return False
-    return _number_holds(predicate, float(fact)) if isinstance(predicate, str) else bool(fact == predicate)
-
-
-def _number_holds(predicate: str, fact: float) -> bool:
+    if not isinstance(predicate, str):
+        return bool(fact == predicate)
     span = RANGE.match(predicate)
     if span:
         return float(span[1]) <= fact <= float(span[2])
@@ -141,25 +140,10 @@ def _show(value: Any) -> str:
     return " or ".join(_show(v) for v in value) if isinstance(value, list) else str(value).replace("|", " or ")
 
 
-WITHIN = 0.05
-"""Share of the planner's fastest predicted speed that a rule's size may cost, where the rule says that the two agree."""
-SIZE_KEYS = frozenset(f"parallel.{k}" for k in ("cp", "tp", "ep", "etp")) | {
-    "train.micro_batch_size",
-    "train.recompute",
-    "train.recompute_modules",
-}
-"""Settings that are sizes; a rule that sets one says how it stands to the planner."""
-
-
 def words(sizes: Sizes, seq_len: int) -> list[str]:
     """What `playbook plan --fix` takes for the sizes of a rule at this length."""
-    cp = [f"cp={_cp(sizes.tokens_per_cp_rank, seq_len)}"] if sizes.tokens_per_cp_rank else []
+    cp = [f"cp={cp_for(seq_len, sizes.tokens_per_cp_rank)}"] if sizes.tokens_per_cp_rank else []
     return [*cp, *(f"{k}={v}" for k, v in sizes.keep.items())]
-
-
-def _cp(tokens: int, seq_len: int) -> int:
-    """The sequence over tokens per CP rank, rounded up to a power of two."""
-    return 1 << max(0, -(-seq_len // tokens) - 1).bit_length()
 
 
 def agrees(sizes: Sizes, run: Mapping[str, Any]) -> bool:
@@ -174,9 +158,9 @@ def follow(card: Card, run: Facts) -> list[str]:
     rules = [rule.sizes for rule in card.decide if rule.sizes]
     if not rules or run.model is None or run.seq_len is None:
         return []
-    plan = _command(run)
-    each = run.each()
-    near = [s for s in rules if all(agrees(s, facts) for facts in each) and _room(s, run.seq_len, run.gpus)]
+    kind = run.hardware[0] if len(run.hardware) == 1 else "KIND"  # capital words are left to fill in
+    plan = f"playbook plan {run.model} --gpus {run.gpus or 'N'} --hardware {kind} --seq {run.seq_len or 'TOKENS'}"
+    near = [s for s in rules if all(agrees(s, facts) for facts in run.each()) and _room(s, run.seq_len, run.gpus)]
     lines = [f"{' '.join(words(s, run.seq_len))} by the card, within 5 % of the planner's fastest layout; the rest by {plan}" for s in near]
     return lines or [
         f"{plan}: the card's rule is not known to come within 5 % of its fastest layout here, and it weighs memory, TP, CP and EP together"
@@ -184,13 +168,7 @@ def follow(card: Card, run: Facts) -> list[str]:
 
 
 def _room(sizes: Sizes, seq_len: int, gpus: int | None) -> bool:
-    return gpus is None or sizes.tokens_per_cp_rank is None or _cp(sizes.tokens_per_cp_rank, seq_len) <= gpus
-
-
-def _command(run: Facts) -> str:
-    """The command that plans a run; capital words are left to fill in."""
-    kind = run.hardware[0] if len(run.hardware) == 1 else "KIND"
-    return f"playbook plan {run.model or 'MODEL'} --gpus {run.gpus or 'N'} --hardware {kind} --seq {run.seq_len or 'TOKENS'}"
+    return gpus is None or sizes.tokens_per_cp_rank is None or cp_for(seq_len, sizes.tokens_per_cp_rank) <= gpus
 
 
 def note(rule: Decision) -> str:

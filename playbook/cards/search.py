@@ -258,28 +258,30 @@ def search(
 def _passages(card: Card) -> Iterator[Passage]:
     """Everything that a reader could be looking for in a card."""
     yield Passage(card.id, "title", f"{card.id.replace('-', ' ')}. {card.title}. {card.summary}")
-    for word in card.aliases:
-        yield Passage(card.id, "alias", word)
-    for symptom in card.symptoms:
-        yield Passage(card.id, "symptom", symptom)
+    yield from (Passage(card.id, "alias", word) for word in card.aliases)
+    yield from (Passage(card.id, "symptom", symptom) for symptom in card.symptoms)
     for claim in card.claims:
         yield Passage(card.id, "claim", f"{claim.statement} {claim.mechanism}", claim.id)
-        keys = [*claim.comparison.baseline.items(), *claim.comparison.candidate.items(), *claim.scope.items()]
-        yield Passage(card.id, "comparison", " ".join(f"{k} {v}" for k, v in [*keys, ("metric", claim.metric)]), claim.id)
+        yield Passage(
+            card.id,
+            "comparison",
+            _pairs(claim.comparison.baseline, claim.comparison.candidate, claim.scope, {"metric": claim.metric}),
+            claim.id,
+        )
         if claim.mechanism_check:
             yield Passage(card.id, "claim", claim.mechanism_check.statement, claim.id)
     for rule in card.decide:
-        words = " ".join(f"{k} {v}" for part in (rule.when, rule.set, rule.avoid) for k, v in part.items())
-        yield Passage(card.id, "rule", f"{words}. {rule.note or ''}", rule.because[0])
-    for pitfall in card.pitfalls:
-        yield Passage(card.id, "pitfall", f"{pitfall.symptom}. {pitfall.cause}. {pitfall.fix}")
-    for words in card.interactions:
-        yield Passage(card.id, "interaction", words)
-    for family in card.families:
-        settings = " ".join(f"{k} {v}" for part in (family.layout, family.settings) for k, v in part.items())
-        yield Passage(card.id, "family", f"{family.name} {family.hardware} {family.model} {settings} {family.note or ''}")
-    for figure in card.figures:
-        yield Passage(card.id, "figure", f"{figure.name} {' '.join(f'{k} {v}' for k, v in figure.when.items())}")
+        yield Passage(card.id, "rule", f"{_pairs(rule.when, rule.set, rule.avoid)}. {rule.note or ''}", rule.because[0])
+    yield from (Passage(card.id, "pitfall", f"{p.symptom}. {p.cause}. {p.fix}") for p in card.pitfalls)
+    yield from (Passage(card.id, "interaction", words) for words in card.interactions)
+    for f in card.families:
+        yield Passage(card.id, "family", f"{f.name} {f.hardware} {f.model} {_pairs(f.layout, f.settings)} {f.note or ''}")
+    yield from (Passage(card.id, "figure", f"{figure.name} {_pairs(figure.when)}") for figure in card.figures)
+
+
+def _pairs(*parts: Mapping[str, Any]) -> str:
+    """Keys and values of mappings, as words."""
+    return " ".join(f"{k} {v}" for part in parts for k, v in part.items())
 
 
 @dataclass(frozen=True)

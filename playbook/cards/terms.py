@@ -20,10 +20,7 @@ from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import data_root
 from playbook.planner.models import MODELS, named, not_known
 from playbook.planner.time.cluster import cluster, clusters
-from playbook.yaml_files import parse
-
-_SYNONYMS = "synonyms.yaml"
-_STOP_WORDS = "stopwords.txt"
+from playbook.yaml_files import shipped_table
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
 _THOUSANDS = re.compile(r"(?<=\d)[,_](?=\d{3}(?!\d))")
@@ -66,11 +63,6 @@ class Facts:
     seq_len: int | None = None
     moe: bool | None = None
     """Whether the model has experts, where the question says so and names no model of the table."""
-
-    @property
-    def stated(self) -> bool:
-        """Whether anything is said."""
-        return self != Facts()
 
     def over(self, fallback: Facts) -> Facts:
         """These facts, with those of `found` where these say nothing."""
@@ -127,11 +119,6 @@ def terms(text: str) -> list[str]:
     parts = [part.lower() for word in text.split() if not word.islower() and len(pieces := _CAMEL.split(word)) > 1 for part in pieces]
     words = [w for w in [*spaced.split(), *parts] if w not in _stop_words()]
     return [*_stemmer().stemWords(words), *named, *_IDENTIFIER.findall(line)]
-
-
-def words(text: str) -> list[str]:
-    """The words of a text as they stand, in lower case; identifiers in their parts."""
-    return _WORD.findall(normal(text))
 
 
 def phrases(text: str) -> list[tuple[str, str]]:
@@ -232,10 +219,9 @@ def _synonyms() -> tuple[Mapping[str, list[str]], Mapping[str, list[list[str]]],
     """The names of each phrase, the phrases that begin with a word, longest first, and a pattern for phrases with a gap, its groups with
     their names.
     """
-    groups: Mapping[str, Sequence[str]] = parse((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"), _SYNONYMS)[0]
     table: dict[str, list[str]] = {}
     gapped: dict[str, tuple[str, str]] = {}
-    for name, phrases in groups.items():
+    for name, phrases in shipped_table("synonyms.yaml").items():
         for phrase in [name.replace("_", " "), *phrases]:
             parts = [" ".join(_WORD.findall(normal(part))) for part in phrase.split(" * ")]
             if len(parts) == 1:
@@ -256,7 +242,7 @@ def _synonyms() -> tuple[Mapping[str, list[str]], Mapping[str, list[list[str]]],
 
 @cache
 def _stop_words() -> frozenset[str]:
-    return frozenset((data_root("tables") / _STOP_WORDS).read_text(encoding="utf-8").split())
+    return frozenset((data_root("tables") / "stopwords.txt").read_text(encoding="utf-8").split())
 
 
 @cache
@@ -273,7 +259,6 @@ def _stemmer() -> Any:
 # the search, and stands among the tests. Of the later ones the eighth, ninth and twelfth to fourteenth tune and belong there whole; the
 # tenth, the eleventh and the fifteenth to seventeenth measure and stand among the tests whole.
 
-_FILE = "asked.csv"
 PRIOR = 50.0
 """How many questions of no card in particular stand beside those of each card."""
 
@@ -332,7 +317,7 @@ def likeness(questions: Sequence[KnownQuestion], cards: Collection[str]) -> Like
 @cache
 def load_asked() -> tuple[KnownQuestion, ...]:
     """The questions that ship."""
-    with (data_root("tables") / _FILE).open(encoding="utf-8", newline="") as file:
+    with (data_root("tables") / "asked.csv").open(encoding="utf-8", newline="") as file:
         return tuple(KnownQuestion(row["question"], frozenset(row["cards"].split()), row["thread"]) for row in csv.DictReader(file))
 
 
@@ -341,8 +326,6 @@ def load_asked() -> tuple[KnownQuestion, ...]:
 # among known questions with a card and without, and how many of its words are about an aim of the cards, a fault, files, serving or a
 # project. `tools/search/fit_coverage.py` fits the weights on known questions.
 
-_WORDS = "question_words.yaml"
-_WEIGHTS = "coverage.yaml"
 WAYS = frozenset({"=lora", "lora", "qlora", "peft", "adapt"})
 """Terms for a way of training that any subject may come with: adapters run out of memory, wait and pad like all weights."""
 EXPERTS = frozenset({"expert", "=mixture_of_experts"})
@@ -386,7 +369,7 @@ def covered(signs: Signs) -> float:
 
 def kinds(text: str) -> dict[str, float]:
     """How many words of each kind a question has."""
-    question_words = words(text)
+    question_words = _WORD.findall(normal(text))
     return {kind: float(min(MOST, sum(w in kind_words for w in question_words))) for kind, kind_words in load_words().items()}
 
 
@@ -416,12 +399,9 @@ def against(log_odds: Mapping[str, float], question_terms: Iterable[str]) -> flo
 @cache
 def load_words() -> Mapping[str, frozenset[str]]:
     """The words of each kind."""
-    table: Mapping[str, Sequence[str]] = parse((data_root("tables") / _WORDS).read_text(encoding="utf-8"), _WORDS)[0]
-    return {kind: frozenset(kind_words) for kind, kind_words in table.items()}
+    return {kind: frozenset(kind_words) for kind, kind_words in shipped_table("question_words.yaml").items()}
 
 
-@cache
 def load_weights() -> Mapping[str, float]:
     """The weight of each sign, and the constant."""
-    table: Mapping[str, float] = parse((data_root("tables") / _WEIGHTS).read_text(encoding="utf-8"), _WEIGHTS)[0]
-    return table
+    return shipped_table("coverage.yaml")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import exp
 from typing import Any
 
@@ -14,7 +15,7 @@ from playbook.planner.choice import space
 from playbook.planner.choice.search import Choice
 from playbook.planner.plan import Plan
 from playbook.planner.time import spread
-from playbook.planner.time.step import step_time
+from playbook.planner.time.step import Estimate, step_time
 
 _LEAST = 0.005
 """Gains below this are not worth an action."""
@@ -26,15 +27,6 @@ _BUBBLE = 0.05
 """Share of a step from which on the pipeline's bubble is a wall."""
 _LIGHTER = {True: ("V10.c", "V10", "W1", "W1.d", "L3.b", "L4.c"), False: ("W1.f", "V10.c", "D2")}
 """Claims about less recompute: where some is left, and where none is."""
-
-
-@dataclass(frozen=True)
-class Gain:
-    """By how much tokens per second rise, with an 80 % interval where it is known."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,8 @@ class Action:
     walls: tuple[str, ...]
     off: Plan
     on: Plan
-    gain: Gain | None = None
+    gain: Estimate | None = None
+    """By how much tokens per second rise."""
     measures: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     peak_bytes: float | None = None
@@ -67,19 +60,20 @@ def actions(where: Setting, best: Choice | None) -> list[Action]:
     base = where.plan or (best.plan if best else None)
     if base is None:
         return []
-    options = [a for make in _MAKERS for a in make(where, base)]
+    makers = (_recompute, _micro_batch, _batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks)
+    options = [action for make in makers for action in make(where, base)]
     if where.plan is not None and best is not None and all(a.on != best.plan for a in options):
         options += _layout(where, where.plan, best)
     return [a for a in options if a.gain is None or a.gain.value >= _LEAST]
 
 
-def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
-    """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
+def _try(where: Setting, off: Plan, on: Plan, **about: Any) -> Iterator[Action]:
+    """The action from a plan to another, with its gain and what it holds; none where that is not legal or does not fit."""
     if on.broken():
-        return None
+        return
     peak_bytes = space.held(on)
     if peak_bytes > max(where.question.capacity, space.held(off)):  # a layout that runs fits, whatever the estimate says
-        return None
+        return
     cluster = where.question.cluster
     before, after = step_time(off, cluster).parts, step_time(on, cluster).parts
     shares = composition(before, where.seen)
@@ -87,18 +81,20 @@ def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
     unchanged = 1 - sum(shares.values())  # what was seen and no plan knows, such as a wait for data
     ratio = on.global_batch / off.global_batch / (unchanged * on.global_batch / off.global_batch + sum(remaining.values()))
     wide = exp(spread.QUANTILE * spread.between(shares, remaining))
-    return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), peak_bytes
+    yield Action(off=off, on=on, gain=Estimate(ratio - 1, ratio / wide - 1, ratio * wide - 1), peak_bytes=peak_bytes, **about)
+
+
+def _largest(tried: Iterable[Action]) -> list[Action]:
+    """The action that gains the most, the first of equals; none where there is none."""
+    return sorted(tried, key=lambda action: action.gain.value if action.gain else 0.0, reverse=True)[:1]
 
 
 def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], after: Mapping[str, Any], **about: Any) -> Iterator[Action]:
     """An option of the plan: tried where it is off, and where the planner's own plan has it, what leaving it out costs."""
     off, on = (replace(base, options=replace(base.options, **each)) for each in (plain, after))
     done = all(getattr(base.options, k) == v for k, v in after.items())
-    if done and where.plan is not None:
-        return
-    tried = _try(where, off if done else base, on)
-    if tried is not None:
-        yield Action(off=off if done else base, on=on, gain=tried[0], peak_bytes=tried[1], done=done, **about)
+    if not done or where.plan is None:
+        yield from _try(where, off if done else base, on, done=done, **about)
 
 
 def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
@@ -109,20 +105,15 @@ def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
     # Neither graphs nor overlap go with whole layers computed again.
     plain = replace(base, options=replace(base.options, graphs=(), ep_overlap=False))
     full = replace(plain, options=replace(plain.options, recompute=("full",)))
-    about: dict[str, Any] = {
-        "id": "recompute", "title": "recompute less", "walls": ("memory",),
-    }  # fmt: skip
+    about: dict[str, Any] = {"id": "recompute", "title": "recompute less", "walls": ("memory",)}
     if where.plan is None and now != ("full",):
-        tried = _try(where, full, plain)
-        if tried:
-            yield Action(off=full, on=plain, gain=tried[0], peak_bytes=tried[1], done=True, also=_LIGHTER[bool(now)], **about)
+        yield from _try(where, full, plain, done=True, also=_LIGHTER[bool(now)], **about)
         return
     for rung in lighter:
+        measures = ("V10.c", "V10") if now == ("full",) and set(rung) == {"layernorm", "moe_act"} else ()
         on = replace(base, options=replace(base.options, recompute=rung))
-        tried = _try(where, base, on)
-        if tried:
-            measures = ("V10.c", "V10") if now == ("full",) and set(rung) == {"layernorm", "moe_act"} else ()
-            yield Action(off=base, on=on, gain=tried[0], peak_bytes=tried[1], measures=measures, also=_LIGHTER[bool(rung)], **about)
+        for action in _try(where, base, on, measures=measures, also=_LIGHTER[bool(rung)], **about):
+            yield action
             return
 
 
@@ -135,54 +126,35 @@ def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
     """A larger micro-batch, with more recompute where it needs room."""
     if where.plan is None:
         return
-    best: Action | None = None
-    for mbs in (base.mbs * 2, base.mbs * 4):
-        for rung in _from_least(where, base):
-            on = replace(base, mbs=mbs, options=replace(base.options, recompute=rung))
-            if base.global_batch % (mbs * base.dp) or (base.vpp > 1 and on.microbatches % base.pp):
-                continue
-            tried = _try(where, base, on)
-            if tried and (best is None or best.gain is None or tried[0].value > best.gain.value):
-                also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b", *(["W1.f"] if "moe" in rung else []))
-                title = f"micro-batches of {mbs}"
-                best = Action(
-                    "micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, peak_bytes=tried[1]
-                )
-    if best:
-        yield best
+    tried: list[Action] = []
+    for mbs, rung in product((base.mbs * 2, base.mbs * 4), _from_least(where, base)):
+        on = replace(base, mbs=mbs, options=replace(base.options, recompute=rung))
+        if base.global_batch % (mbs * base.dp) or (base.vpp > 1 and on.microbatches % base.pp):
+            continue
+        also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b", *(["W1.f"] if "moe" in rung else []))
+        walls = ("host-bound", "exposed communication")
+        tried += _try(where, base, on, id="micro-batch", title=f"micro-batches of {mbs}", walls=walls, also=also)
+    yield from _largest(tried)
 
 
 def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
     """More chunks of layers for each stage, where the pipeline's wait costs: the number that gains the most."""
     if where.plan is None or base.pp == 1 or base.options.backend == "torch":
         return
-    variants = []
+    about: dict[str, Any] = {"id": "interleave", "walls": ("bubble",), "measures": ("W4",), "also": ("W4.b",)}
+    tried: list[Action] = []
     for vpp in _CHUNKS:
-        on = replace(base, vpp=vpp)
-        if vpp <= base.vpp or base.pp * vpp > base.shape.layers or base.microbatches % base.pp:
-            continue
-        tried = _try(where, base, on)
-        if tried:
-            variants.append((tried, on))
-    if variants:
-        tried, on = max(variants, key=lambda f: f[0][0].value)
-        yield Action(
-            "interleave",
-            f"{on.vpp} chunks of layers on each stage",
-            ("bubble",),
-            base,
-            on,
-            tried[0],
-            ("W4",),
-            ("W4.b",),
-            peak_bytes=tried[1],
-        )
+        if vpp > base.vpp and base.pp * vpp <= base.shape.layers and base.microbatches % base.pp == 0:
+            tried += _try(where, base, replace(base, vpp=vpp), title=f"{vpp} chunks of layers on each stage", **about)
+    yield from _largest(tried)
 
 
 def _batch(where: Setting, base: Plan) -> Iterator[Action]:
     """More micro-batches for a pipeline that waits for them: as few as take the bubble under its threshold."""
     if where.plan is None or base.pp == 1:
         return
+    note = "changes the optimization: learning rate and number of steps go with the batch"
+    about: dict[str, Any] = {"id": "batch", "walls": ("bubble",), "also": ("W4.b",), "note": note}
     best: Action | None = None
     before = step_time(base, where.question.cluster).parts
     shares = composition(before, where.seen)
@@ -191,17 +163,10 @@ def _batch(where: Setting, base: Plan) -> Iterator[Action]:
         enough = remaining.get("bubble", 0.0) <= _BUBBLE * sum(remaining.values())
         if enough or (best is not None and factor * base.global_batch * base.seq_len > _MOST_TOKENS):
             break
-        for rung in _from_least(where, base):
-            on = replace(base, gbs=factor * base.global_batch, options=replace(base.options, recompute=rung))
-            tried = _try(where, base, on)
-            if tried:
-                best = Action(
-                    "batch", f"{on.microbatches} micro-batches a step: a global batch of {on.global_batch}", ("bubble",), base, on,
-                    tried[0],
-                    also=("W4.b",), peak_bytes=tried[1],
-                    note="changes the optimization: learning rate and number of steps go with the batch",
-                )  # fmt: skip
-                break
+        larger = replace(base, gbs=factor * base.global_batch)
+        title = f"{larger.microbatches} micro-batches a step: a global batch of {larger.global_batch}"
+        plans = (replace(larger, options=replace(base.options, recompute=rung)) for rung in _from_least(where, base))
+        best = next((action for on in plans for action in _try(where, base, on, title=title, **about)), best)
     if best:
         yield best
 
@@ -276,9 +241,7 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
             )  # fmt: skip
     elif not base.options.compiled:
         on = replace(base, loss="compiled", options=replace(base.options, compiled=True))
-        tried = _try(where, base, on)
-        if tried:
-            yield Action("compile", "compile layers and loss", ("memory-bound kernels", "memory"), base, on, tried[0], peak_bytes=tried[1])
+        yield from _try(where, base, on, id="compile", title="compile layers and loss", walls=("memory-bound kernels", "memory"))
     else:
         yield Action(
             "compile", "compile decoder and loss", ("host-bound", "memory-bound kernels"), base, base,
@@ -292,18 +255,11 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
         )  # fmt: skip
 
 
-_MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
-    _recompute, _micro_batch, _batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks,
-)  # fmt: skip
-
-
 def _layout(where: Setting, current: Plan, best: Choice) -> Iterator[Action]:
     """The planner's layout in place of the run's."""
     changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(current, k) != getattr(best.plan, k)]
-    tried = _try(where, current, best.plan)
-    if changed and tried:
+    if changed:
         also = tuple(dict.fromkeys(c for k in changed for c in OF_DEGREE.get(k, ())))
         title = f"the planner's layout: {', '.join(f'{k} {getattr(best.plan, k)}' for k in changed)}"
-        yield Action(
-            "layout", title, ("exposed communication", "bubble", "memory"), current, best.plan, tried[0], also=also, peak_bytes=tried[1]
-        )
+        walls = ("exposed communication", "bubble", "memory")
+        yield from _try(where, current, best.plan, id="layout", title=title, walls=walls, also=also)

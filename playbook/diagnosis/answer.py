@@ -11,17 +11,16 @@ from typing import Any
 
 from playbook.diagnosis import published
 from playbook.diagnosis import seen as sight
-from playbook.diagnosis.actions import Action, Gain, actions
+from playbook.diagnosis.actions import Action, actions
 from playbook.diagnosis.claims import Said, said
 from playbook.diagnosis.setting import Measured, Setting
 from playbook.planner.choice import plain_data, space
 from playbook.planner.choice.anchored import anchored, scale_of, scaled
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
-from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.step import StepTime, step_time
+from playbook.planner.time.step import Estimate, StepTime, step_time
 from playbook.records.standing import Stock
 
 _LEAST = 0.01
@@ -83,11 +82,6 @@ def predicted_walls(time: StepTime, plan: Plan, cluster: Cluster, shares_seen: M
     return _ordered(
         {name: max(seen_walls[name], shares.get(name, 0.0)) if name in seen_walls else shares.get(name) for name in _KINDS}, shares_seen
     )
-
-
-def _seen_walls(shares_seen: Mapping[str, float]) -> list[Wall]:
-    """The walls that were seen, of a run of which nothing is predicted."""
-    return _ordered(sight.walls(shares_seen), shares_seen)
 
 
 def traced_walls(trace: Mapping[str, Any]) -> list[Wall]:
@@ -171,7 +165,7 @@ def diagnose(where: Setting, speed: Measured | None, stock: Stock, export: _Expo
     time = current or (best.time if best else None)
     step_shares = sight.composition(time.parts, where.seen) if time else {}
     headroom = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
-    listed = [_entry(a, _ActionContext(where, stock, export, step_shares, headroom)) for a in actions(where, best)]
+    listed = [_entry(a, where, stock, export, step_shares, headroom) for a in actions(where, best)]
     first = next((w.name for w in walls if w.share is not None), "") if where.seen else ""
     listed.sort(key=partial(_place, first))
     q = where.question
@@ -193,7 +187,7 @@ def diagnose(where: Setting, speed: Measured | None, stock: Stock, export: _Expo
         "walls": [{**asdict(w), "beyond": w.beyond} for w in walls],
         "walls_from": _walls_from(where, observed),
         "how_to_tell": "" if observed.trace else _how(where),
-        "actions": [*_trace_first(where, speed, time, observed), *listed][:_MOST],
+        "actions": [*_trace_first(where, speed, time), *listed][:_MOST],
         "assumptions": _assumptions(where, current, best, observed),
         "confidence": _confidence(where, speed, current, runs, observed),
     }  # fmt: skip
@@ -207,7 +201,7 @@ def _place(wall: str, entry: Mapping[str, Any]) -> tuple[bool, int, float, float
 
 
 @lru_cache(maxsize=16)
-def _planned(question: Question) -> Answer:
+def _planned(question: space.Question) -> Answer:
     """The planner's answer; a server is asked about one setting several times."""
     return anchored(plan_layouts(question, 3))
 
@@ -220,15 +214,10 @@ def _time(where: Setting) -> StepTime | None:
     return scaled(time, scale_of(where.question, time, fp8=where.precision == "fp8"))
 
 
-def _peak(plan: Plan | None) -> float:
-    """GiB of the fullest rank."""
-    return space.held(plan) / GIB if plan else 0.0
-
-
 def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
     return {
         "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu), "mfu": time.mfu, "seconds": time.seconds.value,
-        "memory_gib": _peak(plan), "settings": plain_data.words(plan) if plan else [],
+        "memory_gib": space.held(plan) / GIB if plan else 0.0, "settings": plain_data.words(plan) if plan else [],
     }  # fmt: skip
 
 
@@ -280,7 +269,7 @@ def _walls(where: Setting, current: StepTime | None, observed: Seen) -> list[Wal
         return traced_walls(observed.trace)
     if where.plan and current:
         return predicted_walls(current, where.plan, where.question.cluster, where.seen)
-    return _seen_walls(where.seen)
+    return _ordered(sight.walls(where.seen), where.seen)
 
 
 def _walls_from(where: Setting, observed: Seen) -> str:
@@ -299,60 +288,42 @@ def _how(where: Setting) -> str:
     return f"nsys profile -t cuda,nvtx --export=sqlite -o step COMMAND; {shlex.join(command)} --trace step.sqlite"
 
 
-@dataclass(frozen=True)
-class _ActionContext:
-    """What an action is judged by: the setting, what claims say, a trainer's words, the share of the predicted step by part, and the
-    headroom: the relative gain in tokens/s to the fastest layout, or to a faster published run.
-    """
-
-    where: Setting
-    stock: Stock
-    export: _Exporter
-    step_shares: Mapping[str, float]
-    headroom: float | None
-
-
-def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, observed: Seen) -> list[dict[str, Any]]:
+def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None) -> list[dict[str, Any]]:
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
     if where.seen or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
         return []
     title = "trace three steps first: the run is slower than its layout's prediction allows for"
     if where.plan is None:
         title = "name the layout, and trace three steps: the run is slower than the fastest layout's prediction allows for"
-    empty: dict[str, Any] = {
-        "expected": None,
-        "at_most": False,
-        "planner": None,
-        "record": None,
-        "in_plan": False,
-        "memory_gib": None,
-        "claims": [],
-        "settings": [],
-    }
     return [
         {
-            "id": "trace", "title": title, "walls": [], **empty,
+            "id": "trace", "title": title, "walls": [], "expected": None, "at_most": False, "planner": None, "record": None,
+            "in_plan": False, "memory_gib": None, "claims": [], "settings": [],
             **{k: list(v) for k, v in asdict(Changed()).items()}, "test": [_how(where)],
             "note": "waits for data, paths that are not fused, slow ranks and throttled clocks are not predicted",
         }
     ]  # fmt: skip
 
 
-def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
-    """One action as plain data."""
-    where = context.where
-    measures = said(context.stock, action.measures, action.on, where.question.cluster)
-    also = said(context.stock, action.also, action.on, where.question.cluster)
-    shown = [*measures, *also]
+def _entry(
+    action: Action, where: Setting, stock: Stock, export: _Exporter, step_shares: Mapping[str, float], headroom: float | None
+) -> dict[str, Any]:
+    """One action as plain data.
+
+    It is judged by what claims say, by the share of the predicted step by part, and by the headroom: the relative gain in tokens/s to the
+    fastest layout, or to a faster published run.
+    """
+    measures = said(stock, action.measures, action.on, where.question.cluster)
+    shown = [*measures, *said(stock, action.also, action.on, where.question.cluster)]
     record = next((s for s in measures if s.comparable), None)
-    measured_gain = Gain(*record.effect) if record and record.effect else None
-    changed = context.export(action, where.framework, where.question.cluster.name)
+    measured_gain = Estimate(*record.effect) if record and record.effect else None
+    changed = export(action, where.framework, where.question.cluster.name)
     return {
         "id": action.id,
         "title": action.title,
         "walls": list(action.walls),
-        "expected": _expected_gain(action, measured_gain, context),
-        "at_most": _limited_by_headroom(action, context),
+        "expected": _expected_gain(action, measured_gain, step_shares, headroom),
+        "at_most": _limited_by_headroom(action, headroom),
         "planner": action.gain and asdict(action.gain),
         "record": {**asdict(measured_gain), "claim": record.id, "machine": record.machine,
         "evidence": record.evidence} if record and measured_gain else None,
@@ -366,25 +337,27 @@ def _entry(action: Action, context: _ActionContext) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _expected_gain(action: Action, measured_gain: Gain | None, context: _ActionContext) -> float | None:
+def _expected_gain(
+    action: Action, measured_gain: Estimate | None, step_shares: Mapping[str, float], headroom: float | None
+) -> float | None:
     """Expected relative gain in tokens/s (0.1 = 10 % faster), None where nothing tells.
 
     It is the smallest of the planner's gain, the measured gain (for an action with `part`, carried to the whole step by Amdahl's law) and,
     where `_limited_by_headroom`, the headroom to the fastest layout or published run. A part that the step lacks gains 0.
     """
-    affected_share = context.step_shares.get(action.part, 0.0) if action.part else 1.0
+    affected_share = step_shares.get(action.part, 0.0) if action.part else 1.0
     gains = [action.gain.value] if action.gain else []
     gains += [1 / (1 - affected_share * (1 - 1 / (1 + measured_gain.value))) - 1] if measured_gain and measured_gain.value > -1 else []
-    if _limited_by_headroom(action, context):
-        gains.append(max(0.0, context.headroom or 0.0))
+    if _limited_by_headroom(action, headroom):
+        gains.append(max(0.0, headroom or 0.0))
     return min(gains) if gains else None
 
 
-def _limited_by_headroom(action: Action, context: _ActionContext) -> bool:
+def _limited_by_headroom(action: Action, headroom: float | None) -> bool:
     """Whether the fastest layout has the action too, and what is known to be faster lies nearer than its gain."""
     new_fp8 = action.on.options.fp8 and not action.off.options.fp8
     beyond = action.on.options.graphs or new_fp8 or action.on.global_batch != action.off.global_batch
-    return action.gain is not None and context.headroom is not None and not beyond and context.headroom < action.gain.value
+    return action.gain is not None and headroom is not None and not beyond and headroom < action.gain.value
 
 
 def _claim(claim: Said) -> dict[str, Any]:

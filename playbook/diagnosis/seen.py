@@ -121,5 +121,4 @@ def changed(shares: Mapping[str, float], before: Mapping[str, float], after: Map
     return {
         part: shares[part] * after.get(part, 0.0) / before[part] if before.get(part) else after[part] / whole
         for part in {**shares, **after}
-        if part in shares or part in after
     }

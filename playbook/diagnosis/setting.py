@@ -158,7 +158,9 @@ def _own(question: Question, words: Sequence[str]) -> tuple[Plan, tuple[str, ...
     Raises:
         ConfigError: a word is no setting, or the layout breaks a rule.
     """
-    plan, names = _plan(question, [*words, *_beside(question, words)]), [word.partition("=")[0] for word in words]
+    names = [word.partition("=")[0] for word in words]
+    implied = [word for word in question.fixed if word.partition("=")[0] not in names]
+    plan = _plan(question, [*words, *implied])
     plan = question.routing.on(plan) if question.routing else plan
     if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
         plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
@@ -168,12 +170,6 @@ def _own(question: Question, words: Sequence[str]) -> tuple[Plan, tuple[str, ...
     plan, chunked = space.chunked(plan, names)
     plan, filled = space.fitted(plan.require(), question.cluster.memory_gib, names)
     return plan, (*chunked, *filled)
-
-
-def _beside(question: Question, words: Sequence[str]) -> list[str]:
-    """What the framework fixes and the layout does not name."""
-    names = {word.partition("=")[0] for word in words}
-    return [word for word in question.fixed if word.partition("=")[0] not in names]
 
 
 def _plan(question: Question, layout_words: Sequence[str]) -> Plan:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from playbook.cards.load import LoadedCard
-from playbook.cards.model import Claim
+from playbook.cards.model import Card, Claim
 from playbook.cards.scope import COMPARE, RANGE
 from playbook.errors import Finding
 from playbook.yaml_files import KeyPath
 
+T = TypeVar("T")
+Row = TypeVar("Row", bound=tuple[Any, ...])
+CARD_DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
 _GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
 
 
@@ -26,12 +29,12 @@ class LintInput:
     every: Sequence[LoadedCard]
     today: str
 
-    def pairs(self) -> Iterator[tuple[LoadedCard, LoadedCard]]:
-        """Every pair of cards whose second card is checked, each once; a card is also paired with itself."""
+    def rivals(self, groups: Iterable[Sequence[Row]]) -> Iterator[tuple[Row, Row]]:
+        """Every two rows of one group of which the second is of a checked card, each once; a row begins with its card."""
         checked = {id(e) for e in self.checked}
-        for j, second in enumerate(self.every):
-            if id(second) in checked:
-                yield from ((first, second) for first in self.every[: j + 1])
+        for rows in groups:
+            for n, second in enumerate(rows):
+                yield from ((first, second) for first in rows[:n] if id(second[0]) in checked)
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,13 @@ class LintRule:
     def run(self, shelf: LintInput) -> Iterator[Finding]:
         """The rule's findings, at file:line:column."""
         for card, key_path, message in self.check(shelf):
-            at = card.finding(key_path, message)
-            yield Finding(at.file, at.line, at.column, at.message, self.id, self.warning)
+            yield replace(card.finding(key_path, message), rule=self.id, warning=self.warning)
+
+
+def each(cards: Iterable[LoadedCard], part: Callable[[Card], Sequence[T]]) -> Iterator[tuple[LoadedCard, int, T]]:
+    """What a part of each card holds, such as its claims, with the card and the place in that part."""
+    for entry in cards:
+        yield from ((entry, i, item) for i, item in enumerate(part(entry.card)))
 
 
 class Problem(NamedTuple):
@@ -72,45 +80,29 @@ class Config:
     gpus: int | None = None
 
 
-def configs(entry: LoadedCard) -> Iterator[Config]:
-    """All configurations of a card."""
-    for i, family in enumerate(entry.card.families):
-        yield Config(
-            entry,
-            ("families", i, "settings"),
-            f"family '{family.name}'",
-            family.settings,
-            family.layout,
-            family.hardware,
-            family.model,
-            family.gpus,
-        )
-    for i, decision in enumerate(entry.card.decide):
-        hardware = " ".join(map(str, _as_list(decision.when.get("gpu", ""))))
-        model = str(decision.when.get("model", ""))
-        gpus = decision.set.get("gpus", decision.when.get("gpus"))
-        count = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) else None
-        yield Config(entry, ("decide", i, "set"), "the decision", decision.set, _degrees_of(decision.set), hardware, model, count)
-    for i, claim in enumerate(entry.card.claims):
-        yield from _variants(entry, ("claims", i), claim)
-
-
-def _variants(entry: LoadedCard, place: KeyPath, claim: Claim) -> Iterator[Config]:
-    hardware = " ".join(map(str, _as_list(claim.scope.get("gpu", ""))))
-    for variant in ("baseline", "candidate"):
-        values = getattr(claim.comparison, variant)
-        if values:
-            yield Config(entry, (*place, "comparison", variant), f"the {variant} of {claim.id}", values, _degrees_of(values), hardware)
+def configs(cards: Iterable[LoadedCard]) -> Iterator[Config]:
+    """All configurations of these cards, card by card."""
+    for entry in cards:
+        for i, f in enumerate(entry.card.families):
+            yield Config(entry, ("families", i, "settings"), f"family '{f.name}'", f.settings, f.layout, f.hardware, f.model, f.gpus)
+        for i, decision in enumerate(entry.card.decide):
+            hardware = " ".join(map(str, _as_list(decision.when.get("gpu", ""))))
+            model = str(decision.when.get("model", ""))
+            gpus = decision.set.get("gpus", decision.when.get("gpus"))
+            count = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) else None
+            yield Config(entry, ("decide", i, "set"), "the decision", decision.set, _degrees_of(decision.set), hardware, model, count)
+        for i, claim in enumerate(entry.card.claims):
+            hardware = " ".join(map(str, _as_list(claim.scope.get("gpu", ""))))
+            for name in ("baseline", "candidate"):
+                if values := getattr(claim.comparison, name):
+                    where = ("claims", i, "comparison", name)
+                    yield Config(entry, where, f"the {name} of {claim.id}", values, _degrees_of(values), hardware)
 
 
 def _degrees_of(values: Mapping[str, Any]) -> dict[str, int]:
     """The parallel degrees among dotted keys, such as `parallel.tp`."""
-    degrees = {}
-    for key, value in values.items():
-        name = key.rsplit(".", 1)[-1]
-        if name in ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp") and isinstance(value, int) and not isinstance(value, bool):
-            degrees[name] = value
-    return degrees
+    named = ((key.rsplit(".", 1)[-1], value) for key, value in values.items())
+    return {k: v for k, v in named if k in CARD_DEGREES and isinstance(v, int) and not isinstance(v, bool)}
 
 
 def gpus_named(text: str) -> frozenset[str]:
@@ -131,12 +123,10 @@ def is_number(predicate: Any) -> bool:
 
 def linked(first: LoadedCard, a: Claim | None, second: LoadedCard, b: Claim | None) -> bool:
     """Whether a card or claim already says that it supersedes or contradicts the other."""
-    named = {*first.card.related.supersedes, *first.card.related.contradicts, *second.card.related.supersedes}
-    named |= set(second.card.related.contradicts)
+    named = {i for e in (first, second) for i in (*e.card.related.supersedes, *e.card.related.contradicts)}
     if first is not second and {first.card.id, second.card.id} & named:
         return True
-    pairs = ((a, b), (b, a))
-    return any(x is not None and y is not None and y.id in (*x.supersedes, *x.contradicts) for x, y in pairs)
+    return any(x is not None and y is not None and y.id in (*x.supersedes, *x.contradicts) for x, y in ((a, b), (b, a)))
 
 
 def show(value: Any) -> str:

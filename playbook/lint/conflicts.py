@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Claim, ConfigFamily, Decision, Expect, Figure
-from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, is_number, linked, overlap, place, show
+from playbook.lint.base import LintInput, LintRule, Problem, each, gpus_named, is_number, linked, overlap, place, show
 from playbook.yaml_files import KeyPath, did_you_mean
 
 _SHARED_ALIASES = 0.6
@@ -27,21 +27,18 @@ _FILLER = re.compile(r"\b(?:an?|and|at|by|for|from|into?|its?|of|on|or|the|to|us
 def _opposed_claims(shelf: LintInput) -> Iterator[Problem]:
     """Claims on one comparison and metric that cannot both hold where their scopes overlap."""
     index: dict[str, list[tuple[LoadedCard, int, Claim]]] = {}
-    for entry in shelf.every:
-        for i, claim in enumerate(entry.card.claims):
-            if claim.kind == "pair":
-                sides = sorted(_frozen(getattr(claim.comparison, v)) for v in ("baseline", "candidate"))
-                index.setdefault(json.dumps([claim.metric, *sides]), []).append((entry, i, claim))
-    checked = {id(e) for e in shelf.checked}
-    for rows in index.values():
-        for n, (second, i, b) in enumerate(rows):
-            for first, _, a in rows[:n] if id(second) in checked else ():
-                if _opposed(a, b) and overlap(a.scope, b.scope) and not linked(first, a, second, b):
-                    message = (
-                        f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
-                        " opposite expectations; narrow a scope, or link them by supersedes or contradicts"
-                    )
-                    yield Problem(second, ("claims", i, "expect"), message)
+    for entry, i, claim in each(shelf.every, lambda card: card.claims):
+        if claim.kind == "pair":
+            sides = sorted(_frozen(getattr(claim.comparison, v)) for v in ("baseline", "candidate"))
+            index.setdefault(json.dumps([claim.metric, *sides]), []).append((entry, i, claim))
+    for (first, _, a), (second, i, b) in shelf.rivals(index.values()):
+        if _opposed(a, b) and overlap(a.scope, b.scope) and not linked(first, a, second, b):
+            yield Problem(
+                second,
+                ("claims", i, "expect"),
+                f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
+                " opposite expectations; narrow a scope, or link them by supersedes or contradicts",
+            )
 
 
 def _opposed(a: Claim, b: Claim) -> bool:
@@ -76,24 +73,21 @@ def _opposed_decisions(shelf: LintInput) -> Iterator[Problem]:
     only where all conditions are common.
     """
     index: dict[str, list[tuple[LoadedCard, int, Decision, str]]] = {}
-    for entry in shelf.every:
-        for i, decision in enumerate(entry.card.decide):
-            for key in decision.set:
-                words = "" if "." in key else " ".join(sorted(decision.when))
-                index.setdefault(f"{_KNOBS.get(key, key)} {words}", []).append((entry, i, decision, key))
-    checked = {id(e) for e in shelf.checked}
-    for rows in index.values():
-        for n, (second, i, b, key) in enumerate(rows):
-            for first, _, a, other in rows[:n] if id(second) in checked else ():
-                if (key == other and a.set[key] == b.set[key]) or not a.when.keys() & b.when.keys():
-                    continue
-                if overlap(a.when, b.when) and not linked(first, None, second, None):
-                    who = place(first, second, "another decision")
-                    message = (
-                        f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep"
-                        " one, or narrow `when`"
-                    )
-                    yield Problem(second, ("decide", i, "set", key), message)
+    for entry, i, decision in each(shelf.every, lambda card: card.decide):
+        for key in decision.set:
+            words = "" if "." in key else " ".join(sorted(decision.when))
+            index.setdefault(f"{_KNOBS.get(key, key)} {words}", []).append((entry, i, decision, key))
+    for (first, _, a, other), (second, i, b, key) in shelf.rivals(index.values()):
+        if (key == other and a.set[key] == b.set[key]) or not a.when.keys() & b.when.keys():
+            continue
+        if overlap(a.when, b.when) and not linked(first, None, second, None):
+            who = place(first, second, "another decision")
+            yield Problem(
+                second,
+                ("decide", i, "set", key),
+                f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep"
+                " one, or narrow `when`",
+            )
 
 
 def _avoided_settings(shelf: LintInput) -> Iterator[Problem]:
@@ -119,31 +113,32 @@ def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decis
         if common:
             because = ", ".join(other.because)
             who = place(warns, sets, "a decision")
-            message = (
+            yield Problem(
+                sets,
+                ("decide", i, "set", key),
                 f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or"
-                " narrow `when`"
+                " narrow `when`",
             )
-            yield Problem(sets, ("decide", i, "set", key), message)
 
 
 def _unsupported_decisions(shelf: LintInput) -> Iterator[Problem]:
     """Decisions for the sake of a metric that a claim says the setting does not improve."""
     claims = {c.id: (e, c) for e in shelf.every for c in e.card.claims}
     useless = [(e, c) for e, c in claims.values() if c.kind == "pair" and _gains_nothing(c) and c.comparison.candidate]
-    for entry in shelf.checked:
-        for i, decision in enumerate(entry.card.decide):
-            reasons = [claims[r][1] for r in decision.because if r in claims]
-            metrics = {r.metric for r in reasons}
-            for owner, claim in useless:
-                if claim.metric not in metrics or claim.id in decision.because or not overlap(claim.scope, decision.when):
-                    continue
-                settled = any(linked(owner, claim, entry, r) for r in reasons)
-                if not settled and all(_members(v) <= _members(decision.set.get(k, [])) for k, v in claim.comparison.candidate.items()):
-                    message = (
-                        f"sets what {place(owner, entry, claim.id)} says gains nothing in {claim.metric};"
-                        " say by supersedes or contradicts which claim stands, or change the decision"
-                    )
-                    yield Problem(entry, ("decide", i, "set"), message)
+    for entry, i, decision in each(shelf.checked, lambda card: card.decide):
+        reasons = [claims[r][1] for r in decision.because if r in claims]
+        metrics = {r.metric for r in reasons}
+        for owner, claim in useless:
+            if claim.metric not in metrics or claim.id in decision.because or not overlap(claim.scope, decision.when):
+                continue
+            settled = any(linked(owner, claim, entry, r) for r in reasons)
+            if not settled and all(_members(v) <= _members(decision.set.get(k, [])) for k, v in claim.comparison.candidate.items()):
+                yield Problem(
+                    entry,
+                    ("decide", i, "set"),
+                    f"sets what {place(owner, entry, claim.id)} says gains nothing in {claim.metric};"
+                    " say by supersedes or contradicts which claim stands, or change the decision",
+                )
 
 
 def _gains_nothing(claim: Claim) -> bool:
@@ -153,35 +148,29 @@ def _gains_nothing(claim: Claim) -> bool:
 
 def _sets_unspecified(lint_input: LintInput) -> Iterator[Problem]:
     """Families that set a key which they list as unspecified by their source."""
-    for entry in lint_input.checked:
-        for i, family in enumerate(entry.card.families):
-            for key in sorted(set(family.unspecified) & family.layout.keys()):
-                message = f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one"
-                yield Problem(entry, ("families", i, "layout", key), message)
+    for entry, i, family in each(lint_input.checked, lambda card: card.families):
+        for key in sorted(set(family.unspecified) & family.layout.keys()):
+            yield Problem(
+                entry,
+                ("families", i, "layout", key),
+                f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one",
+            )
 
 
-class _Family(NamedTuple):
-    """A family with its card and its index among the card's families."""
-
-    entry: LoadedCard
-    family_index: int
-    family: ConfigFamily
+_Family = tuple[LoadedCard, int, ConfigFamily]
+"""A family with its card and its place among the card's families."""
 
 
 def _conflicting_families(lint_input: LintInput) -> Iterator[Problem]:
     """Families that describe one configuration with different values, or set a key that the other one's source leaves open."""
     by_model: dict[tuple[str, int | None], list[_Family]] = {}
-    for entry in lint_input.every:
-        for i, family in enumerate(entry.card.families):
-            by_model.setdefault((family.model, family.gpus), []).append(_Family(entry, i, family))
-    checked = {id(entry) for entry in lint_input.checked}
-    for families in by_model.values():
-        for n, second in enumerate(families):
-            for first in families[:n] if id(second.entry) in checked else ():
-                a, b = first.family, second.family
-                same_gpus = gpus_named(a.hardware) & gpus_named(b.hardware)
-                if _one_row(a, b) and same_gpus and not linked(first.entry, None, second.entry, None):
-                    yield from _row_differs(first, second)
+    for entry, i, family in each(lint_input.every, lambda card: card.families):
+        by_model.setdefault((family.model, family.gpus), []).append((entry, i, family))
+    for first, second in lint_input.rivals(by_model.values()):
+        a, b = first[2], second[2]
+        same_gpus = gpus_named(a.hardware) & gpus_named(b.hardware)
+        if _one_row(a, b) and same_gpus and not linked(first[0], None, second[0], None):
+            yield from _row_differs(first, second)
 
 
 def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
@@ -195,43 +184,38 @@ def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
 
 def _row_differs(first: _Family, second: _Family) -> Iterator[Problem]:
     """What two families of the same work and degrees say differently, key by key."""
-    a, b = first.family, second.family
-    other = place(first.entry, second.entry, f"'{a.name}'")
+    (entry_a, _, a), (entry_b, place_b, b) = first, second
+    other = place(entry_a, entry_b, f"'{a.name}'")
     for key in sorted(a.layout.keys() & b.layout.keys()):
         if a.layout[key] != b.layout[key]:
-            message = (
+            yield Problem(
+                entry_b,
+                ("families", place_b, "layout", key),
                 f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the"
-                " source says"
+                " source says",
             )
-            yield Problem(second.entry, ("families", second.family_index, "layout", key), message)
-    for unspecified, setting in ((first, second), (second, first)):
-        family = setting.family
-        for key in sorted(set(unspecified.family.unspecified) & family.layout.keys()):
-            who = other if unspecified is first else place(second.entry, first.entry, f"'{b.name}'")
-            message = (
-                f"'{family.name}' has {key} {family.layout[key]}, which {who} says the source leaves open; remove it, or name the source"
+    for silent, (entry, i, family), who in ((a, second, other), (b, first, place(entry_b, entry_a, f"'{b.name}'"))):
+        for key in sorted(set(silent.unspecified) & family.layout.keys()):
+            yield Problem(
+                entry,
+                ("families", i, "layout", key),
+                f"'{family.name}' has {key} {family.layout[key]}, which {who} says the source leaves open; remove it, or name the source",
             )
-            yield Problem(setting.entry, ("families", setting.family_index, "layout", key), message)
 
 
 def _one_measurement(shelf: LintInput) -> Iterator[Problem]:
     """Families with equal measurements but different settings: one row copied under two descriptions."""
-    index: dict[str, list[tuple[LoadedCard, int, ConfigFamily]]] = {}
-    for entry in shelf.every:
-        for i, family in enumerate(entry.card.families):
-            for name, value in family.measured.items():
-                if len(re.sub(r"\D", "", f"{value.value:g}").rstrip("0").lstrip("0")) >= 3:
-                    index.setdefault(f"{name} {value.value:g} {value.unit}", []).append((entry, i, family))
-    checked = {id(e) for e in shelf.checked}
-    reported: set[tuple[int, str, int, str]] = set()
-    for rows in index.values():
-        for n, (second, i, b) in enumerate(rows):
-            for first, j, a in rows[:n] if id(second) in checked else ():
-                pair = (id(first), f"{j}", id(second), f"{i}")
-                if pair in reported or (first is second and i == j):
-                    continue
-                reported.add(pair)
-                yield from _described_twice(first, a, second, i, b)
+    index: dict[str, list[_Family]] = {}
+    for entry, i, family in each(shelf.every, lambda card: card.families):
+        for name, value in family.measured.items():
+            if len(re.sub(r"\D", "", f"{value.value:g}").rstrip("0").lstrip("0")) >= 3:
+                index.setdefault(f"{name} {value.value:g} {value.unit}", []).append((entry, i, family))
+    reported: set[tuple[int, int, int, int]] = set()
+    for (first, j, a), (second, i, b) in shelf.rivals(index.values()):
+        pair = (id(first), j, id(second), i)
+        if pair not in reported and (first is not second or i != j):
+            reported.add(pair)
+            yield from _described_twice(first, a, second, i, b)
 
 
 def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Problem]:
@@ -250,8 +234,8 @@ def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: 
 def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
     """Cards on the same subject by title and aliases, which a search cannot tell apart."""
     words = {id(e): (_title(e.card.title), frozenset(_plain(a) for a in e.card.aliases)) for e in shelf.every}
-    for first, second in shelf.pairs():
-        if first is second or first.card.id == second.card.id or linked(first, None, second, None):
+    for (first,), (second,) in shelf.rivals([[(entry,) for entry in shelf.every]]):
+        if first.card.id == second.card.id or linked(first, None, second, None):
             continue
         (title_a, alias_a), (title_b, alias_b) = words[id(first)], words[id(second)]
         shared = alias_a & alias_b
@@ -260,8 +244,11 @@ def _duplicate_subjects(shelf: LintInput) -> Iterator[Problem]:
         titles = len(title_a & title_b) >= 2 and len(title_a & title_b) / len(title_a | title_b) >= _TITLE_OVERLAP
         if aliases or titles:
             why = f"share the aliases {', '.join(sorted(shared))}" if aliases else "have nearly the same title"
-            message = f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other"
-            yield Problem(second, ("aliases",) if aliases else ("title",), message)
+            yield Problem(
+                second,
+                ("aliases",) if aliases else ("title",),
+                f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other",
+            )
 
 
 def _title(text: str) -> frozenset[str]:
@@ -303,30 +290,30 @@ _BY_DEGREE = re.compile(r"\b(?:exposed|visible)", re.I)
 def _both_sides(shelf: LintInput) -> Iterator[Problem]:
     """Decisions that set a key because of two claims of which one denies the other."""
     denies = {c.id: {*c.contradicts, *c.supersedes} for e in shelf.every for c in e.card.claims}
-    for entry in shelf.checked:
-        for i, rule in enumerate(entry.card.decide):
-            keys = [k for k in rule.set if "." in str(k)]
-            for n, second in enumerate(rule.because if keys else ()):
-                for first in rule.because[:n]:
-                    if first in denies.get(second, ()) or second in denies.get(first, ()):
-                        message = (
-                            f"sets {keys[0]} because of {first} and of {second}, which denies it; name the one that stands, or say `try`"
-                        )
-                        yield Problem(entry, ("decide", i, "because", n), message)
+    for entry, i, rule in each(shelf.checked, lambda card: card.decide):
+        keys = [k for k in rule.set if "." in str(k)]
+        for n, second in enumerate(rule.because if keys else ()):
+            for first in rule.because[:n]:
+                if first in denies.get(second, ()) or second in denies.get(first, ()):
+                    yield Problem(
+                        entry,
+                        ("decide", i, "because", n),
+                        f"sets {keys[0]} because of {first} and of {second}, which denies it; name the one that stands, or say `try`",
+                    )
 
 
 def _without_threshold(shelf: LintInput) -> Iterator[Problem]:
     """Conditions of more or less, without the number from which on they hold."""
-    for entry in shelf.checked:
-        for i, rule in enumerate(entry.card.decide):
-            for key, value in rule.when.items():
-                words = _BY_DEGREE.search(f"{key} {value}".replace("_", " "))
-                if words and not (str(key).endswith("_percent") and is_number(value)):
-                    message = (
-                        f"'{key}: {value}' does not say from which share of the step on; write a number, such as"
-                        " exposed_dispatch_percent: '>=2'"
-                    )
-                    yield Problem(entry, ("decide", i, "when", key), message)
+    for entry, i, rule in each(shelf.checked, lambda card: card.decide):
+        for key, value in rule.when.items():
+            words = _BY_DEGREE.search(f"{key} {value}".replace("_", " "))
+            if words and not (str(key).endswith("_percent") and is_number(value)):
+                yield Problem(
+                    entry,
+                    ("decide", i, "when", key),
+                    f"'{key}: {value}' does not say from which share of the step on; write a number, such as"
+                    " exposed_dispatch_percent: '>=2'",
+                )
 
 
 DECISION_RULES = (
@@ -360,13 +347,11 @@ def _ranked_rows(shelf: LintInput) -> Iterator[Problem]:
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
         for i, ranking in enumerate(entry.card.rankings):
-            place: KeyPath = ("rankings", i)
             missing = [(key, name) for key, name in (("better", ranking.better), ("than", ranking.than)) if name not in families]
             for key, name in missing:
-                yield Problem(entry, (*place, key), f"family '{name}' does not exist{did_you_mean(name, families)}")
+                yield Problem(entry, ("rankings", i, key), f"family '{name}' does not exist{did_you_mean(name, families)}")
             if not missing:
-                a, b = families[ranking.better], families[ranking.than]
-                yield from (Problem(entry, place, m) for m in _unequal(a, b))
+                yield from (Problem(entry, ("rankings", i), m) for m in _unequal(families[ranking.better], families[ranking.than]))
 
 
 def _unequal(a: ConfigFamily, b: ConfigFamily) -> Iterator[str]:
@@ -387,14 +372,14 @@ def _or_nothing(value: object) -> str:
 
 def _compared_work(shelf: LintInput) -> Iterator[Problem]:
     """Claims whose variants process different numbers of tokens per step."""
-    for entry in shelf.checked:
-        for i, claim in enumerate(entry.card.claims):
-            work = [_tokens(side) for side in (claim.comparison.baseline, claim.comparison.candidate)]
-            if claim.kind != "pair" or None in work:
-                continue
-            if work[0] != work[1]:
-                message = f"{claim.id} compares {work[0]} with {work[1]} tokens per step; give both variants the same number"
-                yield Problem(entry, ("claims", i, "comparison"), message)
+    for entry, i, claim in each(shelf.checked, lambda card: card.claims):
+        work = [_tokens(side) for side in (claim.comparison.baseline, claim.comparison.candidate)]
+        if claim.kind == "pair" and None not in work and work[0] != work[1]:
+            yield Problem(
+                entry,
+                ("claims", i, "comparison"),
+                f"{claim.id} compares {work[0]} with {work[1]} tokens per step; give both variants the same number",
+            )
 
 
 def _tokens(side: Mapping[str, Any]) -> int | None:
@@ -405,18 +390,16 @@ def _tokens(side: Mapping[str, Any]) -> int | None:
 
 def _cannot_settle(shelf: LintInput) -> Iterator[Problem]:
     """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
-    for entry in shelf.checked:
-        for i, claim in enumerate(entry.card.claims):
-            place: KeyPath = ("claims", i)
-            if claim.kind == "pair" and claim.comparison.baseline == claim.comparison.candidate:
-                yield Problem(entry, (*place, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ")
-            bounds = effect(claim.expect)
-            if bounds and bounds[0] == "log" and (bounds[1] > math.log(100) or (claim.expect.op == "<=" and bounds[2] > math.log(100))):
-                yield Problem(
-                    entry,
-                    (*place, "expect"),
-                    f"{claim.id} speaks of a factor above 100, which no run will settle; state a margin that can fail",
-                )
+    for entry, i, claim in each(shelf.checked, lambda card: card.claims):
+        if claim.kind == "pair" and claim.comparison.baseline == claim.comparison.candidate:
+            yield Problem(entry, ("claims", i, "comparison"), f"{claim.id} compares a run with itself; baseline and candidate must differ")
+        bounds = effect(claim.expect)
+        if bounds and bounds[0] == "log" and (bounds[1] > math.log(100) or (claim.expect.op == "<=" and bounds[2] > math.log(100))):
+            yield Problem(
+                entry,
+                ("claims", i, "expect"),
+                f"{claim.id} speaks of a factor above 100, which no run will settle; state a margin that can fail",
+            )
 
 
 def _source_dates(shelf: LintInput) -> Iterator[Problem]:
@@ -435,15 +418,15 @@ def _source_dates(shelf: LintInput) -> Iterator[Problem]:
 
 def _old_sources(shelf: LintInput) -> Iterator[Problem]:
     """Claims whose newest source is old."""
-    for entry in shelf.checked:
-        for i, claim in enumerate(entry.card.claims):
-            newest = max((s.date for s in claim.sources), default="")
-            if _is_date(newest) and _months(newest, shelf.today) > _SOURCE_MONTHS:
-                message = (
-                    f"{claim.id} rests on sources of {newest} at the latest, more than {_SOURCE_MONTHS} months ago;"
-                    " look whether they still stand, and add what you found as a source"
-                )
-                yield Problem(entry, ("claims", i, "sources"), message)
+    for entry, i, claim in each(shelf.checked, lambda card: card.claims):
+        newest = max(s.date for s in claim.sources)
+        if _is_date(newest) and _months(newest, shelf.today) > _SOURCE_MONTHS:
+            yield Problem(
+                entry,
+                ("claims", i, "sources"),
+                f"{claim.id} rests on sources of {newest} at the latest, more than {_SOURCE_MONTHS} months ago;"
+                " look whether they still stand, and add what you found as a source",
+            )
 
 
 def _is_date(text: str) -> bool:

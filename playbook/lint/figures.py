@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from itertools import combinations
 from typing import Any
 
 from playbook.cards.load import LoadedCard
 from playbook.cards.model import Quantity
-from playbook.lint.base import LintInput, LintRule, Problem, gpus_named, linked, overlap, place
+from playbook.lint.base import LintInput, LintRule, Problem, each, gpus_named, linked, overlap, place
 from playbook.yaml_files import KeyPath
 
 _UNITS: Mapping[str, tuple[str, ...]] = {
@@ -76,17 +75,17 @@ def is_text_number(text: str) -> bool:
 def state_bytes(shelf: LintInput) -> Iterator[Problem]:
     """Training-state figures below or above what mixed-precision Adam needs per parameter."""
     low, high = _ADAM_BYTES
-    for entry in shelf.checked:
-        for i, figure in enumerate(entry.card.figures):
-            per = _bytes_per_parameter(figure.name, figure.value, figure.when)
-            if per is None or str(figure.when.get("optimizer", "adam")).lower() != "adam":
-                continue
-            if not low * 0.97 <= per <= high * 1.03:
-                message = (
-                    f"{figure.name} is {per:.3g} bytes per parameter; mixed-precision Adam keeps {low:g} to {high:g}"
-                    " (2 weights, 2 or 4 gradients, 12 master weights and moments); correct the figure, or name the optimizer"
-                )
-                yield Problem(entry, ("figures", i, "value"), message)
+    for entry, i, figure in each(shelf.checked, lambda card: card.figures):
+        per = _bytes_per_parameter(figure.name, figure.value, figure.when)
+        if per is None or str(figure.when.get("optimizer", "adam")).lower() != "adam":
+            continue
+        if not low * 0.97 <= per <= high * 1.03:
+            yield Problem(
+                entry,
+                ("figures", i, "value"),
+                f"{figure.name} is {per:.3g} bytes per parameter; mixed-precision Adam keeps {low:g} to {high:g}"
+                " (2 weights, 2 or 4 gradients, 12 master weights and moments); correct the figure, or name the optimizer",
+            )
 
 
 def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) -> float | None:
@@ -102,17 +101,17 @@ def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) ->
 def _implied_peak(shelf: LintInput) -> Iterator[Problem]:
     """Rows of one chip and precision that imply different peaks. The peak of a row is its TFLOP/s divided by its MFU."""
     rows = [row for entry in shelf.every for row in _peaks(entry)]
-    checked = {id(e) for e in shelf.checked}
-    for (first, _, name_a, key_a, low_a, high_a), (second, where, name_b, key_b, low_b, high_b) in combinations(rows, 2):
-        if id(second) not in checked or key_a != key_b or linked(first, None, second, None):
+    for (first, _, name_a, key_a, low_a, high_a), (second, where, name_b, key_b, low_b, high_b) in shelf.rivals([rows]):
+        if key_a != key_b or linked(first, None, second, None):
             continue
         if max(low_a, low_b) > min(high_a, high_b):
             gpu, precision = key_b
-            message = (
+            yield Problem(
+                second,
+                where,
                 f"'{name_b}' implies a peak of {low_b:.0f} to {high_b:.0f} TFLOP/s for {gpu} in {precision},"
-                f" '{place(first, second, name_a)}' one of {low_a:.0f} to {high_a:.0f}; state both by one peak, or correct the MFU"
+                f" '{place(first, second, name_a)}' one of {low_a:.0f} to {high_a:.0f}; state both by one peak, or correct the MFU",
             )
-            yield Problem(second, where, message)
 
 
 def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, KeyPath, str, tuple[str, str], float, float]]:
@@ -122,13 +121,11 @@ def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, KeyPath, str, tuple[
         gpus, precision = gpus_named(family.hardware), family.settings.get("precision")
         if rate and mfu and mfu.value > 0 and len(gpus) == 1 and isinstance(precision, str):
             (r_low, r_high), (m_low, m_high) = rounding(rate), rounding(mfu)
-            where: KeyPath = ("families", i, "measured")
-            key = (next(iter(gpus)), precision)
             yield (
                 entry,
-                where,
+                ("families", i, "measured"),
                 family.name,
-                key,
+                (next(iter(gpus)), precision),
                 100 * r_low / m_high * (1 - _PEAK_TOLERANCE),
                 100 * r_high / m_low * (1 + _PEAK_TOLERANCE),
             )
@@ -147,20 +144,19 @@ def rounding(value: Quantity) -> tuple[float, float]:
 
 def _figure_conflicts(shelf: LintInput) -> Iterator[Problem]:
     """One figure with two values in situations that overlap."""
-    rows = [(e, i, f) for e in shelf.every for i, f in enumerate(e.card.figures)]
-    checked = {id(e) for e in shelf.checked}
-    for (first, _, a), (second, i, b) in combinations(rows, 2):
+    for (first, _, a), (second, i, b) in shelf.rivals([list(each(shelf.every, lambda card: card.figures))]):
         comparable = a.name == b.name and a.value.unit == b.value.unit and a.when.keys() == b.when.keys()
-        if not comparable or id(second) not in checked or not overlap(a.when, b.when) or linked(first, None, second, None):
+        if not comparable or not overlap(a.when, b.when) or linked(first, None, second, None):
             continue
         (low_a, high_a), (low_b, high_b) = rounding(a.value), rounding(b.value)
         apart = max(low_a, low_b) > min(high_a, high_b)
         if apart and not math.isclose(a.value.value, b.value.value, rel_tol=0.01):
-            message = (
+            yield Problem(
+                second,
+                ("figures", i, "value"),
                 f"{b.name} is {b.value.value:g} {b.value.unit} here and {a.value.value:g} in {place(first, second, 'another figure')}"
-                " for the same situation; keep one, or say in `when` what differs"
+                " for the same situation; keep one, or say in `when` what differs",
             )
-            yield Problem(second, ("figures", i, "value"), message)
 
 
 def _quantities(entry: LoadedCard) -> Iterator[tuple[KeyPath, str, Quantity]]:

@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.lint.base import Config, LintInput, LintRule, Problem, configs, gpus_named
+from playbook.lint.base import CARD_DEGREES, LintInput, LintRule, Problem, configs, each, gpus_named
 from playbook.paths import data_root
 from playbook.planner.layout import EXCLUSIONS
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import DEGREES, Plan, nearest
-from playbook.planner.plan import DEGREES as PLANNED
 from playbook.planner.rules import LAYOUT, WIDTHS, Case, Words, broken
 from playbook.planner.shapes import Shape
 from playbook.yaml_files import Strict, did_you_mean, load
@@ -98,15 +97,20 @@ def _words(key: str, value: Any, table: LabelTable) -> tuple[str, list[str]]:
 
 def labels(shelf: LintInput) -> Iterator[Problem]:
     """Labels in families, decisions and claims that the named version does not know."""
-    for config in _configs(shelf):
+    for config in configs(shelf.checked):
         version = config.values.get("megatron_core")
         table = table_for(version)
         if table is None:
-            message = f"no label table for megatron-core {version}{did_you_mean(str(version), tables())}"
-            yield Problem(config.entry, (*config.where, "megatron_core"), message)
+            yield Problem(
+                config.entry,
+                (*config.where, "megatron_core"),
+                f"no label table for megatron-core {version}{did_you_mean(str(version), tables())}",
+            )
             continue
-        for key, message in label_problems(config.values, table):
-            yield Problem(config.entry, (*config.where, key), f"{config.name}: {message}")
+        yield from (
+            Problem(config.entry, (*config.where, key), f"{config.name}: {message}")
+            for key, message in label_problems(config.values, table)
+        )
 
 
 class View:
@@ -185,7 +189,7 @@ def excluded(values: Mapping[str, Any], layout: Mapping[str, int], model: str = 
 
 def incompatible(shelf: LintInput) -> Iterator[Problem]:
     """Settings that exclude each other."""
-    for config in _configs(shelf):
+    for config in configs(shelf.checked):
         yield from (
             Problem(config.entry, config.where, f"{config.name}: {message}")
             for message in excluded(config.values, config.layout, config.model)
@@ -198,7 +202,7 @@ def _dispatcher_hardware(shelf: LintInput) -> Iterator[Problem]:
     Source: Megatron Bridge, `src/megatron/bridge/training/flex_dispatcher_backend.py` (DeepEP: compute capability 8.x and 9.0,
     B200 and B300; HybridEP: 8.x, 9.0 and 10.x).
     """
-    for config in _configs(shelf):
+    for config in configs(shelf.checked):
         named = gpus_named(config.hardware)
         if (
             "deepep" in View(config.values).words("dispatcher", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
@@ -209,11 +213,6 @@ def _dispatcher_hardware(shelf: LintInput) -> Iterator[Problem]:
             yield Problem(config.entry, config.where, f"{config.name}: DeepEP does not run on {chips}; expected hybridep or alltoall")
 
 
-def _configs(shelf: LintInput) -> Iterator[Config]:
-    for entry in shelf.checked:
-        yield from configs(entry)
-
-
 RULES = (
     LintRule("label-unknown", "A label that the named megatron-core version does not know (the newest, if none is named)", labels),
     LintRule("label-incompatible", "Recompute, graph, overlap or offload settings that exclude each other", incompatible),
@@ -221,7 +220,6 @@ RULES = (
 )
 
 
-_CARD_DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
 _PROBES = (
     {"gpus": 64, "tp": 2, "pp": 2, "cp": 2, "ep": 8, "etp": 1},
     {"gpus": 256, "tp": 1, "pp": 8, "cp": 4, "ep": 32, "etp": 1},
@@ -243,8 +241,8 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
 
     Source: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py`.
     """
-    unknown = [k for k in degrees if k not in _CARD_DEGREES]
-    yield from (f"unknown degree '{k}'{did_you_mean(k, _CARD_DEGREES)}" for k in unknown)
+    unknown = [k for k in degrees if k not in CARD_DEGREES]
+    yield from (f"unknown degree '{k}'{did_you_mean(k, CARD_DEGREES)}" for k in unknown)
     low = [k for k, v in degrees.items() if v < 1]
     yield from (f"degree '{k}' is {degrees[k]}; expected 1 or more" for k in low)
     if unknown or low:
@@ -254,9 +252,9 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
         return
     shape = MODELS.get(model)
     counts: dict[str, Any] = {k: getattr(shape, k) for k in ("heads", "kv_heads", "experts")} if shape else {}
-    planned_degrees: dict[str, Any] = {k: v for k, v in degrees.items() if k in PLANNED}
+    planned_degrees: dict[str, Any] = {k: v for k, v in degrees.items() if k in DEGREES}
     case = Case(gpus=gpus or 1, shape=shape, **counts, **planned_degrees)
-    stated = {*PLANNED, *counts, *({"model"} if shape else ()), *({"gpus"} if gpus else ())}
+    stated = {*DEGREES, *counts, *({"model"} if shape else ()), *({"gpus"} if gpus else ())}
     broken_rules = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
     instead = _instead(model, shape, planned_degrees, gpus) if broken_rules and shape and gpus else ""
     yield from (f"{name}: {rule}{instead}" for rule in broken_rules)
@@ -283,8 +281,7 @@ def evaluate(expression: str, numbers: Mapping[str, float]) -> float:
         ConfigError: anything else, or a division by zero.
     """
     try:
-        tree = ast.parse(expression, mode="eval")
-        return _value(tree.body, numbers)
+        return _value(ast.parse(expression, mode="eval").body, numbers)
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as e:
         raise ConfigError(f"'{expression}' cannot be evaluated: {e}") from e
 
@@ -316,37 +313,30 @@ def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
 
 def _family_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Families whose layout cannot be, on their GPUs or on their model."""
-    for entry in shelf.checked:
-        for i, family in enumerate(entry.card.families):
-            for message in layout_problems(family.name, family.layout, family.gpus, family.model):
-                yield Problem(entry, ("families", i, "layout"), message)
+    for entry, i, family in each(shelf.checked, lambda card: card.families):
+        for message in layout_problems(family.name, family.layout, family.gpus, family.model):
+            yield Problem(entry, ("families", i, "layout"), message)
 
 
 def _decision_layouts(shelf: LintInput) -> Iterator[Problem]:
     """Decisions and claims that set a layout which cannot be."""
-    for config in _others(shelf):
-        for message in layout_problems(config.name, config.layout, config.gpus, config.model):
-            yield Problem(config.entry, config.where, message)
-
-
-def _others(shelf: LintInput) -> Iterator[Config]:
-    for entry in shelf.checked:
-        yield from (c for c in configs(entry) if c.where[0] == "decide" and c.layout)
+    for config in configs(shelf.checked):
+        if config.where[0] == "decide" and config.layout:
+            for message in layout_problems(config.name, config.layout, config.gpus, config.model):
+                yield Problem(config.entry, config.where, message)
 
 
 def formulas(shelf: LintInput) -> Iterator[Problem]:
     """Sizing rules that disagree with the arithmetic of the two grids, or ask for more GPUs than the card's own rows have."""
-    for entry in shelf.checked:
-        for i, formula in enumerate(entry.card.formulas):
-            where = ("formulas", i, "expression")
-            rows = [(f"family '{f.name}'", f.gpus, f.layout) for f in entry.card.families if f.gpus and set(f.layout) <= set(_CARD_DEGREES)]
-            rows += [("a layout that divides", p["gpus"], p) for p in _PROBES]
-            try:
-                message = next((m for row in rows for m in _disagrees(formula.quantity, formula.expression, *row)), None)
-            except ConfigError as e:
-                message = str(e)
-            if message:
-                yield Problem(entry, where, message)
+    for entry, i, formula in each(shelf.checked, lambda card: card.formulas):
+        rows = [(f"family '{f.name}'", f.gpus, f.layout) for f in entry.card.families if f.gpus and set(f.layout) <= set(CARD_DEGREES)]
+        rows += [("a layout that divides", p["gpus"], p) for p in _PROBES]
+        try:
+            message = next((m for row in rows for m in _disagrees(formula.quantity, formula.expression, *row)), None)
+        except ConfigError as e:
+            message = str(e)
+        if message:
+            yield Problem(entry, ("formulas", i, "expression"), message)
 
 
 def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Mapping[str, int]) -> Iterator[str]:

@@ -76,9 +76,12 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
         tensors |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, cp_tokens, sp_tokens)}
         if plan.options.attention == "unfused" and mixer == "attention":
             tensors["attention scores"] = _SCORE_BYTES * cp_tokens * plan.seq_len * plan.shape.heads / plan.tp
-    if ffn:
-        tensors |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}
-        tensors |= _dense_mlp(plan, cp_tokens) if ffn == "mlp" else _experts(plan, cp_tokens, sp_tokens)
+    if ffn == "mlp":
+        act = BF16 * cp_tokens * plan.shape.ffn
+        tensors |= {"mlp norm in": row, "mlp norm out": row * eight}
+        tensors |= {"mlp fc1 out": act * plan.shape.up / plan.tp, "mlp act out": act * eight / plan.tp}
+    elif ffn:
+        tensors |= {"mlp norm in": row, "mlp norm out": row, **_experts(plan, cp_tokens, sp_tokens)}
     return tensors
 
 
@@ -150,7 +153,8 @@ def layer(plan: Plan, index: int) -> Kept:
     if "selective" in plan.options.recompute:
         stays = entry(plan, index) + _selective_recompute_bytes(plan, index)
         return Kept(stays, 0.0, sum(tensors.values()) - stays)
-    stay = {name: size for name, size in tensors.items() if name not in freed(plan)}
+    freed = frozenset[str]().union(*(FREED.get(module, frozenset()) for module in plan.options.recompute))
+    stay = {name: size for name, size in tensors.items() if name not in freed}
     whole = sum(stay.values())
     sent = (
         whole * plan.options.offload_percent / 100
@@ -210,16 +214,6 @@ def kept(plan: Plan, index: int) -> float:
     """Bytes that a layer keeps from its forward to its backward pass, on the GPU or the host."""
     layer_bytes = layer(plan, index)
     return layer_bytes.stays + layer_bytes.sent
-
-
-def replayed(plan: Plan, index: int) -> float:
-    """Bytes that come back while a layer is recomputed in its backward pass."""
-    return layer(plan, index).again
-
-
-def freed(plan: Plan) -> frozenset[str]:
-    """Names of the tensors that the plan's recompute modules free."""
-    return frozenset().union(*(FREED.get(module, frozenset()) for module in plan.options.recompute))
 
 
 def loss(plan: Plan) -> float:
@@ -287,11 +281,6 @@ def _mamba(plan: Plan, cp_tokens: int, sp_tokens: float) -> dict[str, float]:
 
 
 _MIXERS = {"attention": _attention, "linear": _linear, "mamba": _mamba}
-
-
-def _dense_mlp(plan: Plan, cp_tokens: int) -> dict[str, float]:
-    f, eight = plan.shape.ffn, 0.5 if plan.options.fp8 else 1.0
-    return {"mlp fc1 out": BF16 * cp_tokens * plan.shape.up * f / plan.tp, "mlp act out": BF16 * cp_tokens * f * eight / plan.tp}
 
 
 def _experts(plan: Plan, cp_tokens: int, sp_tokens: float) -> dict[str, float]:

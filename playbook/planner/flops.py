@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from playbook.planner.options import Options
-from playbook.planner.parameters import adapters, parts
+from playbook.planner.parameters import adapters, parts, projections
 from playbook.planner.shapes import Shape, Vision
 
 BACKWARD = 3
@@ -30,8 +30,6 @@ def per_token(shape: Shape, seq_len: float) -> float:
     return BACKWARD * sum(flops for name, flops in forward(shape, seq_len).items() if name != "router")
 
 
-_WEIGHTS = ("linear", "mlp", "experts", "router", "head")
-"""Classes of operation that multiply by a weight; the rest multiplies activations alone."""
 _FULL = Options()
 
 
@@ -45,15 +43,9 @@ def trained_per_token(shape: Shape, seq_len: float, options: Options = _FULL) ->
     frozen = options.lora > 0 or "decoder" in options.frozen
     if not frozen:
         return per_token(shape, seq_len)
-    whole = forward(shape, seq_len)
-    weights = sum(whole[name] for name in _WEIGHTS if name != "router")
-    return per_token(shape, seq_len) - weights + BACKWARD * _adapter_forward(shape, options)
-
-
-def _adapter_forward(shape: Shape, options: Options) -> float:
-    """FLOPs of the forward pass of all adapters per token."""
+    weights = sum(flops for name, flops in forward(shape, seq_len).items() if name not in ("attention", "router"))
     met = sum(a.passed * (a.wide_in + a.wide_out) for i in range(shape.layers) for a in adapters(shape, i, options))
-    return 2.0 * options.lora * met
+    return per_token(shape, seq_len) - weights + BACKWARD * (2.0 * options.lora * met)
 
 
 def forward(shape: Shape, seq_len: float) -> dict[str, float]:
@@ -69,7 +61,7 @@ def forward(shape: Shape, seq_len: float) -> dict[str, float]:
     sparse, h, wide = halves["experts"], shape.hidden, shape.up + 1
     madds = {
         "attention": sum(_core(shape, i, seq_len) for i in depths),
-        "linear": sum(_projections(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
+        "linear": sum(_linear(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
         "mlp": halves["mlp"] * wide * h * shape.ffn,
         "experts": sparse * (wide * (shape.expert_hidden * shape.top_k * shape.expert_ffn + h * shape.shared_ffn) + 2 * h * shape.latent),
         "router": sparse * h * shape.experts,
@@ -95,26 +87,11 @@ def vision_forward(tower: Vision, out: int, patches: float, pairs: float) -> dic
     return {name: 2.0 * n for name, n in madds.items()}
 
 
-def _projections(shape: Shape, index: int) -> float:
-    """Multiply-adds per token of the matrix products around one layer's attention."""
-    h, n = shape.hidden, shape.heads
+def _linear(shape: Shape, index: int) -> float:
+    """Multiply-adds per token of the matrix products around one layer's attention, and of the norms of compressed queries and keys."""
     mixer = parts(shape, index)[0]
-    if not mixer:
-        return 0.0
-    if shape.mamba is not None and mixer == "mamba":
-        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
-        return h * (3 * inner + 2 * ssm.groups * ssm.state + ssm.heads)
-    if shape.linear is not None and mixer == "linear":
-        gdn = shape.linear
-        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
-        return h * (2 * qk + 2 * v + 2 * gdn.value_heads) + h * v
-    if shape.mla is not None:
-        mla = shape.mla
-        key = n * (mla.nope_dim + mla.rope_dim)
-        q, kv = mla.q_rank * (h + key + 1) if mla.q_rank else h * key, mla.kv_rank * (h + n * (mla.nope_dim + mla.v_dim) + 1)
-        return q + kv + h * mla.rope_dim + n * mla.v_dim * h
-    d = shape.head_dim
-    return h * (n * d * (2 if shape.attention_gate else 1) + 2 * shape.kv_heads * d) + n * d * h
+    norms = shape.mla.q_rank + shape.mla.kv_rank if shape.mla is not None and mixer == "attention" else 0
+    return sum(wide_in * wide_out for _, wide_in, wide_out in projections(shape, mixer)) + norms
 
 
 def _core(shape: Shape, index: int, seq_len: float) -> float:
@@ -155,7 +132,6 @@ _HOPPER = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-te
 _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
 _AMPERE = "https://www.nvidia.com/en-us/data-center/a100/"
 _BLACKWELL = "https://resources.nvidia.com/en-us-blackwell-architecture"
-_ADA = "https://www.nvidia.com/en-us/data-center/l40s/"
 
 # The first whose words all occur in the device's name; data sheets give twice these figures where they count sparsity.
 _DENSE_BF16: tuple[tuple[tuple[str, ...], Peak], ...] = (
@@ -172,7 +148,7 @@ _DENSE_BF16: tuple[tuple[tuple[str, ...], Peak], ...] = (
     (("H800",), Peak("H800 dense BF16", 989.5e12, _HOPPER)),
     (("A100",), Peak("A100 dense BF16", 312e12, _AMPERE)),
     (("A800",), Peak("A800 dense BF16", 312e12, _AMPERE)),
-    (("L40S",), Peak("L40S dense BF16", 362e12, _ADA)),
+    (("L40S",), Peak("L40S dense BF16", 362e12, "https://www.nvidia.com/en-us/data-center/l40s/")),
 )
 
 

@@ -21,7 +21,6 @@ from playbook.planner.memory import GIB
 from playbook.planner.time.cluster import Cluster, cluster
 from playbook.planner.time.constants import NIC_RING
 from playbook.planner.time.laws import Rows, of_rows
-from playbook.yaml_files import Strict
 
 SCHEMA = "calibration/1"
 _MOST_ROWS = 20_000
@@ -195,18 +194,14 @@ def _rings(rows: Rows) -> Iterator[tuple[int, tuple[float, float]]]:
 
 def _line(pairs: list[tuple[float, float]]) -> tuple[float, float] | None:
     """Start and rate for which start * x + y / rate comes nearest to 1; None where the pairs tell neither."""
-    xx, xy, yy = (sum(a * b for a, b in zip(*cols, strict=True)) for cols in _columns(pairs))
-    x, y = (sum(column) for column in zip(*pairs, strict=True))
+    xs, ys = zip(*pairs, strict=True)
+    x, y = sum(xs), sum(ys)
+    xx, xy, yy = (sum(a * b for a, b in zip(*columns, strict=True)) for columns in ((xs, xs), (xs, ys), (ys, ys)))
     whole = xx * yy - xy * xy
     if len(pairs) < 2 or whole <= 0:
         return None
     start, per_byte = (x * yy - y * xy) / whole, (y * xx - x * xy) / whole
     return (max(start, 0.0), 1 / per_byte) if per_byte > 0 else None
-
-
-def _columns(pairs: list[tuple[float, float]]) -> Iterator[tuple[list[float], list[float]]]:
-    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
-    yield from ((xs, xs), (xs, ys), (ys, ys))
 
 
 _NAME = re.compile(r"(?:(?P<gbe>\d{1,4})GbE|(?P<kind>IB|RoCE|EFA)-(?P<rate>\d{1,5}))", re.IGNORECASE | re.ASCII)
@@ -256,7 +251,7 @@ _GIGA = 1e9
 _Word = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class Hardware(Strict):
+class Hardware(yaml_files.Strict):
     """A machine and the network between such machines; what a file leaves out is as the table of GPUs has it."""
 
     gpu: _Word | None = None

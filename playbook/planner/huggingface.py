@@ -354,9 +354,7 @@ _QWEN2 = {"qkv_bias": True, "output_bias": False, "use_sliding_window": False, "
 _QWEN3 = {"qk_norm": True, "use_sliding_window": False, "max_window_layers": 28}
 _QWEN_NEXT = {**_QWEN3, "attention_gate": True, "shared_expert_gate": True}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
-_GEMMA3 = {**_GEMMA, "norms": 4, "qk_norm": True, "sliding_window": 4096, "sliding_window_pattern": 6}
 _MIXTRAL = {"experts_have_intermediate_size": True}
-_LLAMA4 = {**_MIXTRAL, "qk_norm": False, "n_shared_experts": 1, "sliding_window_pattern": 4}
 
 _TYPES: Mapping[str, Config] = {
     "bloom": _OF_GPT,
@@ -371,7 +369,7 @@ _TYPES: Mapping[str, Config] = {
     "falcon": {**_LAYER_NORM, "gated_mlp": False, "tie_word_embeddings": True, "expansion_ratio": 4, "multi_query": True, "norms": 1},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": 4, "sliding_window": 4096, "sliding_window_pattern": 2},
-    "gemma3_text": _GEMMA3,
+    "gemma3_text": {**_GEMMA, "norms": 4, "qk_norm": True, "sliding_window": 4096, "sliding_window_pattern": 6},
     "glm": {"attention_bias": True, "output_bias": False},
     "glm4": {"attention_bias": True, "output_bias": False, "norms": 4},
     "glm4_moe": {"output_bias": False},
@@ -387,7 +385,7 @@ _TYPES: Mapping[str, Config] = {
     "internlm3": {},
     "kimi_k2": {},
     "llama": {},
-    "llama4_text": _LLAMA4,
+    "llama4_text": {**_MIXTRAL, "qk_norm": False, "n_shared_experts": 1, "sliding_window_pattern": 4},
     "minimax_m2": {**_WIDE_QK, **_MIXTRAL},
     "mistral": {},
     "mistral3": {},

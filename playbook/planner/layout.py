@@ -264,7 +264,6 @@ def min_gpus(*, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
     return pp * lcm(tp * cp, ep * etp)
 
 
-def cp_for(seq_len: int) -> int:
-    """CP by the sizing rule: the sequence over 4096 tokens, rounded up to a power of two."""
-    shards = -(-seq_len // CP_SHARD_TOKENS)
-    return 1 << max(0, shards - 1).bit_length()
+def cp_for(seq_len: int, tokens: int = CP_SHARD_TOKENS) -> int:
+    """CP by a sizing rule: the sequence over so many tokens for each rank, rounded up to a power of two."""
+    return 1 << max(0, -(-seq_len // tokens) - 1).bit_length()

@@ -15,9 +15,8 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.planner.huggingface import Config, Fields, from_huggingface
 from playbook.planner.shapes import Mla, Shape, Vision
-from playbook.yaml_files import read
+from playbook.yaml_files import read, shipped_table
 
-_HUB = "https://huggingface.co/"
 _SUFFIXES = (".json", ".yaml", ".yml")
 _OF_HUB = {"model_type", "architectures", "text_config", "num_hidden_layers", "num_attention_heads", "n_layer", "n_head", "n_heads"}
 """Fields of which a Hugging Face configuration has some, and a preset none."""
@@ -88,7 +87,7 @@ def named(model: str) -> str:
     """The preset of a name as publishers spell it, such as Qwen3-30B-A3B or Qwen/Qwen3-30B-A3B-Instruct-2507; empty where none has it."""
     if model in MODELS:
         return model
-    return next((n for n in (_row(word).get("model", _spelled().get(word, "")) for word in _names(model)) if n), "")
+    return next((n for n in (_published().get(word, {}).get("model", _spelled().get(word, "")) for word in _names(model)) if n), "")
 
 
 def published(name: str) -> Shape:
@@ -97,7 +96,7 @@ def published(name: str) -> Shape:
     Raises:
         ConfigError: no preset has it; models without a public configuration have none.
     """
-    row = next((row for row in map(_row, _names(name)) if row), {})
+    row = next((row for row in map(_published().get, _names(name)) if row), {})
     shape = find(name)
     return replace(shape, mtp=row["mtp"]) if "mtp" in row else shape
 
@@ -115,10 +114,6 @@ def _names(model: str) -> tuple[str, ...]:
 
 def _flat(word: str) -> str:
     return word.replace("_", "")
-
-
-def _row(word: str) -> Mapping[str, Any]:
-    return _published().get(word, {})
 
 
 @cache
@@ -152,8 +147,7 @@ def _plain(name: str) -> str:
 
 @cache
 def _published() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = read(data_root("tables") / "published_models.yaml")[0]
-    return {_flat(name): row for name, row in table.items()}
+    return {_flat(name): row for name, row in shipped_table("published_models.yaml").items()}
 
 
 def fields_of(name: str) -> Config:
@@ -193,16 +187,13 @@ _OURS = ("hub", "source")
 """What a row of the table says beside a model's fields."""
 
 
-@cache
 def _table() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = read(data_root("tables") / "models.yaml")[0]
-    return table
+    return shipped_table("models.yaml")
 
 
 @cache
 def _files() -> dict[str, Path]:
-    folder = data_root("configs") / "models"
-    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES}
+    return {path.stem: path for path in sorted((data_root("configs") / "models").iterdir()) if path.suffix in _SUFFIXES}
 
 
 @cache
@@ -211,7 +202,9 @@ def _shipped(name: str) -> Shape:
     if path is None:
         row = _table()["models"][name]
         source = row.get("source")
-        return from_huggingface(fields_of(name), _table()["sources"].get(source, source) or f"{_HUB}{row['hub']}/blob/main/config.json")
+        return from_huggingface(
+            fields_of(name), _table()["sources"].get(source, source) or f"https://huggingface.co/{row['hub']}/blob/main/config.json"
+        )
     data, _ = read(path)
     with path.open(encoding="utf-8") as f:
         link = re.search(r"https://\S+", f.readline())

@@ -44,11 +44,6 @@ def parts(shape: Shape, index: int) -> tuple[str, str]:
     return "linear" if linear else "attention", "mlp" if index < shape.dense_layers else "experts"
 
 
-def _sparse_layers(shape: Shape) -> int:
-    """Number of layers with experts, without depths of prediction."""
-    return sum(parts(shape, i)[1] == "experts" for i in range(shape.layers))
-
-
 def layer(shape: Shape, index: int) -> Layer:
     """Parameters of the decoder layer with this index."""
     mixer, ffn = parts(shape, index)
@@ -62,6 +57,30 @@ def layer(shape: Shape, index: int) -> Layer:
     repeated += shape.hidden * shape.experts + (shape.hidden if shape.shared_gate else 0) + 2 * shape.hidden * shape.latent
     repeated += shape.experts if shape.expert_bias else 0
     return Layer(sharded, repeated, shape.experts * expert(shape))
+
+
+def projections(shape: Shape, mixer: str, tp: int = 1) -> list[tuple[str, float, float]]:
+    """The matrix products around one layer's attention on a TP rank: what recomputes them, width in, width out."""
+    if not mixer:
+        return []
+    h, n, d = shape.hidden, shape.heads / tp, shape.head_dim
+    if mixer == "mamba" and shape.mamba is not None:
+        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
+        return [("", h, (2 * inner + 2 * ssm.groups * ssm.state + ssm.heads) / tp), ("", inner / tp, h)]
+    if mixer == "linear" and shape.linear is not None:
+        gdn = shape.linear
+        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+        return [("", h, (2 * qk + 2 * v + 2 * gdn.value_heads) / tp), ("", v / tp, h)]
+    if shape.mla is not None:
+        m = shape.mla
+        query = (
+            [("", h, m.q_rank), ("mla_up_proj", m.q_rank, n * (m.nope_dim + m.rope_dim))]
+            if m.q_rank
+            else [("", h, n * (m.nope_dim + m.rope_dim))]
+        )
+        return [*query, ("", h, m.kv_rank + m.rope_dim), ("mla_up_proj", m.kv_rank, n * (m.nope_dim + m.v_dim)), ("", n * m.v_dim, h)]
+    kv = max(shape.kv_heads / tp, 1)
+    return [("", h, (n * (2 if shape.attention_gate else 1) + 2 * kv) * d), ("", n * d, h)]
 
 
 def expert(shape: Shape) -> int:
@@ -183,8 +202,8 @@ def mtp(shape: Shape) -> Layer:
 
 def active(shape: Shape) -> int:
     """Parameters that one token meets, embedding and output layer included."""
-    routed = _sparse_layers(shape) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
-    return decoder(shape) - routed
+    sparse = sum(parts(shape, i)[1] == "experts" for i in range(shape.layers))
+    return decoder(shape) - sparse * (shape.experts - shape.top_k) * expert(shape)
 
 
 def vision(shape: Shape) -> int:

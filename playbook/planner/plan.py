@@ -180,21 +180,14 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
         if values.get(key, value) != value:
             raise ConfigError(f"{key} is given twice, as {values[key]} and {value[:40]}; give it once")
         values[key] = value
-    return _build(model, values, MODELS[model] if shape is None else shape)
-
-
-def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     values = _in_own_words(values)
     numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
-    shape = _cut(shape, numbers.pop("layers", None), numbers.pop("experts", None))
+    shape = _cut(MODELS[model] if shape is None else shape, numbers.pop("layers", None), numbers.pop("experts", None))
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
-    return Plan(
-        shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, gradients_added=False, experts_at_once=False,
-        options=options, **numbers,
-    )  # fmt: skip
+    return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
 
 
 def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:
@@ -315,29 +308,18 @@ def nearest(plan: Plan, count: int = 3) -> list[Near]:
     return list(islice(_legal(plan), count))
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """Settings of a plan that may be legal, ordered by how near they are; building the plan itself waits until its turn comes."""
-
-    distance: float
-    gpus: int
-    degrees: tuple[int, ...]
-    gbs: int
-    uneven: bool | None
-
-    def plan(self, asked: Plan) -> Plan:
-        """The plan that these settings make of the one asked for."""
-        tp, cp, pp, ep, etp, vpp = self.degrees
-        options = replace(asked.options, uneven=self.uneven)
-        return replace(asked, gpus=self.gpus, gbs=self.gbs, options=options, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp)
+_Candidate = tuple[float, int, tuple[int, ...], int, bool | None]
+"""Settings of a plan that may be legal, ordered by how near they are: distance, GPUs, degrees, global batch, uneven stages. Building the
+plan itself waits until its turn comes."""
 
 
 def _legal(plan: Plan) -> Iterator[Near]:
     """All legal candidates, nearest first."""
-    for candidate in sorted(_candidates(plan)):
-        candidate_plan = candidate.plan(plan)
-        if not candidate_plan.broken():
-            yield Near(candidate_plan, _changes(plan, candidate_plan), candidate.distance)
+    for distance, gpus, (tp, cp, pp, ep, etp, vpp), gbs, uneven in sorted(_candidates(plan)):
+        options = replace(plan.options, uneven=uneven)
+        candidate = replace(plan, gpus=gpus, gbs=gbs, options=options, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp)
+        if not candidate.broken():
+            yield Near(candidate, _changes(plan, candidate), distance)
 
 
 def _candidates(plan: Plan) -> Iterator[_Candidate]:
@@ -364,7 +346,7 @@ def _candidate(plan: Plan, size: int, degrees: tuple[int, ...]) -> _Candidate:
     if batch % rows:
         batch = max(1, round(batch / rows)) * rows
         distance += _apart(plan.gbs, batch)
-    return _Candidate(round(distance, 9), size, degrees, batch, uneven)
+    return round(distance, 9), size, degrees, batch, uneven
 
 
 def _choices(plan: Plan, key: str) -> list[int]:
@@ -373,10 +355,10 @@ def _choices(plan: Plan, key: str) -> list[int]:
     most = max(plan.gpus, 1)
     allowed = {
         "tp": [n for n in range(1, min(shape.heads, most) + 1) if shape.heads % n == 0],
-        "cp": [n for n in _powers(most) if n == 1 or plan.seq_len % (2 * n) == 0],
+        "cp": [n for n in powers(most) if n == 1 or plan.seq_len % (2 * n) == 0],
         "pp": [n for n in range(1, min(shape.layers + 2, most) + 1) if most % n == 0 or n == stated],
         "ep": [n for n in range(1, min(shape.experts, most) + 1) if shape.experts % n == 0] or [1],
-        "etp": [n for n in _powers(most) if (shape.expert_ffn or 1) % n == 0],
+        "etp": [n for n in powers(most) if (shape.expert_ffn or 1) % n == 0],
         "vpp": list(range(1, shape.layers + 1)),
     }[key]
     near = sorted(allowed, key=lambda n: (_apart(stated, n), n))[:CHOICES]
@@ -390,7 +372,8 @@ def _gpu_choices(plan: Plan) -> list[int]:
     return sorted(n for n in {plan.gpus, below, below + unit} if 0 < n <= LARGEST)
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
+    """The powers of two from 1 to `most`."""
     return [1 << i for i in range(most.bit_length())]
 
 

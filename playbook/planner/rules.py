@@ -8,7 +8,7 @@ case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -135,10 +135,6 @@ class Rule:
     advice: str
     """The second half: what to do, as a template."""
 
-    def stated_in(self, stated: Container[str]) -> bool:
-        """Whether `stated` has all settings that the rule speaks of."""
-        return all(key in stated for key in self.keys.split())
-
 
 @dataclass(frozen=True)
 class Words:
@@ -162,7 +158,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class _Names(Mapping[str, Any]):
+class _Names:
     """What advice may speak of: `c`, the case; `set`, assignments; anything else is the name of a setting."""
 
     case: Case
@@ -170,12 +166,6 @@ class _Names(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         return {"c": self.case, "set": self.words}.get(key) or self.words.name(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.words.names)
-
-    def __len__(self) -> int:
-        return len(self.words.names)
 
 
 OWN = Words()
@@ -187,11 +177,8 @@ def broken(case: Case, rules: Iterable[Rule], *, words: Words = OWN, stated: Con
 
     `stated` are the settings that are known; a rule that speaks of another one is left out.
     """
-    stated_rules = rules if stated is None else (rule for rule in rules if rule.stated_in(stated))
+    stated_rules = rules if stated is None else (rule for rule in rules if all(key in stated for key in rule.keys.split()))
     return [words.say(rule, case) for rule in stated_rules if rule.holds(case)]
-
-
-_LOW = ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
 
 
 def _low(key: str) -> Rule:
@@ -199,7 +186,7 @@ def _low(key: str) -> Rule:
 
 
 # fmt: off
-COUNTS = tuple(_low(key) for key in _LOW)
+COUNTS = tuple(_low(key) for key in ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size"))
 """Degrees and counts start at 1; no other rule makes sense where one does not."""
 
 # Sources: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py` (the grids, the pipeline),

@@ -14,7 +14,6 @@ from typing import Any
 
 from playbook.planner import flops, memory, pipeline
 from playbook.planner.activations import BF16, tokens
-from playbook.planner.memory import Weights, shards
 from playbook.planner.options import FLEX
 from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
@@ -102,7 +101,7 @@ def boundary(plan: Plan) -> Sent:
     return Sent(one, one)
 
 
-def data_parallel(plan: Plan, held: Weights) -> dict[str, float]:
+def data_parallel(plan: Plan, held: memory.Weights) -> dict[str, float]:
     """Bytes that a rank sends per step for gradients and parameters.
 
     Distributed optimizer: one reduce-scatter of gradients, one all-gather of parameters. Full sharding gathers parameters for both
@@ -112,7 +111,7 @@ def data_parallel(plan: Plan, held: Weights) -> dict[str, float]:
     inside, across = 0.0, 0.0
     degrees = {"dense": plan.dp * plan.cp, "experts": plan.edp}
     for kind, count in (("dense", held.dense), ("experts", held.experts)):
-        shard = shards(plan)[kind]
+        shard = memory.shards(plan)[kind]
         inside += count * _ring(shard)
         across += 2 * count / shard * _ring(degrees[kind] // shard)
     if plan.options.sharding in ("fsdp", "fsdp2"):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from playbook.cards.load import card_of, load_all
-from playbook.cards.model import Slug
+from playbook.cards.load import load_all
+from playbook.cards.model import Slug, by_claim
 from playbook.errors import FileError, Finding
 from playbook.paths import folders
 from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, secret_word, template_problems
-from playbook.yaml_files import Strict, did_you_mean, load, locate
+from playbook.yaml_files import KeyPath, Strict, did_you_mean, load, locate
 
 LAUNCHED_KINDS = ("pair", "sweep", "interaction", "prediction")
 """The kinds of case that launch the trainer, or a command."""
@@ -300,50 +301,49 @@ def _file_of(name: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+_Problems = Iterator[tuple[KeyPath, str]]
+
+
+def case_problems(case: Case) -> list[tuple[KeyPath, str]]:
     """What the schema cannot say: (key path, message) for each problem."""
-    problems: list[tuple[tuple[str | int, ...], str]] = []
     if case.kind in ("arithmetic", "invariant"):
-        if not case.function:
-            problems.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
-        return problems
-    launched = "trainer" if case.trainer or not case.command else "command"
-    problems += [
-        ((field,), f"'{field}' is missing; a case of kind {case.kind} needs it")
-        for field in (launched, "metric")
-        if not getattr(case, field)
-    ]
-    problems += _command_problems(case)
+        return [] if case.function else [(("kind",), f"a case of kind {case.kind} needs 'function'")]
+    return list(_problems(case))
+
+
+def _problems(case: Case) -> _Problems:
+    """The same of a case that launches something."""
+    delta, looks, launched = case.delta, case.budget.pairs, "trainer" if case.trainer or not case.command else "command"
+    missing = [field for field in (launched, "metric") if not getattr(case, field)]
+    yield from (((field,), f"'{field}' is missing; a case of kind {case.kind} needs it") for field in missing)
+    yield from _command_problems(case)
     if not case.profiles:
-        problems.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
-    problems += _variant_problems(case)
-    problems += _names_problems(case)
-    delta = case.delta
+        yield ("kind",), "'profiles' is missing; name at least one machine class, such as cpu"
+    yield from _variant_problems(case)
+    yield from _names_problems(case)
     if (delta.data or delta.environment or delta.parameters or delta.ranks or delta.work) and not delta.reason:
-        problems.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
+        yield ("delta",), "'reason' is missing; say why the variants may differ in this"
     if case.guardrails.loss.relative is None and not case.guardrails.loss.reason:
-        problems.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
-    if case.budget.pairs != sorted(set(case.budget.pairs)) or not case.budget.pairs or case.budget.pairs[0] < 2:
-        problems.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
-    if any(look % 2 for look in case.budget.pairs):
+        yield ("guardrails", "loss"), "'reason' is missing; say why the losses may differ"
+    if looks != sorted(set(looks)) or not looks or looks[0] < 2:
+        yield ("budget", "pairs"), f"looks are {looks}; expected rising numbers of at least 2, such as [4, 8, 12]"
+    if any(look % 2 for look in looks):
         unit = "pair" if case.kind == "pair" else "block"
-        problems.append(
-            (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a {unit} and its reverse cancel drift")
-        )
-    return problems + _receipt_problems(case)
+        yield ("budget", "pairs"), f"looks are {looks}; expected even numbers, since a {unit} and its reverse cancel drift"
+    yield from _receipt_problems(case)
 
 
-def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+def _command_problems(case: Case) -> list[tuple[KeyPath, str]]:
     """Whether fields of commands belong to one, and every word of its templates has a value."""
     command_fields = [field for field in ("command", "steps", "trace", "prepare") if getattr(case, field)]
     if not case.command or case.trainer:
         return [((field,), f"'{field}' belongs to a case that launches a command; leave it out, or 'trainer'") for field in command_fields]
-    deltas: dict[tuple[str | int, ...], dict[str, Any]] = {("profiles", p): values for p, values in case.profiles.items()}
+    deltas: dict[KeyPath, dict[str, Any]] = {("profiles", p): values for p, values in case.profiles.items()}
     deltas |= {(v if case.kind == "pair" else "kind",): delta for v, delta in case.variants.items()}
     deltas |= {("variant_profiles", p, v): d for p, variants in case.variant_profiles.items() for v, d in variants.items()}
     if problems := [problem for where, delta in deltas.items() for problem in delta_problems(where, delta)]:
         return problems
-    texts: list[tuple[tuple[str | int, ...], str]] = [(("command",), text) for text in (*case.command, *case.prepare)]
+    texts: list[tuple[KeyPath, str]] = [(("command",), text) for text in (*case.command, *case.prepare)]
     texts += [(("steps",), case.steps.file or "")] if case.steps else []
     texts += [(("trace",), text) for text in (case.trace.file, *case.trace.arguments)] if case.trace else []
     for where, delta in deltas.items():
@@ -352,131 +352,123 @@ def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     return [secret] if secret else list(template_problems(texts, sorted(words - {*DELTAS, "ranks"})))
 
 
-def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+def _variant_problems(case: Case) -> _Problems:
     """Whether the fields that make the variants are those of the case's kind, and enough of them."""
-    problems: list[tuple[tuple[str | int, ...], str]] = []
     owners = {"baseline": "pair", "candidate": "pair", "knob": "sweep", "values": "sweep or prediction", "factors": "interaction"}
-    problems += [
+    yield from (
         ((field,), f"'{field}' belongs to a case of kind {kind}; this one is of kind {case.kind}")
         for field, kind in owners.items()
         if getattr(case, field) and case.kind not in kind.split(" or ")
-    ]
-    problems += _predicted_problems(case)
+    )
+    yield from _predicted_problems(case)
     if case.kind == "sweep" and not case.knob:
-        problems.append((("kind",), "'knob' is missing; say what the sweep varies"))
+        yield ("kind",), "'knob' is missing; say what the sweep varies"
     if case.kind == "sweep" and len(case.values) < 2:
-        problems.append((("values",), f"a sweep has at least 2 values, found {len(case.values)}"))
+        yield ("values",), f"a sweep has at least 2 values, found {len(case.values)}"
     if case.kind == "interaction" and len(case.factors) != 2:
-        problems.append((("factors",), f"an interaction has 2 factors, found {len(case.factors)}"))
+        yield ("factors",), f"an interaction has 2 factors, found {len(case.factors)}"
     names = [v.name for v in case.values] if case.kind in ("sweep", "prediction") else list(case.variants)
     where = "values" if case.kind in ("sweep", "prediction") else "factors" if case.kind == "interaction" else "kind"
-    problems += [
-        ((where,), f"'{n}' is used twice; each value needs its own name") for n in sorted({n for n in names if names.count(n) > 1})
-    ]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    yield from (((where,), f"'{n}' is used twice; each value needs its own name") for n in twice)
     if case.kind == "interaction" and len(case.factors) == 2 and len(names) < 4:
-        problems.append((("factors",), "the levels of a factor have the same name; give each its own"))
-    problems += [
+        yield ("factors",), "the levels of a factor have the same name; give each its own"
+    yield from (
         ((where,), f"'{n}' names a folder too; expected letters, digits and . _ + -, at most 64") for n in names if not _NAME.match(n)
-    ]
-    return problems
+    )
 
 
-def _predicted_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+def _predicted_problems(case: Case) -> _Problems:
     """Whether each value of a prediction, and of nothing else, has one, inside its own interval."""
-    problems: list[tuple[tuple[str | int, ...], str]] = []
     if case.kind == "prediction" and not case.values:
-        problems.append((("values",), "a prediction has at least 1 value: what runs, and what was predicted for it"))
+        yield ("values",), "a prediction has at least 1 value: what runs, and what was predicted for it"
     levels = [level for f in case.factors for level in (f.low, f.high)]
     if case.kind != "prediction" and any(v.predicted for v in (*case.values, *levels)):
-        problems.append((("kind",), f"'predicted' belongs to a case of kind prediction; this one is of kind {case.kind}"))
+        yield ("kind",), f"'predicted' belongs to a case of kind prediction; this one is of kind {case.kind}"
     for i, v in enumerate(case.values if case.kind == "prediction" else []):
         p = v.predicted
         if p is None:
-            problems.append((("values", i), f"'predicted' is missing for {v.name}; expected its value, low and high"))
+            yield ("values", i), f"'predicted' is missing for {v.name}; expected its value, low and high"
         elif not p.low <= p.value <= p.high:
-            problems.append((("values", i), f"predicted {p.value:g} does not lie from {p.low:g} to {p.high:g}"))
-    return problems
+            yield ("values", i), f"predicted {p.value:g} does not lie from {p.low:g} to {p.high:g}"
 
 
-def _names_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+def _names_problems(case: Case) -> _Problems:
     """Profiles and variants that a part of the case speaks of and the case has not: what is said of them would be passed over."""
     by_profile = case.variant_profiles
-    problems: list[tuple[tuple[str | int, ...], str]] = [
+    yield from (
         (("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, case.profiles)}")
         for name in by_profile
         if name not in case.profiles
-    ]
-    places: list[tuple[tuple[str | int, ...], str]] = [(("variant_profiles", p), v) for p, variants in by_profile.items() for v in variants]
-    places += [(("delta", "environment"), v) for v in case.delta.environment]
+    )
+    places: list[KeyPath] = [("variant_profiles", p, v) for p, variants in by_profile.items() for v in variants]
+    places += [("delta", "environment", v) for v in case.delta.environment]
     expected = " or ".join(case.variants)
-    problems += [((*where, v), f"variant '{v}' is not known; expected {expected}") for where, v in places if v not in case.variants]
-    return problems
+    yield from ((where, f"variant '{where[-1]}' is not known; expected {expected}") for where in places if where[-1] not in case.variants)
 
 
-def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+def _receipt_problems(case: Case) -> _Problems:
     """Whether every variant is proven by a rule that can fail, and each rule looks at one thing."""
-    problems: list[tuple[tuple[str | int, ...], str]] = []
     for variant in case.variants:
         receipt = case.activation.of(variant)
         if case.command and not (receipt.require or receipt.forbid):
             continue  # allowed, and the verdict says that nothing proves its path
         if all(r.range in _GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
-            where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
-            problems.append(
-                (where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel")
-            )
-    declared = {"baseline", "candidate"} if case.kind == "pair" else set()
-    problems += [
+            place = ("activation", variant) if case.kind == "pair" else ("activation",)
+            yield place, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel"
+    yield from (
         (("activation", name), f"'{name}' is no variant of a case of kind {case.kind}; use every and variants")
         for name in ("baseline", "candidate")
-        if name not in declared and getattr(case.activation, name) != Receipt()
-    ]
-    problems += [
+        if case.kind != "pair" and getattr(case.activation, name) != Receipt()
+    )
+    yield from (
         (("activation", "variants", name), f"variant '{name}' is not known{did_you_mean(name, case.variants)}")
         for name in case.activation.variants
         if name not in case.variants
-    ]
-    for place, receipt in receipts(case):
+    )
+    for where, receipt in receipts(case):
         for kind in ("require", "forbid"):
             for i, rule in enumerate(getattr(receipt, kind)):
-                where = (*place, kind, i)
-                if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel, rule.log)) != 1:
-                    problems.append((where, "a rule looks at exactly one of collective, range, counter, kernel and log"))
-                for key in ("kernel", "log"):
-                    if (pattern := getattr(rule, key)) is not None and (problem := _pattern_problem(pattern)):
-                        problems.append(((*where, key), problem))
-                problems += [((*where, key), message) for key, message in (_not_of_commands(rule, case) if case.command else _empty(rule))]
-                if kind == "forbid" and rule.count is not None:
-                    problems.append((where, "a forbidden thing has no count; use require with op and count"))
-    return problems
+                for key, message in _rule_problems(rule, kind, case):
+                    yield (*where, kind, i, *key), message
 
 
-def _not_of_commands(rule: Rule, case: Case) -> list[tuple[str, str]]:
-    """What a command's launches cannot show: (key, message) for each."""
-    problems = (
-        [("counter", "a command counts nothing by itself; use log, or kernel, range or collective with a trace")] if rule.counter else []
-    )
-    if case.trace is None:
-        keys = ("collective", "range", "kernel")
-        problems += [(k, f"'{k}' is looked for in a trace; name it in 'trace', or use log") for k in keys if getattr(rule, k) is not None]
-    return problems
+def _rule_problems(rule: Rule, kind: str, case: Case) -> _Problems:
+    """What is wrong with one rule that is required or forbidden; keys are those inside the rule."""
+    if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel, rule.log)) != 1:
+        yield (), "a rule looks at exactly one of collective, range, counter, kernel and log"
+    for key in ("kernel", "log"):
+        if (pattern := getattr(rule, key)) is not None and (problem := _pattern_problem(pattern)):
+            yield (key,), problem
+    yield from _not_of_commands(rule, case) if case.command else _empty(rule)
+    if kind == "forbid" and rule.count is not None:
+        yield (), "a forbidden thing has no count; use require with op and count"
 
 
-def _empty(rule: Rule) -> list[tuple[str, str]]:
-    """What makes a rule hold whatever ran, or look at something else than it says: (key, message) for each."""
-    problems = [("log", "'log' belongs to cases that launch a command")] if rule.log is not None else []
+def _not_of_commands(rule: Rule, case: Case) -> _Problems:
+    """What a command's launches cannot show."""
+    if rule.counter:
+        yield ("counter",), "a command counts nothing by itself; use log, or kernel, range or collective with a trace"
+    for key in ("collective", "range", "kernel"):
+        if case.trace is None and getattr(rule, key) is not None:
+            yield (key,), f"'{key}' is looked for in a trace; name it in 'trace', or use log"
+
+
+def _empty(rule: Rule) -> _Problems:
+    """What makes a rule hold whatever ran, or look at something else than it says."""
+    if rule.log is not None:
+        yield ("log",), "'log' belongs to cases that launch a command"
     for key in ("inside", "group", "phase"):
         if getattr(rule, key) is not None and rule.collective is None:
-            problems.append((key, f"'{key}' is asked of collectives alone; leave it out, or name a collective"))
+            yield (key,), f"'{key}' is asked of collectives alone; leave it out, or name a collective"
     # What a collective is inside of is told without the pass, which has a key of its own.
     for key, name in (("range", rule.range and rule.range.removesuffix(".bwd")), ("inside", rule.inside)):
         if name is not None and name not in RANGES:
-            problems.append((key, f"the trainer has no range '{name}'{did_you_mean(name, RANGES)}"))
+            yield (key,), f"the trainer has no range '{name}'{did_you_mean(name, RANGES)}"
     if rule.group is not None and not set(rule.group.split("_")) <= GROUP_WORDS:
-        problems.append(("group", f"the trainer has no process group '{rule.group}'{did_you_mean(rule.group, GROUP_WORDS)}"))
+        yield ("group",), f"the trainer has no process group '{rule.group}'{did_you_mean(rule.group, GROUP_WORDS)}"
     if rule.op == ">=" and re.fullmatch(r"-[0-9.]+|[0.]+", str(rule.count).strip()):
-        problems.append(("count", f"'>= {rule.count}' holds whatever runs; expected at least 1"))
-    return problems
+        yield ("count",), f"'>= {rule.count}' holds whatever runs; expected at least 1"
 
 
 def _pattern_problem(pattern: str) -> str:
@@ -499,13 +491,13 @@ def case_file(name: str) -> Path:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else _file_of(name)
     if path is None:
-        card = card_of(name, load_all())
-        advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
+        claim = by_claim(load_all()).get(name)
+        advice = f"; it is a claim: playbook confirm {claim[0]}/{name}" if claim else did_you_mean(name, list_cases())
         raise FileError([Finding(name, 1, 1, f"no such case{advice or '; name its file (.yaml), or one that playbook bench list names'}")])
     return path
 
 
-def receipts(case: Case) -> list[tuple[tuple[str | int, ...], Receipt]]:
+def receipts(case: Case) -> list[tuple[KeyPath, Receipt]]:
     """Every receipt that the case writes down, with its place."""
     proof = case.activation
     named = [(("activation", name), getattr(proof, name)) for name in ("baseline", "candidate", "every")]

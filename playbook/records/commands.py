@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from playbook.yaml_files import Strict, did_you_mean
+from playbook.yaml_files import KeyPath, Strict, did_you_mean
 
 _STRONG = ("token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey", "auth", "authorization", "jwt")
 _ENDS = ("token", "secret", "password", "passwd", "credential", "credentials", "apikey")
@@ -122,8 +122,6 @@ that the harness runs on."""
 _MOST_TOKENS = 2**53
 _WORD = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
 
-Place = tuple[str | int, ...]
-
 
 class Steps(Strict):
     """Where a command's steps are told, how many there are, and from which on they are timed."""
@@ -156,7 +154,7 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
     return _WORD.sub(lambda m: str(values[m[1]]) if m[1] in values else m[0], text)
 
 
-def template_problems(texts: Sequence[tuple[Place, str]], values: Sequence[str]) -> Iterator[tuple[Place, str]]:
+def template_problems(texts: Sequence[tuple[KeyPath, str]], values: Sequence[str]) -> Iterator[tuple[KeyPath, str]]:
     """Words of templates that nothing gives a value, and values that no template uses."""
     defined = {*_GIVEN, *values}
     used = {m[1]: where for where, text in texts for m in _WORD.finditer(text)}
@@ -168,9 +166,9 @@ def template_problems(texts: Sequence[tuple[Place, str]], values: Sequence[str])
             yield ("command",), f"'{word}' is set and no template uses it; write {{{word}}} in the command, or use arguments"
 
 
-def secret_word(command: Sequence[str], prepare: Sequence[str], deltas: Mapping[Place, Mapping[str, Any]]) -> tuple[Place, str] | None:
+def secret_word(command: Sequence[str], prepare: Sequence[str], deltas: Mapping[KeyPath, Mapping[str, Any]]) -> tuple[KeyPath, str] | None:
     """What would put a secret into records: words of the command, of its preparation, or of what profiles and variants change."""
-    words: list[tuple[Place, Sequence[str]]] = [(("command",), command), (("prepare",), prepare)]
+    words: list[tuple[KeyPath, Sequence[str]]] = [(("command",), command), (("prepare",), prepare)]
     words += [(where, [f"{k}={v}" for k, v in delta.items() if k not in DELTAS]) for where, delta in deltas.items()]
     words += [(where, [*command[-1:], *delta.get("arguments", [])]) for where, delta in deltas.items()]
     for where, each in words:
@@ -179,7 +177,7 @@ def secret_word(command: Sequence[str], prepare: Sequence[str], deltas: Mapping[
     return None
 
 
-def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+def delta_problems(where: KeyPath, delta: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """What is wrong with what one variant, or one profile, changes."""
     for key, value in delta.items():
         expected_type = DELTAS.get(key)

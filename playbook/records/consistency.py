@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -56,7 +56,8 @@ _ROUNDED_S = 0.01
 
 def contradictions(evidence: Evidence) -> list[str]:
     """Where a record disagrees with itself, one line for each; empty for one that the harness wrote."""
-    return [text for check in _CHECKS for text in check(evidence)]
+    checks = (_plan, _case, _order, _launches, _clock, _totals, _noise, _machine)
+    return [text for check in checks for text in check(evidence)]
 
 
 def _plan(evidence: Evidence) -> Iterator[str]:
@@ -232,6 +233,3 @@ def _machine(evidence: Evidence) -> Iterator[str]:
 
 def _short(values: Sequence[Any]) -> str:
     return ", ".join(str(v)[:40] for v in values[:4]) + (", ..." if len(values) > 4 else "")
-
-
-_CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (_plan, _case, _order, _launches, _clock, _totals, _noise, _machine)

@@ -437,12 +437,7 @@ def digest(data: Any, length: int = 64) -> str:
 
 def seal(evidence: Evidence) -> Evidence:
     """The record with its own hash filled in."""
-    return evidence.model_copy(update={"sha256": _content_sha(evidence)})
-
-
-def _content_sha(evidence: Evidence) -> str:
-    """The hash that the record should carry."""
-    return stored_sha(evidence.model_dump(mode="json"))
+    return evidence.model_copy(update={"sha256": stored_sha(evidence.model_dump(mode="json"))})
 
 
 def stored_sha(data: Mapping[str, Any]) -> str:
@@ -495,12 +490,15 @@ def to_frame(records: Iterable[Evidence], per: Literal["launch", "step"] = "laun
         import pandas as pd  # a third of a second, which no other command needs
 
     make = _launch_rows if per == "launch" else _step_rows
-    rows = [row for record in records for run in record.measured.runs for row in make(_record_columns(record) | _launch_columns(run), run)]
+    rows = [row for record in records for run in record.measured.runs for row in make(_identity(record, run), run)]
     return pd.DataFrame(rows, columns=None if rows else _columns(per))
 
 
-def _record_columns(record: Evidence) -> dict[str, Any]:
-    """The columns that name a record: the same in all of its rows."""
+_LAUNCH = ("run_id", "variant", "role", "pair", "position", "outcome", "ranks", "config_sha", "strict_sha")
+
+
+def _identity(record: Evidence, run: Run) -> dict[str, Any]:
+    """The columns that name a record and a launch: the same in the launch's row and in those of its steps."""
     measured = record.measured
     return {
         "evidence": record.evidence_id,
@@ -513,13 +511,8 @@ def _record_columns(record: Evidence) -> dict[str, Any]:
         "profile": measured.profile,
         "status": record.derived.verdict.status,
         "created": record.created,
+        **{name: getattr(run, name) for name in _LAUNCH},
     }
-
-
-def _launch_columns(run: Run) -> dict[str, Any]:
-    """The columns that name a launch: the same in its row and in those of its steps."""
-    names = ("run_id", "variant", "role", "pair", "position", "outcome", "ranks", "config_sha", "strict_sha")
-    return {name: getattr(run, name) for name in names}
 
 
 def _launch_rows(identity: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
@@ -544,26 +537,6 @@ def _step_rows(identity: dict[str, Any], run: Run) -> Iterator[dict[str, Any]]:
 
 def _columns(per: Literal["launch", "step"]) -> list[str]:
     """The columns of a table without rows, so that what selects some of them works on it too."""
-    identity = [
-        "evidence",
-        "claim",
-        "card",
-        "case",
-        "machine",
-        "gpu",
-        "gpus",
-        "profile",
-        "status",
-        "created",
-        "run_id",
-        "variant",
-        "role",
-        "pair",
-        "position",
-        "outcome",
-        "ranks",
-        "config_sha",
-        "strict_sha",
-    ]
+    identity = ["evidence", "claim", "card", "case", "machine", "gpu", "gpus", "profile", "status", "created", *_LAUNCH]
     launch = ["started", "wall_s", "num_parameters", "timed_steps", *(f"timed_{name}" for name in _SUMS), "peak_memory_bytes"]
     return identity + (launch if per == "launch" else list(Sample.model_fields))

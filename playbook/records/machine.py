@@ -148,7 +148,7 @@ def updates_since(strict: Mapping[str, Any], reader: Here) -> list[str]:
     `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends
     on.
     """
-    machine, packages = _part(strict, "machine"), _part(strict, "packages")
+    machine, packages = mapping_of(strict.get("machine")), mapping_of(strict.get("packages"))
     if not machine or machine.get("gpu") != reader.gpu:
         return []
     then = {name: packages[name] for name in reader.packages if isinstance(packages.get(name), str)}
@@ -179,11 +179,6 @@ def revision_changes(measured: Measured, current_revisions: Mapping[str, int], t
         f"the trainer's path {path} is at performance revision {current_revisions[path]}, the runs at {', '.join(map(str, sorted(old)))}"
         for path, old in sorted(old_revisions.items())
     ]
-
-
-def _part(strict: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = strict.get(name)
-    return part if isinstance(part, Mapping) else {}
 
 
 def _minor(version: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, date, datetime
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from playbook.yaml_files import did_you_mean
 
 Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
 """Claims by id, each with the id of its card, as `playbook.cards.model.by_claim` gives them."""
-Content = Evidence | TraceResult
 EVIDENCE, TRACE = SCHEMA_VERSION, TRACE_VERSION
 MODELS: Mapping[str, type[Evidence] | type[TraceResult]] = {
     SCHEMA_VERSION: Evidence,
@@ -211,8 +210,8 @@ class Record:
         if not isinstance(self.content, Evidence):
             return
         yield from _expired(self.content.expires, today)
-        if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim):
-            yield "the claim has changed since"
+        if claim and self.claim_ref and claim_changes(self.claim_ref, claim) not in ([], ["statement"]):
+            yield "the claim has changed since"  # other words alone are no other test
         yield from self._moved
         if self._edits:
             yield f"its test has been edited since: {', '.join(self._edits)}"
@@ -235,19 +234,7 @@ class Record:
 
 def claim_changes(then: ClaimRef, claim: Claim | MechanismCheck) -> list[str]:
     """Which parts of a claim a record has otherwise than today's card: metric, expect, comparison, statement."""
-    parts = [part for part in ("metric", "expect") if getattr(then, part) != getattr(claim, part)]
-    parts += ["comparison"] if _variants(then) != _variants(claim) else []
-    return parts + (["statement"] if then.statement != claim.statement else [])
-
-
-def _tested_otherwise(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
-    """Whether the claim that was tested has another metric, margin or comparison than today's; other words alone are no other test."""
-    return claim_changes(then, claim) not in ([], ["statement"])
-
-
-def _variants(claim: ClaimRef | Claim | MechanismCheck) -> list[dict[str, Any]]:
-    """Both variants in today's names of keys: a new name is no other test."""
-    return [claim.comparison.baseline, claim.comparison.candidate]
+    return [part for part in ("metric", "expect", "comparison", "statement") if getattr(then, part) != getattr(claim, part)]
 
 
 def _backends(measured: Measured) -> tuple[str, ...]:
@@ -269,8 +256,11 @@ def speaks_for(measured: Measured, card: str, claim: Claim | MechanismCheck) -> 
 
 
 def _expired(expires: str, today: date) -> list[str]:
-    until = _day(expires)
-    return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
+    try:
+        until = date.fromisoformat(expires)
+    except ValueError:  # a day that no month has
+        return ["without expiry date"]
+    return [f"expired on {until}"] if until < today else []
 
 
 class RecordReader:
@@ -354,7 +344,7 @@ def _record(path: Path) -> Record:
     return Record(path, content, tuple(problems))
 
 
-def parse(path: Path) -> tuple[Content, str]:
+def parse(path: Path) -> tuple[Evidence | TraceResult, str]:
     """The content of a file, typed by its `schema_version`, and the hash that it should carry.
 
     Raises:
@@ -462,8 +452,7 @@ def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: dat
     if status not in _STATUSES:
         raise PlaybookError(f"status '{status[:40]}' is not known{did_you_mean(status[:40], _STATUSES)}")
     every = list(records)
-    each = [c for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c]
-    return frozenset(c.id for c in each if status in standings(every, c, today))
+    return frozenset(i for i, (_, claim) in by_claim(cards).items() if status in standings(every, claim, today))
 
 
 def earlier(records: Iterable[Record], claim: str) -> list[Record]:
@@ -479,10 +468,3 @@ def traces(records: Iterable[Record], case: str | None) -> list[Record]:
             profile = r.content.profile
             chosen[profile] = max(chosen.get(profile, r), r, key=lambda each: each.created)
     return [r for _, r in sorted(chosen.items(), key=lambda each: (each[1].measures != "gpu", each[0]))]
-
-
-def _day(stamp: Any) -> date | None:
-    try:
-        return datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).astimezone(UTC).date()
-    except (ValueError, OverflowError):
-        return None

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from playbook import __version__
-from playbook.cards.model import Card, by_claim
+from playbook.cards.model import Card, by_claim, claim_ids
 from playbook.errors import PlaybookError
 from playbook.records.read import verdicts
 from playbook.records.standing import Stock, bases, in_words
-from playbook.skills.model import FILE, LINK, Skill, claim_ids, links, outside
+from playbook.skills.model import FILE, LINK, Skill, links, outside
 from playbook.yaml_files import did_you_mean, written
 
 CARD_FILE = "card.yaml"
@@ -48,16 +48,7 @@ def files(skill: Skill, stock: Stock) -> dict[str, str]:
         PlaybookError: it names a card or links to a file that does not exist, or to two files of one name.
     """
     content, moved = attachments(skill)
-    return {**content, CARD_FILE: card_file(skill.cards, stock), FILE: _skill_text(skill, moved, stock.today)}
-
-
-def skill_text(skill: Skill, today: date) -> str:
-    """SKILL.md as exported: links lead to files beside it.
-
-    Raises:
-        PlaybookError: as `attachments`.
-    """
-    return _skill_text(skill, attachments(skill)[1], today)
+    return {**content, CARD_FILE: card_file(skill.cards, stock), FILE: skill_text(skill, moved, stock.today)}
 
 
 def attachments(skill: Skill) -> tuple[dict[str, str], dict[str, str]]:
@@ -112,7 +103,7 @@ def rests_on(card: Card, stock: Stock) -> list[str]:
 
 def standing(card: Card, claim_id: str, stock: Stock) -> list[dict[str, Any]]:
     """The newest verdict of each machine on a claim, and whether it is stale; empty for a claim that was never tested."""
-    claim = next((c for claim in card.claims for c in (claim, claim.mechanism_check) if c and c.id == claim_id), None)
+    claim = by_claim({card.id: card})[claim_id][1]
     return [
         {
             "machine": r.machine,
@@ -129,7 +120,9 @@ def standing(card: Card, claim_id: str, stock: Stock) -> list[dict[str, Any]]:
     ]
 
 
-def _skill_text(skill: Skill, moved: Mapping[str, str], today: date) -> str:
+def skill_text(skill: Skill, moved: Mapping[str, str], today: date) -> str:
+    """SKILL.md as exported: links that `attachments` has moved lead to files beside it."""
+
     def here(match: re.Match[str]) -> str:
         plain, mark, anchor = match["target"].partition("#")
         return f"[{match['label']}]({moved.get(plain, plain)}{mark}{anchor})"

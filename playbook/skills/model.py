@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, Field
 
-from playbook.cards.model import Card
+from playbook.cards.model import Card, by_claim, claim_ids
 from playbook.errors import FileError, Finding
 from playbook.files import read_bytes
 from playbook.paths import KINDS, data_root, shipped
@@ -73,11 +73,6 @@ class Skill:
     def cards(self) -> tuple[str, ...]:
         """The ids of the cards that it points at."""
         return tuple(self.front.metadata.get(_CARDS_KEY, "").split())
-
-    @property
-    def text(self) -> str:
-        """The whole file."""
-        return "\n".join(self.lines) + "\n"
 
     def body(self) -> Iterator[tuple[int, str]]:
         """Each line after the front matter with its number."""
@@ -160,17 +155,11 @@ def choose(skills: Mapping[str, Skill], names: Sequence[str]) -> list[Skill]:
     return [skills[n] for n in dict.fromkeys(names)] or list(skills.values())
 
 
-def _split_description(skill: Skill) -> tuple[str, str]:
-    """The description: what the skill does, and when to use it."""
-    what, _, when = skill.front.description.partition("Use when ")
-    return what.strip(), when.strip()
-
-
 def index(skills: Iterable[Skill]) -> str:
     """The index of skills as Markdown."""
     rows = []
     for skill in sorted(skills, key=lambda s: s.name):
-        what, when = (part.replace("|", "\\|") for part in _split_description(skill))
+        what, _, when = (part.strip() for part in skill.front.description.replace("|", "\\|").partition("Use when "))
         rows.append(f"| [{skill.name}]({skill.name}/{FILE}) | {what} | {when} | {', '.join(skill.cards)} |")
     return "\n".join(
         [
@@ -285,15 +274,6 @@ class Known:
     parse: Callable[[Sequence[str]], Accepted | str]
     """Parse the words of a command line; the result, or the reason why it does not parse."""
 
-    def claims(self) -> set[str]:
-        """The ids of all claims and mechanism checks."""
-        return {i for card in self.cards.values() for i in claim_ids(card)}
-
-
-def claim_ids(card: Card) -> list[str]:
-    """The ids of a card's claims and mechanism checks, in order."""
-    return [i for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i]
-
 
 def check(skill: Skill, references: Known) -> list[Finding]:
     """Findings for everything in a skill that does not exist, does not resolve or restates a figure."""
@@ -301,9 +281,7 @@ def check(skill: Skill, references: Known) -> list[Finding]:
     named: set[str] = set()
     for line, words in command_lines(skill):
         findings += [skill.finding(line, m) for m in _command(words, references, named)]
-    for line, target in links(skill):
-        if problem := _link_problem(skill, target):
-            findings.append(skill.finding(line, problem))
+    findings += [skill.finding(line, problem) for line, target in links(skill) if (problem := _link_problem(skill, target))]
     findings += _figures(skill)
     findings += _names(skill, references)
     findings += _cards(skill, references, named)
@@ -312,8 +290,8 @@ def check(skill: Skill, references: Known) -> list[Finding]:
 
 def links(skill: Skill) -> Iterator[tuple[int, str]]:
     """Every link of the body outside fenced blocks, with its line."""
-    for number, line in _prose(skill):
-        yield from ((number, m["target"]) for m in LINK.finditer(line))
+    for number, line, fenced in _lines(skill):
+        yield from ((number, m["target"]) for m in LINK.finditer(line) if not fenced)
 
 
 def outside(skill: Skill, target: str) -> Path | None:
@@ -328,10 +306,8 @@ def _link_problem(skill: Skill, target: str) -> str | None:
         return None
     if re.match(r"[a-z][a-z0-9+.-]*:|/|#|@", target, re.IGNORECASE):
         return f"link '{target}' is neither relative nor https; link to a file by its relative path"
-    plain = target.partition("#")[0]
-    folder = skill.path.parent
-    inside = not posixpath.normpath(plain).startswith("..")
-    if inside:
+    plain, folder = target.partition("#")[0], skill.path.parent
+    if not posixpath.normpath(plain).startswith(".."):
         path = folder / plain
         ok = path.is_file() and path.resolve().is_relative_to(folder.resolve())
         return None if ok else f"link '{target}' leads to no file in the skill's folder"
@@ -381,10 +357,6 @@ def _lines(skill: Skill) -> Iterator[tuple[int, str, bool]]:
             fence = "" if fence else match[1]
             continue
         yield number, line, bool(fence)
-
-
-def _prose(skill: Skill) -> Iterator[tuple[int, str]]:
-    yield from ((number, line) for number, line, fenced in _lines(skill) if not fenced)
 
 
 def _command(words: Sequence[str], references: Known, named: set[str]) -> Iterator[str]:
@@ -454,7 +426,7 @@ def _is_command(text: str) -> bool:
 
 def _names(skill: Skill, references: Known) -> Iterator[Finding]:
     """Ids in the text: claims anywhere, cards, cases and skills in code."""
-    claims = references.claims()
+    claims = by_claim(references.cards)
     everything = {*references.cards, *references.cases, *references.skills}
     where = skill.marks.get(("description",), (1, 1))[0]
     for number, line in [(where, skill.front.description), *((n, text) for n, text, _ in _lines(skill))]:

@@ -90,7 +90,7 @@ KEPT = [
 def test_a_layer_keeps_each_of_its_tensors(plan: Plan, layer: int, tensors: dict[str, float]) -> None:
     assert activations.saved(plan, layer) == pytest.approx(tensors)
     assert activations.kept(plan, layer) == pytest.approx(sum(tensors.values()))
-    assert activations.replayed(plan, layer) == 0
+    assert activations.layer(plan, layer).again == 0
 
 
 def test_logits_are_held_as_the_loss_holds_them() -> None:

@@ -59,7 +59,7 @@ def test_recompute_frees_what_it_names_and_brings_it_back_once():
         plan = replace(plain, options=replace(plain.options, recompute=(module,)))
         gone = sum(size for name, size in activations.saved(plain, 0).items() if name in names)
         assert activations.kept(plain, 0) - activations.kept(plan, 0) == pytest.approx(gone)
-        assert activations.replayed(plan, 0) == pytest.approx(gone)
+        assert activations.layer(plan, 0).again == pytest.approx(gone)
     full = replace(plain, options=replace(plain.options, recompute=("full",)))
     assert activations.kept(full, 0) == 2 * 4096 * 2048
 

@@ -68,10 +68,10 @@ def test_what_ships_has_no_finding_and_a_fresh_index(capsys):
 
 def test_every_skill_begins_with_its_question_and_gives_commands():
     for skill in load_skills(data_root("skills")).values():
-        title = next(line for line in skill.text.splitlines() if line.startswith("# "))
-        assert title.endswith("?"), skill.name
-        assert "```console" in skill.text, skill.name
-        assert "stop" in skill.text.lower() or "leave" in skill.text, skill.name
+        text = "\n".join(skill.lines)
+        assert skill.title.endswith("?"), skill.name
+        assert "```console" in text, skill.name
+        assert "stop" in text.lower() or "leave" in text, skill.name
 
 
 def test_a_good_skill_has_no_finding(tmp_path, known):

@@ -20,7 +20,7 @@ from playbook.planner.runs import table  # noqa: E402
 from playbook.planner.runs.anchor import Anchor  # noqa: E402
 from playbook.planner.runs.predict import predict  # noqa: E402
 from playbook.planner.runs.published import scaling  # noqa: E402
-from playbook.planner.runs.table import Run, read_runs, stated  # noqa: E402
+from playbook.planner.runs.table import Run, read_runs, seal  # noqa: E402
 
 TABLE = data_root("tables") / "predictions.csv"
 
@@ -55,7 +55,7 @@ def main() -> None:
     for row, run in zip(rows, runs, strict=True):
         if not row["sha256"]:
             row |= {"predicted_on": datetime.now(UTC).date().isoformat(), **predicted(run)}
-            row["sha256"] = stated(row, before)
+            row["sha256"] = seal(before, row)
         before = row["sha256"]
     TABLE.write_text(_text(rows), encoding="utf-8")
 

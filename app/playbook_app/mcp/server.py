@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from playbook import __version__
 from playbook.cards import search as engine
-from playbook.cards.model import Card, by_claim, guidance
+from playbook.cards.model import Card, by_claim, claim_ids, guidance
 from playbook.cards.search import diagnosis_of, load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.setting import Figures
@@ -29,7 +29,7 @@ from playbook.errors import PlaybookError
 from playbook.records.read import earlier, with_status
 from playbook.records.standing import Stock, in_words, stands
 from playbook.skills.export import CARD_FILE, attachments, card_file, rests_on, skill_text, standing
-from playbook.skills.model import FILE, Skill, claim_ids
+from playbook.skills.model import FILE, Skill
 from playbook.yaml_files import did_you_mean, written
 from playbook_app.mcp import answers, planning
 from playbook_app.mcp.answers import (
@@ -386,7 +386,7 @@ def _resources(out: MCPServer[Any], library: Library) -> None:
 
 
 def _skill_now(skill: Skill, library: Library) -> str:
-    return skill_text(skill, library.today)
+    return skill_text(skill, attachments(skill)[1], library.today)
 
 
 def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: Callable[[], str]) -> None:

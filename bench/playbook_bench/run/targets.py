@@ -47,8 +47,8 @@ def tasks_of(target: str) -> list[Task]:
     if target.endswith((".yaml", ".yml")):
         return _tasks_of_file(Path(target))
     by_id = validate.load_all()
-    card = validate.card_of(target, by_id)
-    match = _TARGET.match(f"{card}/{target}" if card else target)
+    claim = model.by_claim(by_id).get(target)
+    match = _TARGET.match(f"{claim[0]}/{target}" if claim else target)
     if match is None:
         raise ConfigError(
             f"'{target}' is neither a card nor a claim; write CARD, CARD/CLAIM or CLAIM, for example moe-dispatcher-choice/W9"

@@ -4,8 +4,8 @@ times alone cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 from playbook.planner import pipeline
@@ -42,14 +42,9 @@ def next_run(answer: Answer) -> tuple[Choice, Choice, str] | None:
     """Two plans among the ties that differ most in what decides, and the part that does; None where nothing ties."""
     if len(answer.tied_indices) < 2:
         return None
-    best = answer.choices[0]
-    shares = [(other, part, abs(_share(best, part) - _share(other, part))) for other in _tied(answer)[1:] for part in PARTS]
-    other, part, _ = max(shares, key=lambda s: s[2])
+    best, *others = (answer.choices[i] for i in answer.tied_indices)
+    other, part = max(product(others, PARTS), key=lambda each: abs(_share(best, each[1]) - _share(each[0], each[1])))
     return best, other, part
-
-
-def _tied(answer: Answer) -> Sequence[Choice]:
-    return [answer.choices[i] for i in answer.tied_indices]
 
 
 def _share(choice: Choice, part: str) -> float:

@@ -13,14 +13,13 @@ from math import log
 from playbook.planner import memory
 from playbook.planner.choice import space
 from playbook.planner.choice.space import Question
-from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time import spread
 from playbook.planner.time.step import StepTime, least_seconds, step_time
 
-_MOST_GPUS = 16384
-_LEAST_GPUS = 8
+_GPUS = tuple(2**i for i in range(3, 15))
+"""Numbers of GPUs among which the smallest that holds any plan is looked for: nodes of eight, doubled."""
 _COMPARED = 10
 """Plans that ties are looked for among."""
 _OVER = 1 + 1e-6
@@ -33,7 +32,7 @@ class Choice:
 
     plan: Plan
     time: StepTime
-    stages: tuple[StageBytes, ...]
+    stages: tuple[memory.StageBytes, ...]
 
     @property
     def peak(self) -> float:
@@ -69,7 +68,7 @@ class Obstacle:
     """The plan that comes nearest where none fits, what it holds, and what would make one fit."""
 
     plan: Plan
-    stage: StageBytes
+    stage: memory.StageBytes
     ways: tuple[str, ...]
 
 
@@ -120,8 +119,8 @@ def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
     legal = list(space.layouts(question))
     timer = _Timer(question)
     if question.goal == "memory":
-        plans = sorted((_lean(question, layout) for layout in legal), key=_memory_of)
-        choices = [_choice(timer, plan) for plan in plans if _memory_of(plan) <= question.capacity]
+        plans = sorted((_lean(question, layout) for layout in legal), key=space.held)
+        choices = [Choice(plan, timer(plan), tuple(memory.stages(plan))) for plan in plans if space.held(plan) <= question.capacity]
         return Found(choices[:count], Counts(space.enumerated(question), len(legal), len(choices), timer.timed))
     if prune:
         fitting = list(_fitting(question, legal))
@@ -151,16 +150,6 @@ def fits(question: Question) -> bool:
     return any(True for _ in _fitting(question, space.layouts(question, lean=True)))
 
 
-def leanest(question: Question) -> Plan | None:
-    """The plan that needs the least memory, whether it fits or not; None where no layout is legal."""
-    return min((_lean(question, layout) for layout in space.layouts(question, lean=True)), key=_memory_of, default=None)
-
-
-def _memory_of(plan: Plan) -> float:
-    """Peak bytes of the fullest rank of a plan whose rules were checked."""
-    return max(stage.peak for stage in memory.stages(plan))
-
-
 class _Timer:
     """Times plans and counts them."""
 
@@ -182,7 +171,8 @@ def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
     """
     question, bounds = timer.question, []
     for i, layout in enumerate(fitting):
-        plans = [_with(layout, _carry(o, layout.options)) for o in space.switches(question, layout)]
+        o = layout.options
+        plans = [replace(layout, options=_held(s, o.recompute, o.optimizer_offload)) for s in space.switches(question, layout)]
         least = min(least_seconds(plan, question.cluster) for plan in plans)
         bounds.append((layout.global_batch * layout.seq_len / layout.gpus / least, i, layout, plans))
     choices: list[Choice] = []
@@ -199,10 +189,6 @@ def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
     return choices
 
 
-def _carry(switched: Options, layout: Options) -> Options:
-    return _held(switched, layout.recompute, layout.optimizer_offload)
-
-
 @lru_cache(maxsize=4096)
 def _held(options: Options, recompute: tuple[str, ...], host: int) -> Options:
     """Options with another recompute, and so many percent of the optimizer on the host."""
@@ -211,7 +197,9 @@ def _held(options: Options, recompute: tuple[str, ...], host: int) -> Options:
 
 def _best(timer: _Timer, layout: Plan) -> Choice | None:
     """The fastest options of a layout that fit."""
-    return _first_fit(timer.question, _timed(timer, list(_options(timer.question, layout))))
+    q = timer.question
+    options = (_held(*each) for each in product(space.switches(q, layout), space.ladder(q), space.hosts(q)))
+    return _first_fit(q, _timed(timer, [replace(layout, options=o) for o in options]))
 
 
 def _timed(timer: _Timer, plans: list[Plan]) -> Iterator[tuple[StepTime, Plan]]:
@@ -230,7 +218,7 @@ def _first_fit(question: Question, timed: Iterable[tuple[StepTime, Plan]]) -> Ch
     return None
 
 
-def _fitting_stages(plan: Plan, capacity: float) -> tuple[StageBytes, ...]:
+def _fitting_stages(plan: Plan, capacity: float) -> tuple[memory.StageBytes, ...]:
     """The stages of a plan that fits; none of one that does not."""
     stages = []
     for stage in memory.each_stage(plan):
@@ -244,21 +232,10 @@ def _fits(plan: Plan, capacity: float) -> bool:
     return all(stage.peak <= capacity for stage in memory.each_stage(plan, fullest=True))
 
 
-def _choice(timer: _Timer, plan: Plan) -> Choice:
-    return Choice(plan, timer(plan), tuple(memory.stages(plan)))
-
-
-def _options(question: Question, layout: Plan) -> Iterator[Plan]:
-    for o in space.switches(question, layout):
-        for rung in space.ladder(question):
-            for host in space.hosts(question):
-                yield _with(layout, _held(o, rung, host))
-
-
 def _rungs(question: Question, layout: Plan, first: int = 0) -> Iterator[Plan]:
     """A layout with the optimizer where it may be and each kind of recompute, the fastest first; without so many of the `first`."""
     for host, rung in islice(product(space.hosts(question), space.ladder(question)), first, None):
-        yield _with(layout, _held(layout.options, rung, host))
+        yield replace(layout, options=_held(layout.options, rung, host))
 
 
 def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:
@@ -285,11 +262,7 @@ def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:
 def _lean(question: Question, layout: Plan) -> Plan:
     """A layout with the options that need the least memory."""
     plans = [plan for plan in _rungs(question, layout) if not plan.broken()]
-    return min(plans or [layout], key=_memory_of)
-
-
-def _with(layout: Plan, options: Options) -> Plan:
-    return replace(layout, options=options)
+    return min(plans or [layout], key=space.held)
 
 
 def _order(choice: Choice) -> tuple[float, float, tuple[int, ...]]:
@@ -305,18 +278,11 @@ def _rounded(speed: float) -> float:
 
 def _fewest_gpus(question: Question) -> int | None:
     """The smallest number of GPUs, in nodes of eight, that holds any plan; a batch that is not given grows with them."""
-    gpus = _LEAST_GPUS
-    while gpus <= _MOST_GPUS:
-        if fits(_widened(question, gpus)):
-            return _between(question, gpus // 2, gpus)
-        gpus *= 2
-    return None
-
-
-def _between(question: Question, least: int, most: int) -> int:
-    """Between two powers of two, multiples of an eighth of the larger."""
-    step = max(_LEAST_GPUS, most // 8)
-    return next((n for n in range(least + step, most, step) if fits(_widened(question, n))), most)
+    most = next((n for n in _GPUS if fits(_widened(question, n))), None)
+    if most is None:
+        return None
+    step = max(_GPUS[0], most // 8)  # between two powers of two, multiples of an eighth of the larger
+    return next((n for n in range(most // 2 + step, most, step) if fits(_widened(question, n))), most)
 
 
 def _widened(question: Question, gpus: int) -> Question:
@@ -326,7 +292,8 @@ def _widened(question: Question, gpus: int) -> Question:
 
 
 def _obstacle(question: Question) -> Obstacle | None:
-    plan = leanest(question)
+    """The plan that needs the least memory, though it does not fit; None where no layout is legal."""
+    plan = min((_lean(question, layout) for layout in space.layouts(question, lean=True)), key=space.held, default=None)
     if plan is None:
         return None
     fullest = max(memory.stages(plan), key=lambda s: s.peak)

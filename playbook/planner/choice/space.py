@@ -11,15 +11,15 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner import memory, pipeline
 from playbook.planner.choice.routing import Routing
 from playbook.planner.layout import grid
-from playbook.planner.memory import GIB
-from playbook.planner.options import FLEX, Options
-from playbook.planner.plan import Plan, idle, parse
+from playbook.planner.options import Options
+from playbook.planner.plan import Plan, idle, parse, powers
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import Cluster
 
@@ -105,7 +105,7 @@ def fitted(plan: Plan, gpu_gib: float, stated: Container[str]) -> tuple[Plan, tu
 
 def over(plan: Plan, gpu_gib: float) -> str:
     """What is said of a plan that does not fit; nothing of one that does."""
-    return "" if fits(plan, gpu_gib) else f"does not fit: {held(plan) / GIB:.0f} GiB by the estimate, and a GPU has {gpu_gib:g}"
+    return "" if fits(plan, gpu_gib) else f"does not fit: {held(plan) / memory.GIB:.0f} GiB by the estimate, and a GPU has {gpu_gib:g}"
 
 
 def _tries(plan: Plan, stated: Container[str]) -> Iterator[Plan]:
@@ -147,7 +147,8 @@ _MOST_STAGES = 64
 _TOKENS = 1 << 22
 """Tokens of a step where no global batch is given."""
 
-_GRAPHS: Mapping[bool, tuple[str, ...]] = {True: ("attn", "moe_router", "moe_preprocess"), False: ("attn", "mlp")}
+GRAPHS: Mapping[bool, tuple[str, ...]] = {True: ("attn", "moe_router", "moe_preprocess"), False: ("attn", "mlp")}
+"""Modules that are captured, by whether the model has experts."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Question:
     @property
     def capacity(self) -> float:
         """Bytes of a GPU that a plan may allocate."""
-        return self.memory_share * self.cluster.memory_gib * GIB
+        return self.memory_share * self.cluster.memory_gib * memory.GIB
 
     @property
     def global_batch(self) -> int:
@@ -245,8 +246,8 @@ def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
     shape, gpus, seq = question.shape, question.gpus, question.seq_len
     torch = question.backend == "torch"
     degrees: dict[str, list[int]] = {
-        "tp": [n for n in _powers(min(_MOST_TP, question.cluster.domain)) if shape.heads % n == 0],
-        "cp": [n for n in _powers(max(1, seq // _LEAST_CP_TOKENS)) if n == 1 or seq % (2 * n) == 0],
+        "tp": [n for n in powers(min(_MOST_TP, question.cluster.domain)) if shape.heads % n == 0],
+        "cp": [n for n in powers(max(1, seq // _LEAST_CP_TOKENS)) if n == 1 or seq % (2 * n) == 0],
         "pp": [n for n in range(1, min(_MOST_STAGES, shape.layers, gpus) + 1) if gpus % n == 0],
         "ep": [n for n in range(1, min(shape.experts, gpus) + 1) if shape.experts % n == 0 and gpus % n == 0] or [1],
         "etp": [n for n in (1, 2, 4, 8) if shape.experts and shape.expert_ffn % n == 0] or [1],
@@ -258,10 +259,7 @@ def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
 
 def enumerated(question: Question) -> int:
     """Number of combinations that the axes have."""
-    total = 1
-    for values in axes(question).values():
-        total *= len(values)
-    return total
+    return prod(len(values) for values in axes(question).values())
 
 
 def layouts(question: Question, *, lean: bool = False) -> Iterator[Plan]:
@@ -327,10 +325,11 @@ def switches(question: Question, layout: Plan) -> list[Options]:
     """Options that change how fast a layout is beside recompute: dispatcher, overlap, and what is allowed."""
     o, fixed_options = layout.options, question.kept
     routed = layout.ep * layout.etp > 1
-    flex = routed and question.backend == "megatron" and _has_flex(question.cluster)
+    hybridep = question.cluster.name.startswith(("h1", "h2", "h8", "b", "gb"))  # it runs on Hopper and Blackwell
+    flex = routed and question.backend == "megatron" and hybridep
     dispatchers = ["alltoall", *(["hybridep"] if flex else [])] if routed else [""]
     overlap = [False, True] if routed and layout.ep > 1 and (layout.pp == 1 or layout.vpp > 1) and layout.shape.mtp < 2 else [False]
-    graphs = [(), _GRAPHS[bool(layout.shape.experts)]] if "graphs" in question.allow else [()]
+    graphs = [(), GRAPHS[bool(layout.shape.experts)]] if "graphs" in question.allow else [()]
     variants = []
     for dispatcher, both, recipe, graphed in product(
         dispatchers, overlap if question.backend == "megatron" else [False], recipes(question), graphs
@@ -352,12 +351,3 @@ def hosts(question: Question) -> list[int]:
     if "optimizer_offload" in question.kept:
         return [question.base.options.optimizer_offload]
     return [0, 100] if "offload" in question.allow and question.backend == "megatron" else [0]
-
-
-def _has_flex(cluster: Cluster) -> bool:
-    """Whether HybridEP runs there: on Hopper and Blackwell."""
-    return bool(FLEX) and cluster.name.startswith(("h1", "h2", "h8", "b", "gb"))
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]

@@ -34,8 +34,6 @@ from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
 from playbook.planner.time.cluster import Cluster, cluster
 
-_NODE = 8
-_GRAPHED = ("attn", "moe_router", "moe_preprocess")
 _INTERLEAVED = 8
 """Micro-batches for each stage where the batch is unknown and the pipeline interleaves: nobody does so for a short one."""
 _NATURAL = 1.2
@@ -117,7 +115,7 @@ def assumed(run: Run, on: Cluster | None = None) -> Assumed:
         raise Unexpressed("fine-tuning: the table has no lengths of samples, which decide attention and padding")
     if "VL" in run.word("model") or "multimodal" in task:
         raise Unexpressed("images: the table has no sizes of images")
-    if not any(run.word(c) for c in _LAYOUT) and (run.count("gpus") or 0) > _NODE:
+    if not any(run.word(c) for c in _LAYOUT) and (run.count("gpus") or 0) > NODE:
         raise Unexpressed(f"nothing of its layout and batch is known; state some of {', '.join(_LAYOUT)}")
     fp8 = _precision(run, machine, words)
     counts = _degrees(run, shape, words)
@@ -403,7 +401,7 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
     graphs = [spelling.graphs(run.word("cuda_graph"))]
     graph_cell = run.word("cuda_graph")
     if not (graph_cell or torch) and machine.name in _BLACKWELL and plan.shape.experts:
-        graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
+        graphs = [(), ("full_iteration",) if machine.domain > NODE else space.GRAPHS[True]]
         _once(tried, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
     overlaps = [False]
     shown = plan.ep * plan.etp > machine.domain and not _before(run, _OVERLAP_SINCE)

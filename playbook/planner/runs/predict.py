@@ -39,11 +39,6 @@ class Prediction:
     """Memory that was written down before."""
 
     @property
-    def tflops_per_gpu(self) -> float:
-        """1e12 model FLOPs per second."""
-        return self.tokens_per_s_per_gpu * self.flops_per_token / 1e12
-
-    @property
     def peak_tflops(self) -> float:
         """The peak that utilisation is a share of: that of the products' precision."""
         return (self.cluster.fp8_flops_per_s if self.plan.options.fp8 else self.cluster.bf16_flops_per_s) / 1e12
@@ -93,20 +88,18 @@ def predict(run: Run, on: Cluster | None = None) -> Prediction | str:
     try:
         readings = assumed(run, on)
         times = [step_time(plan, readings.cluster) for plan in readings.plans]
-    except Unexpressed as e:
-        return str(e)
     except FileError as e:
         return f"its model cannot be read: {e}"
-    except ConfigError as e:
+    except (Unexpressed, ConfigError) as e:
         return str(e)
     logs = [log(t.tokens_per_s_per_gpu.value) for t in times]
     between = pstdev(logs) if len(logs) > 1 else 0.0
-    shape = readings.plans[0].shape
+    plan = readings.plans[0]
     return Prediction(
         exp(fmean(logs)),
-        flops.trained_per_token(shape, readings.plans[0].seq_len, readings.plans[0].options),
+        flops.trained_per_token(plan.shape, plan.seq_len, plan.options),
         hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(readings.guesses)),
-        readings.plans[0],
+        plan,
         readings.cluster,
         tuple(dict.fromkeys((*readings.words, *times[0].assumptions))),
         weights(times[0].parts),

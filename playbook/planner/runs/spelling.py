@@ -59,11 +59,8 @@ def _count(text: str) -> str:
     match = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,10})(?:\.0{1,10})?\s?([kKmM])?", text, re.ASCII)
     if not match:
         return text
-    number = int(match[1].replace(",", ""))
-    return str(number << _POWERS[(match[2] or "").lower()])
-
-
-_POWERS: Mapping[str, int] = {"": 0, "k": 10, "m": 20}
+    power = {"": 0, "k": 10, "m": 20}[(match[2] or "").lower()]
+    return str(int(match[1].replace(",", "")) << power)
 
 
 _WHOLE = {"recompute": "full", "cuda_graph": "full_iteration"}

@@ -12,15 +12,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from math import isfinite
 from pathlib import Path
 
 from playbook.errors import ConfigError
 from playbook.files import read_bytes
-from playbook.paths import data_root
 from playbook.planner.runs import spelling
-from playbook.yaml_files import did_you_mean, read
+from playbook.yaml_files import did_you_mean, shipped_table
 
 COLUMNS = ("predicted_on", "predicted_low", "predicted", "predicted_high", "sha256")
 """What a table of such predictions has beside what was set: a date, tokens per second and GPU with their 80 % interval, and the seal."""
@@ -42,22 +39,22 @@ class Sealed:
     memory_gib: float | None = None
 
 
-def seal(before: str, cells: Mapping[str, str], columns: tuple[str, ...]) -> str:
+def seal(before: str, cells: Mapping[str, str]) -> str:
     """The SHA-256 of what a row states and predicts and of the seal `before` it, so that no row can be changed, left out or moved; measured
     cells are free.
     """
-    stated = {name: cells[name].strip() for name in (*columns, *COLUMNS[:-1], _MEMORY) if cells.get(name, "").strip()}
+    stated = {name: cells[name].strip() for name in (*_SET, *COLUMNS[:-1], _MEMORY) if cells.get(name, "").strip()}
     return hashlib.sha256(json.dumps([before, stated], sort_keys=True).encode()).hexdigest()
 
 
-def opened(before: str, cells: Mapping[str, str], columns: tuple[str, ...]) -> Sealed:
+def opened(before: str, cells: Mapping[str, str]) -> Sealed:
     """What a row predicted.
 
     Raises:
         ValueError: a cell is missing, or is not what was sealed.
     """
     day, *numbers, written = (cells.get(name, "").strip() for name in COLUMNS)
-    if written != seal(before, cells, columns):
+    if written != seal(before, cells):
         raise ValueError(
             "it was changed after it was sealed, or a row before it was; restore the file: only what was measured may be filled in"
         )
@@ -65,7 +62,7 @@ def opened(before: str, cells: Mapping[str, str], columns: tuple[str, ...]) -> S
         low, value, high = map(float, numbers)
     except ValueError:
         low = value = high = 0.0
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or not 0 < low < value < high or not isfinite(high):
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", day) or not 0 < low < value < high or not math.isfinite(high):
         raise ValueError(f"{', '.join(COLUMNS[:-1])} are {[day, *numbers]}; expected a date and three rising numbers above 0")
     memory = cells.get(_MEMORY, "").strip()
     return Sealed(day, low, value, high, written, float(memory) if re.fullmatch(r"[0-9]{1,6}\.[0-9]{1,3}", memory) else None)
@@ -159,8 +156,7 @@ def read_runs(path: Path) -> Table:
     Raises:
         ConfigError: the file is no such table; the message names the line.
     """
-    rows = _rows(path)
-    header, *body = rows or [(1, [])]
+    header, *body = _rows(path) or [(1, [])]
     names = [name.strip() for name in header[1]]
     vtrain = set(_VTRAIN) <= set(names)
     names = [_COLUMNS.get(name.lower(), name) for name in names]
@@ -177,17 +173,12 @@ def read_runs(path: Path) -> Table:
     return runs
 
 
-def stated(cells: Mapping[str, str], before: str) -> str:
-    """The seal of a row of such a table, after the seal of the row before it."""
-    return seal(before, cells, _SET)
-
-
 def _opened(path: Path, table: Table, cells: Iterable[Mapping[str, str]]) -> Table:
     """The runs with what was predicted for them before they were measured."""
     rows, before = [], FIRST
     for (run, measured), row in zip(table, cells, strict=True):
         try:
-            written = opened(before, row, _SET)
+            written = opened(before, row)
         except ValueError as e:
             raise ConfigError(f"{path}: line {run.line}: {e}") from e
         rows.append((replace(run, sealed=written), measured))
@@ -267,15 +258,9 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
     return Run(row.get("id", f"line{line}"), line, cells_set, path.parent), shown
 
 
-@cache
-def _sources() -> dict[str, dict[str, str]]:
-    table: dict[str, dict[str, str]] = read(data_root("tables") / "run_sources.yaml")[0]
-    return table
-
-
 def of_source(group: str) -> dict[str, str]:
     """What a source says of all its runs."""
-    return _sources().get(group, {})
+    return shipped_table("run_sources.yaml").get(group, {})
 
 
 def _number(path: Path, line: int, name: str, text: str) -> float | None:

@@ -201,8 +201,7 @@ def cluster(name: str) -> Cluster:
     Raises:
         ConfigError: no such GPU is known.
     """
-    names = _names()
-    name_of_table = names.get(_plain(name))
+    name_of_table = _names().get(_plain(name))
     if name_of_table is None:
         raise ConfigError(f"hardware '{name[:40]}' is not known; expected one of {', '.join(clusters())}")
     return _load(name_of_table)
@@ -216,8 +215,7 @@ def clusters() -> tuple[str, ...]:
 
 @cache
 def _names() -> dict[str, str]:
-    gpus = _file()["gpus"]
-    return {_plain(word): name for name, row in gpus.items() for word in (name, *row["names"])}
+    return {_plain(word): name for name, row in _file()["gpus"].items() for word in (name, *row["names"])}
 
 
 _SILENT = re.compile(r"\b(?:nvidia|amd|instinct|[hd]gx|sxm[0-9]?|nvl72|hbm[0-9]e?|[0-9]+ ?x)\b|(?<=[0-9]) ?gi?b?\b")
@@ -251,12 +249,9 @@ def _reference_laws(bf16: float, fp8: float, bandwidth: float) -> Laws:
 def _load(name: str) -> Cluster:
     """The cluster of one row of the table of GPUs, in bytes and FLOPs per second; its laws are the reference GPU's, scaled."""
     data = _file()
-    row = data["gpus"][name]
-    figures = {key: value for key, (value, _) in ((k, v) for k, v in row.items() if k != "names")}
-    provenance = {
-        key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")
-    }
-    reference = {k: v[0] for k, v in data["gpus"][REFERENCE].items() if k != "names"}
+    rows = {gpu: {k: v for k, v in data["gpus"][gpu].items() if k != "names"} for gpu in (name, REFERENCE)}
+    figures, reference = ({key: value for key, (value, _) in rows[gpu].items()} for gpu in (name, REFERENCE))
+    provenance = {key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in rows[name].items()}
     laws = _reference_laws(reference["bf16_tflops"] * _TERA, reference["fp8_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA)
     return Cluster(
         name=name,

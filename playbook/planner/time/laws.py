@@ -125,7 +125,7 @@ def of_rows(rows: Rows, peak: float, fp8_peak: float, bandwidth: float, otherwis
     def attention(kernel: str, head_dim: int, phase: str) -> Curve:
         return or_(lambda: _attention(rows, kernel, head_dim, phase, peak), lambda o: o.attention[kernel, head_dim, phase])
 
-    moved = [r for r in rows if r["kind"] in _MOVES and _moved(r) > _LARGE_BYTES]
+    moved = [r for r in rows if r["kind"] in _MOVES and r["seconds"] * r["bytes_per_s"] > _LARGE_BYTES]
     return Laws(
         forward=or_(lambda: linear("forward"), lambda o: o.forward),
         input_gradient=or_(lambda: linear("input_gradient"), lambda o: o.input_gradient),
@@ -134,7 +134,7 @@ def of_rows(rows: Rows, peak: float, fp8_peak: float, bandwidth: float, otherwis
         grouped={name: grouped(name) for name in _GROUPED},
         loss_share=or_(lambda: _rate(_kind(rows, "loss"), "flops_per_s") / peak, lambda o: o.loss_share),
         attention={(k, d, p): attention(k, d, p) for k in ("cudnn", "flash") for d in (64, 128) for p in ("forward", "backward")},
-        attention_fixed=or_(lambda: _shortest(rows, "linear"), lambda o: o.attention_fixed),
+        attention_fixed=or_(lambda: min(float(r["seconds"]) for r in _kind(rows, "linear")), lambda o: o.attention_fixed),
         memory_share=or_(lambda: _rate(moved, "bytes_per_s") / bandwidth, lambda o: o.memory_share),
         optimizer_share=or_(lambda: _rate(_kind(rows, "optimizer"), "bytes_per_s") / bandwidth, lambda o: o.optimizer_share),
         launch=or_(lambda: float(_kind(rows, "host_launch")[0]["seconds"]), lambda o: o.launch),
@@ -154,14 +154,6 @@ def _kind(rows: Rows, kind: str) -> Rows:
 
 def _rate(rows: Iterable[Mapping[str, Any]], key: str) -> float:
     return median(float(r[key]) for r in rows)
-
-
-def _moved(row: Mapping[str, Any]) -> float:
-    return float(row["seconds"] * row["bytes_per_s"])
-
-
-def _shortest(rows: Rows, kind: str) -> float:
-    return min(float(r["seconds"]) for r in _kind(rows, kind))
 
 
 def _product(rows: Rows, peak: float, bandwidth: float) -> Product:

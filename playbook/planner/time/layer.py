@@ -11,7 +11,7 @@ from typing import NamedTuple
 from playbook.planner import activations, parameters
 from playbook.planner.memory import BASE_BYTES
 from playbook.planner.options import FLEX, Options
-from playbook.planner.parameters import adapters, parts
+from playbook.planner.parameters import adapters, parts, projections
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, constants
@@ -180,29 +180,22 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
     if not w.compiled:
-        more = Parts(elementwise=_bytes(cluster, _uncompiled(shape, kind.mixer, kind.ffn, *_tokens(w), w.tp)))
+        more = Parts(elementwise=moving(cluster, _uncompiled(shape, kind, w)))
         forward, backward = forward.plus(more), backward.plus(more, 2)
         blocks[0] = blocks[0]._replace(forward=blocks[0].forward.plus(more))
     if w.added and not w.frozen:
         counts = parameters.layer(shape, index_of(shape, kind))
         held = counts.sharded / w.tp + counts.repeated + counts.experts / (w.ep * w.etp)
-        backward = backward._replace(elementwise=backward.elementwise + _bytes(cluster, w.added * held))
+        backward = backward._replace(elementwise=backward.elementwise + moving(cluster, w.added * held))
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     if w.lora:
-        pairs = _adapters(cluster, shape, kind, w)
+        pairs = _beside(cluster, shape, kind, w)
         forward, backward = forward.plus(pairs.forward), backward.plus(pairs.backward)
         blocks[1] = Cost(blocks[1].forward.plus(pairs.forward), blocks[1].backward)
     recomputed = _again(cluster, shape, kind, w, blocks)
     routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(recomputed), w, routed=routed))
-
-
-def _adapters(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
-    """Adapters beside a layer's products, and its base in 4 bits: both only move bytes."""
-    options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
-    moved = _beside(shape, index_of(shape, kind), options, *_tokens(w), w.tp, w.ep * w.etp)
-    return Cost(*(Parts(elementwise=_bytes(cluster, each)) for each in moved))
 
 
 def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
@@ -245,8 +238,8 @@ def _cast(cluster: Cluster, products: Cost, fp8: str, values_in: float, values_o
     if not fp8:
         return products
     there, back = _CASTS.get(fp8, _SCALED_CASTS)
-    forward = products.forward._replace(elementwise=_bytes(cluster, there * values_in))
-    return Cost(forward, products.backward._replace(elementwise=_bytes(cluster, back * values_out)))
+    forward = products.forward._replace(elementwise=moving(cluster, there * values_in))
+    return Cost(forward, products.backward._replace(elementwise=moving(cluster, back * values_out)))
 
 
 def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, w: Work) -> Cost:
@@ -275,7 +268,7 @@ def _sum(costs: Iterator[Cost]) -> Cost:
     return Cost(forward, backward)
 
 
-def _bytes(cluster: Cluster, num_bytes: float) -> float:
+def moving(cluster: Cluster, num_bytes: float) -> float:
     """Seconds of kernels that only move bytes."""
     return num_bytes / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
 
@@ -286,32 +279,10 @@ def _tokens(w: Work) -> tuple[float, float]:
     return all_, all_ / (w.tp if w.sp else 1)
 
 
-def _projections(shape: Shape, mixer: str, tp: int) -> list[tuple[str, float, float]]:
-    """The matrix products around one layer's attention on a TP rank: what recomputes them, width in, width out."""
-    h, n, d = shape.hidden, shape.heads / tp, shape.head_dim
-    if mixer == "mamba" and shape.mamba is not None:
-        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
-        return [("", h, (2 * inner + 2 * ssm.groups * ssm.state + ssm.heads) / tp), ("", inner / tp, h)]
-    if mixer == "linear" and shape.linear is not None:
-        gdn = shape.linear
-        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
-        return [("", h, (2 * qk + 2 * v + 2 * gdn.value_heads) / tp), ("", v / tp, h)]
-    if shape.mla is not None:
-        m = shape.mla
-        query = (
-            [("", h, m.q_rank), ("mla_up_proj", m.q_rank, n * (m.nope_dim + m.rope_dim))]
-            if m.q_rank
-            else [("", h, n * (m.nope_dim + m.rope_dim))]
-        )
-        return [*query, ("", h, m.kv_rank + m.rope_dim), ("mla_up_proj", m.kv_rank, n * (m.nope_dim + m.v_dim)), ("", n * m.v_dim, h)]
-    kv = max(shape.kv_heads / tp, 1)
-    return [("", h, (n * (2 if shape.attention_gate else 1) + 2 * kv) * d), ("", n * d, h)]
-
-
 def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Seconds of a layer's first half, both passes: projections, attention, norm and rotation, and what TP and CP send."""
     rows, local = _tokens(w)
-    products = _sum(_dense(cluster, rows, i, o, w) for _, i, o in _projections(shape, kind.mixer, w.tp))
+    products = _sum(_dense(cluster, rows, i, o, w) for _, i, o in projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
     more = constants.HOST_MLA.value if shape.mla is not None and kind.mixer == "attention" else 1.0
@@ -319,22 +290,24 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
     heads = _turned(shape, kind, w)
     moved = BF16 * (_NORM_PASSES * local * h + 2 * rows * heads)
-    forward = products.forward._replace(
-        attention=core[0],
-        elementwise=products.forward.elementwise + _bytes(cluster, moved),
-        host=hosts[0],
-    )
-    backward = products.backward._replace(
-        attention=core[1],
-        elementwise=products.backward.elementwise + _bytes(cluster, _BACKWARD_NORM * moved),
-        host=hosts[1],
-    )
     gather = _tensor(cluster, shape, w)
     exchanged, ring = _context(cluster, shape, kind, w)
-    first = _sum(_dense(cluster, rows, i, o, w) for _, i, o in _projections(shape, kind.mixer, w.tp)[:-1])
+    first = _sum(_dense(cluster, rows, i, o, w) for _, i, o in projections(shape, kind.mixer, w.tp)[:-1])
     return Cost(
-        forward._replace(tp=2 * gather, cp=exchanged + _exposed(w, ring, core[0])),
-        backward._replace(tp=_gathers_back(w, gather, first), cp=2 * exchanged + _exposed(w, 2 * ring, core[1])),
+        products.forward._replace(
+            attention=core[0],
+            elementwise=products.forward.elementwise + moving(cluster, moved),
+            host=hosts[0],
+            tp=2 * gather,
+            cp=exchanged + _exposed(w, ring, core[0]),
+        ),
+        products.backward._replace(
+            attention=core[1],
+            elementwise=products.backward.elementwise + moving(cluster, _BACKWARD_NORM * moved),
+            host=hosts[1],
+            tp=_gathers_back(w, gather, first),
+            cp=2 * exchanged + _exposed(w, 2 * ring, core[1]),
+        ),
     )
 
 
@@ -343,7 +316,7 @@ def _turned(shape: Shape, kind: Kind, w: Work) -> float:
     if shape.mla is not None and kind.mixer == "attention":
         mla = shape.mla
         return shape.heads / w.tp * (2 * mla.nope_dim + mla.rope_dim + 2 * mla.v_dim) / 2 + mla.q_rank + mla.kv_rank
-    return sum(o for _, _, o in _projections(shape, kind.mixer, w.tp)[:-1]) * (2 if shape.qk_norm else 1)
+    return sum(o for _, _, o in projections(shape, kind.mixer, w.tp)[:-1]) * (2 if shape.qk_norm else 1)
 
 
 def _host(cluster: Cluster, seconds: float) -> float:
@@ -384,12 +357,12 @@ def _unfused(cluster: Cluster, rows: float, keys: float, causal_flops: float) ->
     diagonal.
     """
     product = 2 * causal_flops / (_NARROW * cluster.laws.forward.share * cluster.bf16_flops_per_s)
-    return product + _bytes(cluster, _SCORES_FORWARD * rows * keys), 2 * product + _bytes(cluster, _SCORES_BACKWARD * rows * keys)
+    return product + moving(cluster, _SCORES_FORWARD * rows * keys), 2 * product + moving(cluster, _SCORES_BACKWARD * rows * keys)
 
 
 def _scan(cluster: Cluster, rows: float, width: float, states: float) -> tuple[float, float]:
     """A chunked recurrence, both passes: passes over its inputs, and small products with the state and within chunks."""
-    moved = _bytes(cluster, _SCAN_PASSES * BF16 * rows * width)
+    moved = moving(cluster, _SCAN_PASSES * BF16 * rows * width)
     multiplied = 2.0 * 4 * rows * states / constants.SCAN_RATE.value
     return moved + multiplied, 2 * (moved + multiplied)
 
@@ -436,10 +409,10 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     gather = _tensor(cluster, shape, w)
     first = _dense(cluster, rows, shape.hidden, shape.up * shape.ffn / w.tp, w)
     return Cost(
-        products.forward._replace(elementwise=products.forward.elementwise + _bytes(cluster, moved), host=_host(cluster,
+        products.forward._replace(elementwise=products.forward.elementwise + moving(cluster, moved), host=_host(cluster,
         constants.HOST_MLP[0].value), tp=2 * gather),
         products.backward._replace(
-            elementwise=products.backward.elementwise + _bytes(cluster, _BACKWARD_NORM * moved),
+            elementwise=products.backward.elementwise + moving(cluster, _BACKWARD_NORM * moved),
             host=_host(cluster, constants.HOST_MLP[1].value), tp=_gathers_back(w, gather, first),
         ),
     )  # fmt: skip
@@ -449,7 +422,7 @@ def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) 
     """A dense MLP: up, activation, down."""
     up = shape.up
     products = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, w), _dense(cluster, rows, width, shape.hidden, w)]))
-    act = _bytes(cluster, BF16 * rows * width * (up + 1))
+    act = moving(cluster, BF16 * rows * width * (up + 1))
     return Cost(
         products.forward._replace(elementwise=products.forward.elementwise + act),
         products.backward._replace(elementwise=products.backward.elementwise + act * (2 * up + 1) / (up + 1)),
@@ -483,8 +456,8 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     sorted_copies = token_copies * (w.etp if w.dispatcher in FLEX or (w.torch and w.ep * w.etp == 1) else 1 + w.etp)
     permute_bytes = BF16 * expert_hidden * sorted_copies * 2
     norm_and_router_bytes = BF16 * _NORM_PASSES * sp_tokens * h + 3 * _FP32 * sp_tokens * shape.experts
-    forward = _bytes(cluster, activation_bytes + 2 * permute_bytes + norm_and_router_bytes)
-    backward = _bytes(
+    forward = moving(cluster, activation_bytes + 2 * permute_bytes + norm_and_router_bytes)
+    backward = moving(
         cluster, activation_bytes * (2 * shape.up + 1) / (shape.up + 1) + 2 * permute_bytes + _BACKWARD_NORM * norm_and_router_bytes
     )
     dispatch_s = _dispatch(cluster, shape, w)
@@ -557,42 +530,45 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     if "core_attn" in names:
         recomputed = recomputed.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
     if "mla_up_proj" in names:
-        ups = [(i, o) for name, i, o in _projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
+        ups = [(i, o) for name, i, o in projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
         recomputed = recomputed.plus(_sum(_dense(cluster, rows, i, o, w) for i, o in ups).forward)
     if "layernorm" in names:
-        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
+        recomputed = recomputed.plus(Parts(elementwise=moving(cluster, 2 * 2 * BF16 * local * shape.hidden)))
     if kind.ffn != "experts":
         return recomputed.plus(blocks[1].forward) if "mlp" in names else recomputed
     if "moe" in names:
         return recomputed.plus(blocks[1].forward)
     if "moe_act" in names:
-        recomputed = recomputed.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
+        recomputed = recomputed.plus(Parts(elementwise=moving(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
     if "shared_experts" in names and shape.shared_ffn:
         recomputed = recomputed.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
     return recomputed
 
 
-def _uncompiled(shape: Shape, mixer: str, ffn: str, rows: float, local: float, tp: int) -> float:
-    """What a layer of transformers moves in its forward pass beyond a compiled one; `rows` are tokens of a CP rank, `local` those of a TP
-    rank.
+def _uncompiled(shape: Shape, kind: Kind, w: Work) -> float:
+    """What a layer of transformers moves in its forward pass beyond a compiled one.
 
     Source: transformers 5, `models/llama/modeling_llama.py` (`LlamaRMSNorm.forward`, `apply_rotary_pos_emb`, `LlamaMLP.forward`).
     """
-    heads = (shape.heads + shape.kv_heads) * shape.head_dim / tp
-    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if mixer == "attention" else 0.0
-    gated = _GATE * rows * shape.ffn / tp if ffn == "mlp" else 0.0
-    return _NORM * local * shape.hidden * (bool(mixer) + bool(ffn)) + turned + gated
+    rows, local = _tokens(w)
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim / w.tp
+    turned = (_TURN + (_NORM if shape.qk_norm else 0)) * rows * heads if kind.mixer == "attention" else 0.0
+    gated = _GATE * rows * shape.ffn / w.tp if kind.ffn == "mlp" else 0.0
+    return _NORM * local * shape.hidden * (bool(kind.mixer) + bool(kind.ffn)) + turned + gated
 
 
-def _beside(shape: Shape, index: int, options: Options, rows: float, local: float, tp: int, grid: int) -> tuple[float, float]:
-    """What adapters beside a layer's products move in both passes, and a 4-bit base that is made bf16 for each; `grid` is EP x ETP.
+def _beside(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Adapters beside a layer's products, and a base in 4 bits that is made bf16 for each pass: both only move bytes.
 
     A pair reads the matrix's input, and reads, scales and adds its output; the backward pass reads both gradients and adds one. So peft has
     them, unfused.
     Sources: peft 0.18, `tuners/lora/layer.py` (`Linear.forward`); bitsandbytes, `autograd/_functions.py` (`MatMul4Bit`).
     """
-    pairs = [(BF16 * (local * a.passed if a.passed > 1 else rows / tp), a.wide_in, a.wide_out) for a in adapters(shape, index, options)]
+    index, (rows, local) = index_of(shape, kind), _tokens(w)
+    options = Options(backend="torch" if w.torch else "megatron", lora=w.lora, lora_targets=w.lora_targets, base=w.base)
+    pairs = [(BF16 * (local * a.passed if a.passed > 1 else rows / w.tp), a.wide_in, a.wide_out) for a in adapters(shape, index, options)]
     weights = parameters.layer(shape, index)
-    unpacked = (weights.sharded / tp + weights.experts / grid) * (BASE_BYTES[options.base] + BF16) if options.base else 0.0
-    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs)
-    return forward + unpacked, sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs) + unpacked
+    unpacked = (weights.sharded / w.tp + weights.experts / (w.ep * w.etp)) * (BASE_BYTES[w.base] + BF16) if w.base else 0.0
+    forward = sum(each * (wide_in + 3 * wide_out) for each, wide_in, wide_out in pairs) + unpacked
+    backward = sum(each * (3 * wide_in + 2 * wide_out) for each, wide_in, wide_out in pairs) + unpacked
+    return Cost(*(Parts(elementwise=moving(cluster, each)) for each in (forward, backward)))

@@ -143,13 +143,6 @@ def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ..
     return tuple(tuple(Counter(of[i] for chunk in pipeline.indices(sizes, pp, s) for i in chunk).items()) for s in range(pp))
 
 
-@lru_cache(maxsize=65536)
-def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
-    """Parameters of a layer: those that TP splits, those that it repeats, those of experts."""
-    counts = parameters.layer(shape, layer.index_of(shape, kind))
-    return counts.sharded, counts.repeated, counts.experts
-
-
 def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
     """The stage that the others wait for. Where layers do not divide, whoever lists them weighs output layer and prediction depths too.
 
@@ -180,10 +173,11 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
     for kind, number in placed:
         cost = layer.cost(cluster, shape, kind, work)
         forward, backward = forward.plus(cost.forward, number), backward.plus(cost.backward, number)
-        sharded, repeated, routed = _parameters(shape, kind)
-        dense += number * (sharded / work.tp + repeated)
-        experts += number * routed / (work.ep * work.etp)
-        beside += number * parameters.adapter_parameters(shape, layer.index_of(shape, kind), options) if work.lora else 0.0
+        index = layer.index_of(shape, kind)
+        one = parameters.layer(shape, index)
+        dense += number * (one.sharded / work.tp + one.repeated)
+        experts += number * one.experts / (work.ep * work.etp)
+        beside += number * parameters.adapter_parameters(shape, index, options) if work.lora else 0.0
     table = shape.vocab * shape.hidden / work.tp
     if first:
         dense += table
@@ -193,22 +187,17 @@ def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind,
         )
     if last:
         dense += 0 if shape.tied and first else table
-        one, product = _head(cluster, shape, work)
-        forward = forward._replace(products=forward.products + one / 3)
+        head, product = _head(cluster, shape, work)
+        forward = forward._replace(products=forward.products + head / 3)
         backward = backward._replace(
-            products=backward.products + 2 * one / 3 - (product if work.frozen else 0.0),
-            elementwise=backward.elementwise + (0.0 if work.frozen else work.added * table / _moved_per_s(cluster)),
+            products=backward.products + 2 * head / 3 - (product if work.frozen else 0.0),
+            elementwise=backward.elementwise + (0.0 if work.frozen else layer.moving(cluster, work.added * table)),
         )
     return _Stage(forward, backward, dense, experts, (beside, 0.0) if work.frozen else (dense, experts))
 
 
 def _lookup(cluster: Cluster, shape: Shape, work: Work) -> float:
-    return 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden / _moved_per_s(cluster)
-
-
-def _moved_per_s(cluster: Cluster) -> float:
-    """Bytes that kernels which only move them move in a second."""
-    return cluster.laws.memory_share * cluster.memory_bytes_per_s
+    return layer.moving(cluster, 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden)
 
 
 def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
@@ -222,7 +211,7 @@ def _table_gradient(cluster: Cluster, values: float, work: Work) -> float:
     if work.frozen:
         return 0.0
     moved = BF16 + (0 if work.torch else BF16 + 2 * _FP32)
-    return moved * values / _moved_per_s(cluster)
+    return layer.moving(cluster, moved * values)
 
 
 def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
@@ -233,7 +222,7 @@ def _head(cluster: Cluster, shape: Shape, work: Work) -> tuple[float, float]:
     work_flops = 6.0 * rows * shape.hidden * (shape.vocab / work.tp * (1 + shape.mtp) + 2 * shape.hidden / work.tp * shape.mtp)
     moved = _LOGIT_BYTES * rows * shape.vocab / work.tp if work.native_loss else 0.0
     fused = work_flops / (cluster.laws.loss_share * cluster.bf16_flops_per_s * IN_STEP.value)
-    return fused + moved / _moved_per_s(cluster), fused / 3
+    return fused + layer.moving(cluster, moved), fused / 3
 
 
 def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:

@@ -108,8 +108,8 @@ def _chosen(target: str, cards: Mapping[str, Card]) -> tuple[Card, Claim | None]
         PlaybookError: there is no such card, or it has no such claim.
     """
     named, slash, claim = target.partition("/")
-    if not slash and (holder := load.card_of(target, cards)):
-        named, claim = holder, target
+    if not slash and (holder := by_claim(cards).get(target)):
+        named, claim = holder[0], target
     if named not in cards:
         raise PlaybookError(f"card '{named}' does not exist{did_you_mean(named, cards)}")
     of = {i.id: c for c in cards[named].claims for i in (c, c.mechanism_check) if i}
