@@ -146,9 +146,8 @@ class Commands(TyperGroup):  # type: ignore[misc]
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, or None."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            command = typer.main.get_group(import_module(f"playbook_app.cli.commands.{BESIDE.get(cmd_name, cmd_name)}").app).commands[
-                cmd_name
-            ]
+            module = typer.main.get_group(import_module(f"playbook_app.cli.commands.{BESIDE.get(cmd_name, cmd_name)}").app)
+            command = module.commands.get(cmd_name, module)
             command.help = command.help or COMMANDS[cmd_name]
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from playbook.errors import PlaybookError
 from playbook.planner.shapes import DEEPEST, LARGEST
@@ -65,9 +66,9 @@ JournalFolder = Annotated[
 ]
 
 
-def commands() -> typer.Typer:
-    """An empty group of commands; `playbook_app.cli.app` has its line of help."""
-    return typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+def commands(kind: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """The commands of a module: that of its name, or else a group of that name. `playbook_app.cli.app` has their lines of help."""
+    return typer.Typer(cls=kind, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def seconds(budget: str | None, option: str = "--budget") -> float | None:

@@ -38,11 +38,9 @@ if TYPE_CHECKING:
     from playbook_bench.run import aa
 
 app = commands()
-_bench_app = commands()
-app.add_typer(_bench_app, name="bench")
 
 
-@_bench_app.command("run")
+@app.command("run")
 def bench_run(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id, or the path of a case file.")],
     profile: Profile = None,
@@ -63,7 +61,7 @@ def bench_run(
     outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
 
 
-@_bench_app.command("list")
+@app.command("list")
 def bench_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the cases, with the claims that name them."""
     named: dict[str | None, list[str]] = {}
@@ -79,7 +77,7 @@ def bench_list(wide: Wide = False, as_json: AsJson = False) -> None:
     )
 
 
-@_bench_app.command("check")
+@app.command("check")
 def bench_check(
     cases: Annotated[list[str], typer.Argument(metavar="CASE", help="Ids of cases.")],
     profile: Profile = None,
@@ -105,7 +103,7 @@ def bench_check(
     raise typer.Exit(ExitCode.DONE if all(p.ok for p in proofs) else ExitCode.FAILED)
 
 
-@_bench_app.command("replay")
+@app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
     from playbook_bench.run import replay
@@ -128,7 +126,7 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
     raise typer.Exit(ExitCode.DONE if all(row["same"] for row in rows) else ExitCode.FAILED)
 
 
-@_bench_app.command("aa")
+@app.command("aa")
 def bench_aa(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
     profile: Profile = None,
@@ -160,7 +158,7 @@ def bench_aa(
     raise typer.Exit(ExitCode.UNDECIDED if noise.contaminated else ExitCode.DONE)
 
 
-@_bench_app.command("trace")
+@app.command("trace")
 def bench_trace(
     case: Annotated[str | None, typer.Argument(metavar="CASE", help="A case's id: both its variants are launched and traced.")] = None,
     file: Annotated[

@@ -24,11 +24,9 @@ from playbook_app.cli.output import print_findings, print_json, print_table, say
 from playbook_app.services.standing import as_shown, here, records_here, status_of, today
 
 app = commands()
-_cards_app = commands()
-app.add_typer(_cards_app, name="cards")
 
 
-@_cards_app.command("check")
+@app.command("check")
 def cards_check(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="PATH", help="Cards, or folders of cards; all that ship, if none is given.")
@@ -46,7 +44,7 @@ def cards_check(
     print_findings(findings, {"cards": len(cards.loaded), "cases": len(cases)}, read, strict=strict, as_json=as_json)
 
 
-@_cards_app.command("list")
+@app.command("list")
 def cards_list(
     claims: Annotated[bool, typer.Option("--claims", help="One line per claim, with its status.")] = False,
     wide: Wide = False,
@@ -78,7 +76,7 @@ def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any
             yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, records), "statement": check.statement}
 
 
-@_cards_app.command("show")
+@app.command("show")
 def cards_show(
     target: Annotated[str, typer.Argument(metavar="ID", help="A card's id, or one of its claims, such as moe-dispatcher-choice/W9 or W9.")],
     as_json: AsJson = False,
@@ -118,7 +116,7 @@ def _chosen(target: str, cards: Mapping[str, Card]) -> tuple[Card, Claim | None]
     return cards[named], of.get(claim)
 
 
-@_cards_app.command("init")
+@app.command("init")
 def cards_init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Id of the card and of its case: small letters, digits and -.")],
     folder: Annotated[Path, typer.Option(help="Where your own cards/ and cases/ lie.")] = Path(),
@@ -134,7 +132,7 @@ def cards_init(
     say(f"next: change them, then {playbook} cards check {folder / 'cards'} and {playbook} confirm {name}")
 
 
-@_cards_app.command("rules")
+@app.command("rules")
 def rules(as_json: AsJson = False) -> None:
     """List the rules of `cards check`."""
     from playbook_app.services.check import rule_rows

@@ -30,11 +30,9 @@ _WIDEST = 100.0
 """A line that spans more than hundredfold shows nothing."""
 
 app = commands()
-_evidence_app = commands()
-app.add_typer(_evidence_app, name="evidence")
 
 
-@_evidence_app.command("list")
+@app.command("list")
 def evidence_list(
     claim: Annotated[
         str | None, typer.Argument(metavar="CLAIM", help="Only records of this claim, such as W9; of all, if not given.")
@@ -59,7 +57,7 @@ def evidence_list(
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",), wide)
 
 
-@_evidence_app.command("show")
+@app.command("show")
 def evidence_show(
     file: Annotated[str, typer.Argument(metavar="FILE|CLAIM", help="An evidence file, a record's id, or a claim such as W9.")],
     as_json: AsJson = False,
@@ -157,13 +155,13 @@ def drawn(comparison: Comparison | None, margin: Quantity | None) -> list[str]:
     return [f"      {100 * least:+.3g} % [{''.join(line)}] {100 * most:+.3g} %", f"      {key}"]
 
 
-@_evidence_app.command("accept")
+@app.command("accept")
 def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
     """Copy a record that replays into bench/results/, to be committed."""
     say(str(_take_in(file)))
 
 
-@_evidence_app.command("import")
+@app.command("import")
 def evidence_import(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file from someone else's cluster.")],
     origin: Annotated[str, typer.Option("--from", metavar="NAME", help="Who measured it; shown with every verdict, as in h100x8@NAME.")],
@@ -183,7 +181,7 @@ def _take_in(file: Path, origin: str | None = None, results: Path | None = None)
     return replay.accept(file) if origin is None else replay.take_in(file, origin, results or default_results())
 
 
-@_evidence_app.command("table")
+@app.command("table")
 def evidence_table(
     form: Annotated[Literal["csv", "markdown", "parquet"], typer.Option("--format", help="Of the table.")] = "csv",
     steps: Annotated[bool, typer.Option("--steps", help="A row for each step, instead of each launch.")] = False,

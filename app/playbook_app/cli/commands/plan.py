@@ -80,9 +80,7 @@ class _Plans(TyperGroup):  # type: ignore[misc]
         return parsed
 
 
-app = commands()
-_plan_app = commands()
-app.add_typer(_plan_app, name="plan", cls=_Plans)
+app = commands(_Plans)
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
 _Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
@@ -137,12 +135,12 @@ _LeaveOut = Annotated[
 _LeaveSource = Annotated[bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")]
 
 
-@_plan_app.callback()
+@app.callback()
 def plan() -> None:
     """The fastest layouts of a model (`playbook plan MODEL`), and how predictions compare with runs."""
 
 
-@_plan_app.command(_DEFAULT)
+@app.command(_DEFAULT)
 def plan_for(
     model: _Model,
     gpus: _Gpus = "",
@@ -434,7 +432,7 @@ def _explain(answer: Answer) -> None:
     )
 
 
-@_plan_app.command("check")
+@app.command("check")
 def plan_check(
     runs: _Runs,
     hardware: _OfRuns = "",
@@ -458,7 +456,7 @@ def plan_check(
         _show_runs(rows)
 
 
-@_plan_app.command("rl")
+@app.command("rl")
 def plan_rl(
     model: _Model,
     gpus: _Gpus = "",
@@ -499,7 +497,7 @@ def plan_rl(
     show_rl_step(answer, "by arithmetic: rollout and transfer by bandwidth alone, the rest by the planner, without rewards")
 
 
-@_plan_app.command("run")
+@app.command("run")
 def plan_run(
     name: Annotated[str, typer.Argument(metavar="ID", help="A published run, as plans and diagnoses name it, such as r294.")],
     as_json: AsJson = False,

@@ -24,11 +24,9 @@ from playbook_trainer.config import tree
 from playbook_trainer.config.tree import TrainerConfig
 
 app = commands()
-_schemas_app = commands()
-app.add_typer(_schemas_app, name="schemas")
 
 
-@_schemas_app.command("export")
+@app.command("export")
 def schemas_export(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
 ) -> None:

@@ -32,11 +32,9 @@ from playbook_trainer.export.render import change
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
-_site_app = commands()
-app.add_typer(_site_app, name="site")
 
 
-@_site_app.command("build")
+@app.command("build")
 def site_build(
     out: Annotated[Path | None, typer.Option(help="The folder of the pages; docs/ of this repository, if not given.")] = None,
     results: Results = None,

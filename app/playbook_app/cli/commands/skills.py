@@ -23,11 +23,9 @@ from playbook_app.services.standing import stock_here
 from playbook_trainer.config.tree import trainer_keys
 
 app = commands()
-_skills_app = commands()
-app.add_typer(_skills_app, name="skills")
 
 
-@_skills_app.command("list")
+@app.command("list")
 def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the skills that come with Playbook, with the question that each answers; in full with --wide, or in a pipe."""
     skills = load_skills(data_root("skills")).values()
@@ -43,7 +41,7 @@ def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
         say("left out for want of room: cards, description; --wide shows all")
 
 
-@_skills_app.command("check")
+@app.command("check")
 def skills_check(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="A folder of skills; those that ship, if not given.")] = None,
     as_json: AsJson = False,
@@ -67,7 +65,7 @@ def skills_check(
         say(f"{count(len(skills), 'skill')}: no findings")
 
 
-@_skills_app.command("index")
+@app.command("index")
 def skills_index() -> None:
     """Write skills/README.md, the index of the skills."""
     folder = data_root("skills")
@@ -75,7 +73,7 @@ def skills_index() -> None:
     say(str(folder / INDEX))
 
 
-@_skills_app.command("export")
+@app.command("export")
 def skills_export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folders go; none of them may exist.")],
     skill: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this skill; may be given several times.")] = None,
