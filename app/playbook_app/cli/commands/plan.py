@@ -28,7 +28,7 @@ from playbook.planner.hardware import machine
 from playbook.planner.memory import AT_THE_LIMIT, GIB, at_the_limit
 from playbook.planner.models import find, named
 from playbook.planner.options import FRAMEWORKS
-from playbook.planner.plan import Plan, cut
+from playbook.planner.plan import cut
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
@@ -87,52 +87,6 @@ _Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs,
 _Hardware = Annotated[
     str, typer.Option("--hardware", "--gpu", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
 ]
-_Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
-_Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
-_Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
-_Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
-_Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
-_Backend = Annotated[
-    str, typer.Option("--backend", help="megatron, or torch (FSDP2); if not given, that of --framework or --export, else megatron.")
-]
-_Framework = Annotated[
-    str, typer.Option("--framework", help="The trainer that will run it, such as megatron-lm: decides its backend and its loss.")
-]
-_Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
-_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")]
-_Published = Annotated[
-    bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
-]
-_Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
-_Export = Annotated[
-    str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
-]
-_Slurm = Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")]
-_EmitCase = Annotated[
-    Path | None,
-    typer.Option("--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."),
-]
-_CaseGpus = Annotated[int, typer.Option("--case-gpus", min=1, max=1 << 20, help="GPUs at hand, to which --emit-case cuts the plans.")]
-_Against = Annotated[
-    list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
-]
-_Tokens = Annotated[
-    float | None,
-    typer.Option("--tokens", parser=amount, metavar="N", help="Say what training on so many takes, such as 1T: days, GPU hours, energy."),
-]
-_Price = Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU hour, for --tokens.")]
-_ByGpus = Annotated[
-    str, typer.Option("--scale", metavar="8,16,32", help="The fastest plan for each of these numbers of GPUs, instead of one answer.")
-]
-_Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
-_OfRuns = Annotated[
-    str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
-]
-_Scale = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
-_LeaveOut = Annotated[
-    bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
-]
-_LeaveSource = Annotated[bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")]
 
 
 @app.callback()
@@ -147,27 +101,55 @@ def plan_for(
     hardware: _Hardware = "",
     network: Network = "",
     imbalance: Imbalance = "",
-    seq: _Seq = 4096,
-    gbs: _Gbs = 0,
-    goal: _Goal = "tokens/s",
-    memory: _Memory = _MEMORY,
-    fix: _Fix = None,
-    backend: _Backend = "",
-    framework: _Framework = "",
-    allow: _Allow = "",
-    anchor: _Anchor = None,
-    published: _Published = True,
-    top: _Top = 5,
+    seq: Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")] = 4096,
+    gbs: Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")] = 0,
+    goal: Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")] = "tokens/s",
+    memory: Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")] = _MEMORY,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="megatron, or torch (FSDP2); if not given, that of --framework or --export, else megatron.")
+    ] = "",
+    framework: Annotated[
+        str, typer.Option("--framework", help="The trainer that will run it, such as megatron-lm: decides its backend and its loss.")
+    ] = "",
+    allow: Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")] = "",
+    anchor: Annotated[
+        Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
+    ] = True,
+    top: Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")] = 5,
     layers: Layers = None,
     experts: Experts = None,
-    export: _Export = None,
-    slurm: _Slurm = False,
-    emit_case: _EmitCase = None,
-    case_gpus: _CaseGpus = 1,
-    against: _Against = None,
-    total: _Tokens = None,
-    price: _Price = None,
-    scale: _ByGpus = "",
+    export: Annotated[
+        str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")] = False,
+    emit_case: Annotated[
+        Path | None,
+        typer.Option(
+            "--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."
+        ),
+    ] = None,
+    case_gpus: Annotated[
+        int, typer.Option("--case-gpus", min=1, max=1 << 20, help="GPUs at hand, to which --emit-case cuts the plans.")
+    ] = 1,
+    against: Annotated[
+        list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
+    ] = None,
+    total: Annotated[
+        float | None,
+        typer.Option(
+            "--tokens", parser=amount, metavar="N", help="Say what training on so many takes, such as 1T: days, GPU hours, energy."
+        ),
+    ] = None,
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU hour, for --tokens.")] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", metavar="8,16,32", help="The fastest plan for each of these numbers of GPUs, instead of one answer.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Search every layout for the fastest that fits: speed with its 80 % interval, memory by stage, and why the next one lost.
@@ -214,7 +196,8 @@ def plan_for(
     elif as_json or answer.choices:
         whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
         runs, other = of_plan(answer) if published else None, other_backend(answer, with_published=published)
-        _answer(answer, _Beside(runs, other, _claims(answer), whole, published), as_json=as_json)
+        claims = of_layout(stock_here(), answer.choices[0].plan, answer.question.cluster) if answer.choices else []
+        _answer(answer, _Beside(runs, other, claims, whole, published), as_json=as_json)
     else:
         _explain(answer)
     if not answer.choices:
@@ -229,20 +212,15 @@ def _refuse(contradictions: Mapping[str, bool]) -> None:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What stands beside the plans: published runs and whether they were asked for, the other backend's best, claims, and a training."""
+    """What stands beside the plans: published runs and whether they were asked for, the other backend's best, claims on the first plan's
+    layout that GPUs have measured, and a training.
+    """
 
     runs: Published | None
     other: dict[str, Any] | None
     claims: list[dict[str, Any]]
     whole: Training | None
     published: bool
-
-
-def _claims(answer: Answer) -> list[dict[str, Any]]:
-    """What GPUs have measured of the first plan's layout."""
-    if not answer.choices:
-        return []
-    return of_layout(stock_here(), answer.choices[0].plan, answer.question.cluster)
 
 
 def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
@@ -339,7 +317,7 @@ def _show(answer: Answer, beside: _Beside) -> None:
         _ran(q, runs, fp8=bool(best.plan.options.fp8))
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
-    say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
+    say(f"check    playbook layout memory --model {q.model} {' '.join(words(best.plan))}")
     trainers = dict.fromkeys([*run_by(best.plan, q.cluster.name), *((beside.other or {}).get("trainers") or [])])
     if trainers:
         say(f"start    add --export TRAINER to this command for a script of the best layout that TRAINER takes: {', '.join(trainers)}")
@@ -361,10 +339,6 @@ def _ran(q: Question, runs: Published | None, *, fp8: bool) -> None:
         say(f"ran      no published run of {q.model} on {q.cluster.name} in {'fp8' if fp8 else 'bf16'}")
     for row in runs.rows if runs else ():
         say(f"ran      {row.words(q)} {row.link}")
-
-
-def _settings(plan: Plan) -> str:
-    return " ".join(words(plan))
 
 
 def _line(place: int, choice: Choice, answer: Answer) -> dict[str, str]:
@@ -420,7 +394,7 @@ def _explain(answer: Answer) -> None:
         f"nothing fits: {answer.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under"
         f" {q.capacity / GIB:.1f} GiB"
     )
-    say(f"nearest  {_settings(near.plan)}")
+    say(f"nearest  {' '.join(words(near.plan))}")
     stage, gib = near.stage, {k: v / GIB for k, v in near.stage.row().items() if isinstance(v, float)}
     say(
         f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.number}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
@@ -434,12 +408,19 @@ def _explain(answer: Answer) -> None:
 
 @app.command("check")
 def plan_check(
-    runs: _Runs,
-    hardware: _OfRuns = "",
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
+    ] = "",
     network: Network = "",
-    anchor: _Scale = None,
-    leave_one_out: _LeaveOut = False,
-    leave_source_out: _LeaveSource = False,
+    anchor: Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")] = None,
+    leave_one_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out."),
+    ] = False,
+    leave_source_out: Annotated[
+        bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
