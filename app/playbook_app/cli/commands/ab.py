@@ -17,6 +17,7 @@ from playbook.records.commands import Steps
 from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
+from playbook_app.cli.outcomes import progress
 from playbook_app.cli.output import complain, print_json, print_walls, say
 from playbook_bench.machine import detect
 from playbook_bench.run import ab as two_commands
@@ -88,22 +89,19 @@ def ab(
         timeout_s=to_seconds(timeout, "--timeout") or 0.0,
     )
     machine = detect.detect()
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.LaunchLines(out)
     options = Options(machine.name, results or default_results(), pairs, to_seconds(budget), seed)
     try:
-        outcome, answer = two_commands.compare(question, options, progress, shlex.join(["playbook", *sys.argv[1:]]))
+        with progress(as_json, report.LaunchLines) as shown:
+            outcome, answer = two_commands.compare(question, options, shown, shlex.join(["playbook", *sys.argv[1:]]))
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
             print_json(two_commands.as_json(question, two_commands.AbAnswer("error"), "", str(e)))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
-    finally:
-        progress.close()
-    report.print_outcome(outcome, out, answer.verdict)
-    report.print_summary([outcome], out)
+    report.print_outcome(outcome, shown.out, answer.verdict)
+    report.print_summary([outcome], shown.out)
     if hint := two_commands.hint(outcome, answer):
-        out.print(Text(f"      {hint}"))
+        shown.out.print(Text(f"      {hint}"))
     walls = _walls(question, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:
         sentence = "; ".join(filter(None, [outcome.evidence.derived.verdict.sentence, hint]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -138,15 +137,12 @@ def bench_aa(
 
     Exit code 3 where it is contaminated.
     """
+    from playbook_app.cli import outcomes
     from playbook_bench.run import aa, options, report
 
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.TerminalProgress(out)
-    try:
+    with outcomes.progress(as_json) as progress:
         noise = aa.run(case, options.Options(profile, results or default_results(), pairs), progress)
-    finally:
-        progress.close()
-    report.print_noise(noise, out)
+    report.print_noise(noise, progress.out)
     if as_json:
         figures = {
             "metric": noise.metric,

@@ -23,7 +23,7 @@ from playbook.records.evidence import Machine
 from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
-from playbook_app.cli.outcomes import local_launcher
+from playbook_app.cli.outcomes import local_launcher, progress
 from playbook_app.cli.output import complain, print_json, say
 from playbook_app.services import tuning
 from playbook_app.services.ready_knobs import ready
@@ -129,16 +129,13 @@ def tune(
     if explain:
         _explain(order, as_json)
         return
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.LaunchLines(out)
+    options = Options(chosen, place, None, to_seconds(budget), plan.setup.seed, local_launcher(fork))
     try:
-        options = Options(chosen, place, None, to_seconds(budget), plan.setup.seed, local_launcher(fork))
-        found = session.run(plan, options, progress, resume=resume)
+        with progress(as_json, report.LaunchLines) as shown:
+            found = session.run(plan, options, shown, resume=resume)
     except LaunchError as e:
         complain(f"error: {e}")
         raise typer.Exit(5) from e
-    finally:
-        progress.close()
     record = session.write_record(found)
     answer = {**session.answer(found), "record": str(record)}
     if figure := _ladder(answer):
@@ -146,12 +143,12 @@ def tune(
     _show(
         found,
         answer,
-        out,
+        shown.out,
         "the same command" + ("" if resume else " with --resume" + (f" --seed {plan.setup.seed}" if seed is None else "")),
     )
     is_borne_out = not answer["kept"] or (answer["final"] or {}).get("verdict") == "faster"
     if claims and is_borne_out and (card := tuning.emit_claims(plan, answer, machine, datetime.now(UTC).strftime("%Y-%m-%d"))):
-        out.print(f"claims    {card}", markup=False, highlight=False)
+        shown.out.print(f"claims    {card}", markup=False, highlight=False)
     if as_json:
         print_json(answer)
     raise typer.Exit(EXIT_CODES[found.ended])
