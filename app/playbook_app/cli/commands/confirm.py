@@ -99,8 +99,8 @@ def confirm(
     if launcher == "slurm":
         for target in chosen:
             tasks_of(target)  # a mistake is told now, not by a job that waited its turn
-        words = jobs.confirm_words(chosen, profile, pairs, budget, seed)
-        raise typer.Exit(jobs.confirm(words, results, request, journal))
+        given = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
+        raise typer.Exit(jobs.confirm(chosen, given, results, request, journal))
     runs_by = allocation or local_launcher(fork)
     finished_runs = journal_of(journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork)
     options = Options(
