@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards.load import load_all
-from playbook.errors import ExitCode
 from playbook.paths import data_root
 from playbook.records.case import list_cases
 from playbook.skills.export import export
@@ -18,7 +17,7 @@ from playbook.skills.model import INDEX, Accepted, Known, check, choose, index, 
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli.options import AsJson, Wide, commands
-from playbook_app.cli.output import complain, print_json, print_table, say
+from playbook_app.cli.output import print_findings, print_json, print_table, say
 from playbook_app.services.standing import stock_here
 from playbook_trainer.config.tree import trainer_keys
 
@@ -54,15 +53,14 @@ def skills_check(
     findings += [f for s in skills for f in check(s, references)]
     if not findings:
         findings = index_findings(place, skills, required=place.resolve() == home.resolve())
-    if as_json:
-        rows = [{"file": f.file, "line": f.line, "column": f.column, "message": f.message} for f in findings]
-        print_json({"skills": [s.name for s in skills], "findings": rows})
-    for finding in findings:
-        complain(f"{finding}")
-    if findings:
-        raise typer.Exit(ExitCode.USAGE)
-    if not as_json:
-        say(f"{count(len(skills), 'skill')}: no findings")
+    print_findings(
+        findings,
+        {"skills": [s.name for s in skills]},
+        count(len(skills), "skill"),
+        strict=True,
+        as_json=as_json,
+        keys=("file", "line", "column", "message"),
+    )
 
 
 @app.command("index")
