@@ -144,11 +144,11 @@ def diagnose_run(
     number, kind = machines(gpus, hardware)
     if run is not None and not run.exists():
         raise LogError(f"{run}: there is no such file or folder; expected a log, or the folder of a run")
+    settings = [word for text in layout or [] for word in split_settings(text)]
     if run is not None and trace is None and (steps := rl_steps(run, log)):
-        step = answer(steps, model, number, kind, [word for text in layout or [] for word in split_settings(text)], seq)
+        step = answer(steps, model, number, kind, settings, seq)
         print_json(step) if as_json else show(step)
         return
-    settings = tuple(word for text in layout or [] for word in split_settings(text))
     request = _Request(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
     where = replace(_where(_with_log(request, logged), run), seen=parsed(saw or []))
@@ -267,17 +267,16 @@ def _agree(where: Setting, speed: Measured, log: _Log) -> None:
 
 def _where(request: _Request, run: Path | None) -> Setting:
     """The setting of the command line, or of a run's folder with what the command line says instead."""
-    ours = _ours(run) if run and request.model is None and (run / "config.yaml").is_file() else None
-    if request.model is None and ours is None:
+    is_ours = run is not None and request.model is None and (run / "config.yaml").is_file()
+    config, ran_on, device = _ours(run) if run and is_ours else (None, None, None)
+    if request.model is None and not is_ours:
         raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
-    gpus = request.gpus or (ours.gpus if ours else None)
-    hardware = request.hardware or (ours.device if ours else None)
-    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in request.settings))):
+    gpus = request.gpus or ran_on
+    hardware = request.hardware or device
+    if hardware is None or (gpus is None and (is_ours or not any(w.startswith("gpus=") for w in request.settings))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
-    if ours is not None and gpus is not None:
-        configured = _of_config(
-            ours.config, gpus, machine(hardware, request.network), request.framework or "playbook", _routing(request, run)
-        )
+    if is_ours and gpus is not None:
+        configured = _of_config(config, gpus, machine(hardware, request.network), request.framework or "playbook", _routing(request, run))
         return _again(configured, request) if request.settings or request.seq or request.gbs else configured
     model = request.model or ""
     path = Path(model)
@@ -351,19 +350,11 @@ def _middle(values: Iterable[float | None]) -> float | None:
     return median(positive) if positive else None
 
 
-@dataclass(frozen=True)
-class _Ours:
-    """A run of this trainer: its configuration, and its GPUs where its summary is there."""
-
-    config: Any
-    gpus: int | None
-    device: str | None
-
-
-def _ours(folder: Path) -> _Ours:
+def _ours(folder: Path) -> tuple[Any, int | None, str | None]:
+    """A run of this trainer: its configuration, and how many GPUs of which kind where its summary is there."""
     config, path = load(folder / "config.yaml"), folder / "summary.json"
     if not path.is_file():
-        return _Ours(config, None, None)
+        return config, None, None
     try:
         summary = json.loads(read_bytes(path, _MAX_SUMMARY))
         gpus, device = int(summary["world_size"]), str(summary["env"]["strict"]["device_name"])
@@ -371,7 +362,7 @@ def _ours(folder: Path) -> _Ours:
         raise ConfigError(f"{path}: no summary of a run ({type(e).__name__}: {str(e)[:80]}); remove it, or name --model") from e
     if device == "cpu":
         raise ConfigError(f"{folder}: a run on a CPU; expected one on GPUs: there is no prediction to compare it with")
-    return _Ours(config, gpus, device)
+    return config, gpus, device
 
 
 def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routing: Routing | None) -> Setting:
@@ -440,7 +431,8 @@ def _show(diagnosis: Mapping[str, Any]) -> None:
     walls = [w for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1]
     if walls:
         say(f"\nwall, from {diagnosis['walls_from']}")
-        print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
+        rows = [{**w, "wall": w["name"], "share": "?" if w["share"] is None else f"{w['share']:.0%}"} for w in walls]
+        print_table(rows, ("wall", "share", "sign"))
     else:
         say("\nwall       not known: name what you run with --layout, or what you saw with --saw or --trace")
     if diagnosis["how_to_tell"]:
@@ -492,12 +484,6 @@ def _show_action(place: int, action: Mapping[str, Any]) -> None:
         say(f"   note   {action['note']}")
 
 
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{share:.0%}"
-
-
-_UNCOUNTED_STEPS = 5
-"""One of so many steps, the first ones, is not counted."""
 _MOST_TP = 64
 
 
@@ -509,7 +495,7 @@ def answer(
     Raises:
         ConfigError: the model, the GPUs or the layout is not known, or only a part of them is named.
     """
-    counted = steps[len(steps) // _UNCOUNTED_STEPS :]
+    counted = steps[len(steps) // _WARM_UP :]
     step = rl_step.diagnose(rl_step.middle(counted)) | {"steps": len(counted)}
     if model is None:
         return step

@@ -46,7 +46,7 @@ def search(
     """Find the cards that answer a question; where they do not cover it or none applies to the stated machine, why, and what is nearest."""
     run = stated(hardware, model, gpus)
     cards = load.load_all()
-    only = None if status is None else _with_status(cards, status)
+    only = None if status is None else with_status(cards, records_here(cards, here()), today(), status)
     answer = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
     standing = _standing(answer.hits, cards, run.hardware)
     if as_json:
@@ -81,8 +81,3 @@ def _standing(hits: Sequence[Hit], cards: Mapping[str, Card], gpus: Sequence[str
     claims, claim_ids = by_claim(cards), [i for hit in hits for i in hit.claims]
     records = records_here(cards, here()) if claim_ids else []
     return {i: stands(records, claims[i][1], today(), gpus) for i in claim_ids}
-
-
-def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
-    """Ids of the claims with this status, by the records of this folder and of the repository."""
-    return with_status(cards, records_here(cards, here()), today(), status)

@@ -108,7 +108,9 @@ def tune(
     command = shlex.join(["playbook", *sys.argv[1:]])
     if claims and not folders("cards")[1:]:
         raise ConfigError("--emit-claims writes into your own cards, and there are none; name their folder: playbook --cards DIR tune ...")
-    request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), _seed(seed, resume), trace)
+    # A command that goes on needs the seed that it began with, which it has if it is always the same.
+    drawn = 0 if seed is None and resume else seed
+    request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), drawn, trace)
     metric, _ = metric_of(goal)
     if _is_case(words):
         case, chosen = tuning.case_named(words[0], machine, metric, profile)
@@ -157,11 +159,6 @@ def tune(
 def _is_case(words: Sequence[str]) -> bool:
     """Whether the one word names a case."""
     return len(words) == 1 and (words[0].endswith((".yaml", ".yml")) or is_shipped(words[0]))
-
-
-def _seed(seed: int | None, resume: bool) -> int | None:
-    """A command that goes on needs the seed that it began with, which it has if it is always the same."""
-    return 0 if seed is None and resume else seed
 
 
 def _chance(text: str) -> float:
