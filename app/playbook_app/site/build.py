@@ -37,8 +37,9 @@ from playbook_app.site.lists import (
     travel_page,
 )
 from playbook_app.site.models import calculator_page, families_page, models_page, recipes_page
+from playbook_app.site.pages import render
 from playbook_app.site.published import data, form, published_page, tables_page, worked
-from playbook_app.site.reference import CommandHelp, commands_page, configuration_page, metrics_page, parity_page
+from playbook_app.site.reference import CommandHelp, configuration_page, parity_page
 
 _OWNED = ("cards", "evidence", "_generated")
 
@@ -101,7 +102,8 @@ def generate(
     all_cards = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
     records = read([r for r in results if r.is_dir()], all_cards, now.present)
-    whole = _shelf(all_cards, records, today or datetime.now(UTC).date(), now.flags)
+    home = {claim: card for claim, (card, _) in by_claim(all_cards).items()}
+    whole = Shelf(all_cards, records, today or datetime.now(UTC).date(), home, now.flags)
     shelf = replace(whole, cards=guidance(all_cards))
     pages = {
         "cards/index.md": index_page(shelf),
@@ -153,10 +155,6 @@ def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
     return {entry.card.id: entry.card for entry in read_result.loaded}
 
 
-def _shelf(cards: dict[str, Card], records: list[Record], today: date, flags: Flags) -> Shelf:
-    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()}, flags)
-
-
 def _record_page(shelf: Shelf, record: Record) -> str:
     try:
         return evidence_page(shelf, record, _shown(record.path)) if record.schema == EVIDENCE else trace_page(record)
@@ -167,16 +165,13 @@ def _record_page(shelf: Shelf, record: Record) -> str:
 
 
 def _reference(reference: Reference) -> dict[str, str]:
-    pages = {}
-    if reference.metrics:
-        pages["_generated/metrics.md"] = metrics_page(reference.metrics)
-    if reference.commands:
-        pages["_generated/commands.md"] = commands_page(reference.commands)
-    if reference.schema:
-        pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
-    if reference.recipes:
-        pages["_generated/recipes.md"] = recipes_page(reference.recipes)
-    return pages
+    pages = {
+        "metrics": render("metrics.md", metrics=reference.metrics) if reference.metrics else "",
+        "commands": render("commands.md", commands=reference.commands) if reference.commands else "",
+        "configuration": configuration_page(reference.schema, reference.field_docs) if reference.schema else "",
+        "recipes": recipes_page(reference.recipes) if reference.recipes else "",
+    }
+    return {f"_generated/{name}.md": page for name, page in pages.items() if page}
 
 
 def _shown(path: Path) -> str:
