@@ -49,59 +49,28 @@ class Standing(BaseModel):
     """The command that repeats the measurement."""
 
 
-class SearchHit(BaseModel):
-    """One card that answers a question."""
-
-    id: str
-    title: str
-    claims: list[str]
-    """Ids of its claims, nearest to the question first."""
-    standing: dict[str, list[str]]
-    """Verdicts by claim id, as in the list of cards; an empty list for a claim that was never tested."""
-    why: str
-    """The passage that matched best."""
-    applies: bool
-    """Whether any claim of the card applies to the stated machine; true if no machine was stated."""
-    sizes: list[str] = Field(default_factory=list)
-    """Which sizes to take for the stated run: by the card, or by the planner, and why."""
-    limits: list[str]
-    """The claims that do not apply to the stated machine, each with what was found and what its scope expects."""
-
-
-class PageHit(BaseModel):
-    """A section of a guide or skill."""
-
-    source: str
-    title: str
-
-
 class SearchAnswer(BaseModel):
     """The cards that answer a question, best first; where none does, why, and the ids of the nearest, which may be of no use."""
 
-    hits: list[SearchHit]
+    hits: list[dict[str, Any]]
+    """As `playbook search --json` has them: `claims`, nearest to the question first, with their `standing`, in which an empty list is of a
+    claim that was never tested; `why`, the passage that matched best; whether any claim `applies` to the stated machine, true if none was
+    stated; `sizes` for the stated run; and `limits`, the claims that do not apply, each with what was found and what its scope expects.
+    """
     none: str = ""
     nearest: list[str] = Field(default_factory=list)
-    pages: list[PageHit] = Field(default_factory=list)
+    pages: list[dict[str, str]] = Field(default_factory=list)
+    """Sections of guides and skills: `source` and `title`."""
     diagnosis: str = ""
     """The command, or the tool's arguments, of the diagnosis that a question about speed asks for."""
-
-
-class CardRow(BaseModel):
-    """One card in a list."""
-
-    id: str
-    title: str
-    summary: str
-    phase: str
-    wall: str
-    claims: dict[str, list[str]]
-    """Verdicts by claim id with what each rests on, as `confirmed, one H200, megatron`; an empty list for a claim that nobody tested."""
 
 
 class CardList(BaseModel):
     """All cards."""
 
-    cards: list[CardRow]
+    cards: list[dict[str, Any]]
+    """Of each `id`, `title`, `summary`, `phase`, `wall`, and `claims`: verdicts by claim id with what each rests on, as `confirmed, one
+    H200, megatron`; an empty list for a claim that nobody tested."""
     left_out: int = 0
 
 
@@ -140,12 +109,6 @@ class EvidenceList(BaseModel):
     left_out: int = 0
 
 
-class NearLayout(BaseModel):
-    """A legal layout, by what it changes."""
-
-    changes: dict[str, Any]
-
-
 class LayoutAnswer(BaseModel):
     """Whether a layout is legal, and the degrees that follow from it."""
 
@@ -160,33 +123,8 @@ class LayoutAnswer(BaseModel):
     """The smallest number of GPUs that holds one copy of the model."""
     uneven: list[list[int]] | None
     """Decoder layers of each stage, chunk by chunk, where they are not alike; null where they are."""
-    nearest: list[NearLayout]
-    """The nearest legal layouts of one that is not."""
-
-
-class StageMemory(BaseModel):
-    """What the ranks of one pipeline stage hold. Units: bytes."""
-
-    stage: int
-    layers: int
-    in_flight: list[int]
-    """Microbatches whose activations are held at once, per chunk."""
-    held: int
-    """Parameters of the stage before data parallelism shards them."""
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    fp8_weights: float
-    gathered: float
-    vision: float
-    loss: float
-    replayed: float
-    workspace: float
-    host: float
-    states: float
-    transient: float
-    peak: float
+    nearest: list[dict[str, Any]]
+    """The nearest legal layouts of one that is not, by the `changes` that lead there."""
 
 
 class MemoryAnswer(BaseModel):
@@ -198,7 +136,9 @@ class MemoryAnswer(BaseModel):
     peak: float
     stage: int
     """The pipeline stage with the highest peak."""
-    stages: list[StageMemory]
+    stages: list[dict[str, Any]]
+    """What the ranks of each pipeline stage hold, as in `playbook layout memory --json`; `stage`, `layers`, `in_flight` and `held` are
+    counts."""
 
 
 class PlannedLayout(BaseModel):

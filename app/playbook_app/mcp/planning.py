@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -35,10 +35,8 @@ from playbook_app.mcp.answers import (
     ExportAnswer,
     LayoutAnswer,
     MemoryAnswer,
-    NearLayout,
     PlanAnswer,
     PlannedLayout,
-    StageMemory,
 )
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
@@ -48,6 +46,8 @@ from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
 _MOST_TEXT = 100_000
 _MOST_HARDWARE = 200_000
+_UNSAID = ("grown", "update")
+"""Figures of a stage that its peak counts already, and the answer leaves out."""
 _ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
 """Arguments of `plan_layout` whose option of `playbook plan` has another name."""
 Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
@@ -92,7 +92,7 @@ def layout_answer(plan: Plan) -> LayoutAnswer:
         edp=plan.gpus // expert if whole and plan.gpus % expert == 0 else None,
         min_gpus=layout.min_gpus(**degrees) if whole else 1,
         uneven=None if broken else plain_data.split(plan),
-        nearest=[NearLayout(changes=n.changes) for n in nearest(plan)] if broken and whole else [],
+        nearest=[{"changes": n.changes} for n in nearest(plan)] if broken and whole else [],
     )
 
 
@@ -102,11 +102,12 @@ def memory_answer(plan: Plan, hardware: str | None) -> MemoryAnswer:
     Raises:
         PlaybookError: the plan breaks a rule, or no such GPU is known.
     """
-    stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
+    stages = memory.estimate(plan)
     most = max(stages, key=lambda s: s.peak)
     gib = of_text(hardware).memory_gib if hardware else None
     verdict = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
-    return MemoryAnswer(verdict=verdict, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
+    rows = [{k: v for k, v in s.row().items() if k not in _UNSAID} for s in stages]
+    return MemoryAnswer(verdict=verdict, gpu_gib=gib, peak=most.peak, stage=most.number, stages=rows)
 
 
 def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
@@ -194,36 +195,33 @@ def claims_on(answer: PlanAnswer, model: str, hardware: str, network: str, stock
     return of_layout(stock, plan_of(model, answer.gpus, answer.plans[0].settings), of_text(counted(hardware, answer.gpus)[0], network))
 
 
-@dataclass(frozen=True)
-class DiagnosisQuestion:
-    """What is asked of a diagnosis, beside the speed."""
-
-    model: str
-    gpus: int
-    hardware: str
-    seq_len: int
-    global_batch_size: int
-    layout: tuple[str, ...]
-    framework: str
-    network: str
-    saw: tuple[str, ...]
-
-
-def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, stock: Stock) -> DiagnosisAnswer:
+def diagnosis_answer(
+    model: str,
+    gpus: int,
+    hardware: str,
+    network: str,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    settings: Sequence[str],
+    framework: str,
+    saw: Sequence[str],
+    figures: Figures,
+    stock: Stock,
+) -> DiagnosisAnswer:
     """What `playbook diagnose` says, in short.
 
     Raises:
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
-    shape, runs_with, less = cut(shape_of(question.model), question.layout)
+    shape, runs_with, less = cut(shape_of(model), settings)
     where = setting(
-        shape, (named(question.model) or "given") + less, of_text(counted(question.hardware, question.gpus)[0], question.network),
-        question.gpus,
-        seq_len=question.seq_len or None, gbs=question.global_batch_size or None, known=runs_with,
-        framework=question.framework or "megatron-lm", always=SETTINGS.get(question.framework, ()),
-        said="config.json" if question.model.lstrip().startswith("{") else question.model,
+        shape, (named(model) or "given") + less, of_text(counted(hardware, gpus)[0], network), gpus,
+        seq_len=seq_len or None, gbs=global_batch_size or None, known=runs_with,
+        framework=framework or "megatron-lm", always=SETTINGS.get(framework, ()),
+        said="config.json" if model.lstrip().startswith("{") else model,
     )  # fmt: skip
-    where = replace(where, seen=parsed(question.saw))
+    where = replace(where, seen=parsed(saw))
     diagnosis = diagnose(where, measured(where, figures), stock, changed)
     runs = diagnosis["published"]
     return DiagnosisAnswer(
@@ -257,25 +255,15 @@ Seen = Annotated[
 ]
 
 
-class TuneRow(BaseModel):
-    """What became of a value. Percentages are of speed."""
-
-    knob: str
-    value: str
-    reason: str
-    low: float | None
-    effect: float | None
-    high: float | None
-
-
 class TuneAnswer(BaseModel):
     """What to launch next, or what is proven."""
 
     launch: dict[str, str] | None
     """Values other than today's, for one launch; null once the tuning has ended."""
     why: str
-    kept: list[TuneRow]
-    refused: list[TuneRow]
+    kept: list[dict[str, Any]]
+    """Values with the `reason`, and the `effect` with its ends `low` and `high` in percent of speed, null where there is none."""
+    refused: list[dict[str, Any]]
     launches: int
     at_least: int
     """Launches up to the end of the proof of what looks better now."""
@@ -344,10 +332,8 @@ def _event(text: str) -> Event:
     return Observation("ok", numbers["value"], numbers.get("loss"), numbers.get("tokens"))
 
 
-def _row(decision: Decision) -> TuneRow:
-    low, effect, high = (
-        (None, None, None) if decision.effect is None else (decision.effect.low, decision.effect.value, decision.effect.high)
-    )
-    return TuneRow(
-        knob=decision.knob, value=decision.value, reason=decision.reason, low=percent(low), effect=percent(effect), high=percent(high)
-    )
+def _row(decision: Decision) -> dict[str, Any]:
+    """What became of a value."""
+    found = decision.effect
+    low, effect, high = (None, None, None) if found is None else (percent(found.low), percent(found.value), percent(found.high))
+    return {"knob": decision.knob, "value": decision.value, "reason": decision.reason, "low": low, "effect": effect, "high": high}
