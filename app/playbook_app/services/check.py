@@ -7,7 +7,7 @@ function; adding one is adding a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,6 @@ from playbook.records.read import Record, RecordReader, speaks_for
 from playbook.yaml_files import KeyPath, Positions, did_you_mean, load, locate
 from playbook_bench import statements
 from playbook_bench.judge import effects, receipt
-from playbook_bench.judge.effects import threshold
 from playbook_bench.machine.requirements import check_name, shares_a_gpu
 from playbook_bench.metrics import METRICS
 from playbook_bench.run import replay
@@ -46,12 +45,12 @@ RULES: Sequence[LintRule] = (
 """Every rule over cards alone; `playbook_app.services.check` adds those that need cases or evidence."""
 
 
-def lint(cards: Cards, shelf: Cards, today: str | None = None) -> list[Finding]:
+def lint(cards: Cards, shelf: Cards, today: str) -> list[Finding]:
     """What the rules find in `cards`, also against the other cards of `shelf`; `today` is YYYY-MM-DD."""
     checked = {e.path.resolve() for e in cards.loaded}
     replaced = {e.card.id for e in cards.loaded}
     others: list[LoadedCard] = [e for e in shelf.loaded if e.path.resolve() not in checked and e.card.id not in replaced]
-    view = LintInput(cards.loaded, [*others, *cards.loaded], today or datetime.now(UTC).strftime("%Y-%m-%d"))
+    view = LintInput(cards.loaded, [*others, *cards.loaded], today)
     findings = [finding for rule in RULES for finding in rule.run(view)]
     return sorted(dict.fromkeys(findings), key=lambda f: (f.file, f.line, f.column))
 
@@ -273,7 +272,7 @@ def _margin(entry: LoadedCard, place: KeyPath, metric: str, expect: Expect) -> I
     """A finding where the unit of the margin does not fit the metric."""
     if metric in METRICS and expect.margin is not None:
         try:
-            threshold(METRICS[metric], expect.margin)
+            effects.threshold(METRICS[metric], expect.margin)
         except ConfigError as e:
             yield entry.finding((*place, "expect", "margin"), str(e))
 
@@ -301,7 +300,7 @@ def _out_of_reach(
     at = entry.finding(
         (*place, "scope"), f"no profile of case '{case.id}' lies in this scope: {'; '.join(reasons)}; add one, or widen the scope"
     )
-    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
+    yield replace(at, rule=CASE_RULES[0][0])
 
 
 def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[Finding]:
@@ -319,8 +318,7 @@ def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[
                         f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it;"
                         " cite a claim on it, or leave it out"
                     )
-                    at = entry.finding(("decide", i, "set", key), message)
-                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0])
+                    yield replace(entry.finding(("decide", i, "set", key), message), rule=CASE_RULES[1][0])
 
 
 def _backends(case: Case, profile: str) -> str:
@@ -342,7 +340,7 @@ def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Fi
         _, expires = max(records_of_claim, default=(False, "9999"))
         if expires < today:
             at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
-            yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[2][0], warning=True)
+            yield replace(at, rule=CASE_RULES[2][0], warning=True)
 
 
 def _delta(values: Mapping[str, Any]) -> str:
@@ -414,8 +412,7 @@ def _recipes(cards: Cards) -> Iterator[Finding]:
         for i, family in enumerate(entry.card.families):
             if family.recipe is not None:
                 for message in disagreements(family, family.recipe):
-                    at = entry.finding(("families", i, "recipe"), message)
-                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[3][0])
+                    yield replace(entry.finding(("families", i, "recipe"), message), rule=CASE_RULES[3][0])
 
 
 def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:

@@ -138,11 +138,6 @@ def read(path: Path) -> list[DoorAnswer]:
     return [DoorAnswer(**{**row, "asked": DoorQuestion(**row["asked"])}) for row in rows]
 
 
-def line(answered: DoorAnswer) -> str:
-    """An answer as a line of the file."""
-    return json.dumps(asdict(answered))
-
-
 @dataclass(frozen=True)
 class Door:
     """A page that answers one decision: its title, the answer in a sentence, cards and pages with the evidence, and what would change the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -197,10 +198,7 @@ def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
 
 def _machines(shelf: Shelf) -> list[str]:
     """Machines with verdicts, those with most GPUs first."""
-    gpus: dict[str, int] = {}
-    for r in shelf.records:
-        if r.claim and not r.altered:
-            gpus[r.machine] = r.gpus
+    gpus = {r.machine: r.gpus for r in shelf.records if r.claim and not r.altered}
     return sorted(gpus, key=lambda m: (-gpus[m], m))
 
 
@@ -224,13 +222,9 @@ def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
     return link(word + (f"<br>{shown}" if shown else ""), f"../evidence/{record.id}.md")
 
 
-def summary(records: Sequence[Record]) -> dict[str, Any]:
+def summary(records: Sequence[Record]) -> dict[str, int]:
     """How many verdicts there are of each status; altered records counted as such."""
-    out: dict[str, int] = {}
-    for r in records:
-        if r.schema == EVIDENCE:
-            out[r.status] = out.get(r.status, 0) + 1
-    return out
+    return Counter(r.status for r in records if r.schema == EVIDENCE)
 
 
 def by_phase(shelf: Shelf) -> str:
@@ -251,7 +245,11 @@ def coverage(shelf: Shelf) -> str:
     """One line: how many claims are settled, and by what."""
     claims = [claim for card in shelf.cards.values() for claim in card.claims]
     gpus = [claim for claim in claims if any(r.status in DECIDED for r in current(shelf, claim))]
-    other = [claim for claim in claims if claim not in gpus and _settled(shelf, claim)]
+    other = [
+        claim
+        for claim in claims
+        if claim not in gpus and any(r.status in DECIDED and not r.stale(shelf.today, claim) for r in verdicts(shelf.records, claim.id))
+    ]
     machines = dict.fromkeys(str(r.get("measured", "machine", "description", default=r.machine)) for c in gpus for r in current(shelf, c))
     where = f" ({text(', '.join(sorted(machines)))})" if machines else ""
     return (
@@ -259,10 +257,6 @@ def coverage(shelf: Shelf) -> str:
         f"The other {len(claims) - len(gpus) - len(other)} are untested, undecided, or were measured on an older version: "
         f"{link('all claims', '_generated/claims.md')} say which."
     )
-
-
-def _settled(shelf: Shelf, claim: Claim) -> bool:
-    return any(r.status in DECIDED and not r.stale(shelf.today, claim) for r in verdicts(shelf.records, claim.id))
 
 
 def example_of_verdicts(shelf: Shelf) -> str:

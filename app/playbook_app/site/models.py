@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from playbook.errors import ConfigError
 from playbook.planner import activations, flops, memory, parameters, plan, shapes
 from playbook.planner import options as options_
 from playbook.planner.layout import min_gpus
-from playbook.planner.memory import TIGHT
 from playbook.planner.models import MODELS
 from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import DEGREES, Plan, parse
@@ -353,14 +352,11 @@ def _kind(shape: Shape) -> str:
 
 def families_page(shelf: Shelf) -> str:
     """Every configuration family of every card, each checked by the layout rules."""
-    entries = sorted(_entries(shelf.cards.values()), key=lambda e: (e[1].model, e[1].hardware, e[1].name))
+    of_cards = ((card, family) for card in shelf.cards.values() for family in card.families)
+    entries = sorted(of_cards, key=lambda e: (e[1].model, e[1].hardware, e[1].name))
     models, machines = sorted({f.model for _, f in entries}), sorted({f.hardware for _, f in entries})
     choices = {"model": ("Model", {m: m for m in models}), "platform": ("Hardware", {m: m for m in machines})}
     return render("families.md", choices=choices, rows=[_row(card, f) for card, f in entries])
-
-
-def _entries(cards: Iterable[Card]) -> list[tuple[Card, ConfigFamily]]:
-    return [(card, family) for card in cards for family in card.families]
 
 
 def _row(card: Card, family: ConfigFamily) -> list[str]:
@@ -455,7 +451,7 @@ def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _peak(peak_gib: float, memory_gib: float) -> str:
-    return f"{peak_gib:.0f}{', **tight**' if peak_gib > (1 - TIGHT) * memory_gib else ''}"
+    return f"{peak_gib:.0f}{', **tight**' if peak_gib > (1 - memory.TIGHT) * memory_gib else ''}"
 
 
 def anchor(path: str) -> str:

@@ -126,6 +126,11 @@ def milliseconds(value: float) -> str:
     return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
 
 
+def signed(ms: float) -> str:
+    """A difference in milliseconds for a table."""
+    return ("+" if ms > 0 else "−" if ms < 0 else "") + milliseconds(abs(ms))
+
+
 def mapping(values: Mapping[str, Any]) -> str:
     """Keys and values as code, joined by commas."""
     return ", ".join(code(f"{k}: {plain(v)}") for k, v in values.items()) or "the configuration as it is"
