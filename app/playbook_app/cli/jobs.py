@@ -23,7 +23,6 @@ from playbook.paths import default_results
 from playbook_app.cli import app as root
 from playbook_app.cli.output import complain, print_json, say
 from playbook_bench.launch import local, slurm
-from playbook_bench.launch.local import Spec
 from playbook_bench.launch.slurm import Cluster, SrunLauncher, environment, require_tools
 from playbook_bench.machine import detect
 from playbook_bench.run import store
@@ -137,7 +136,7 @@ def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     threads = max(1, detect.cores() // per_node)
     forever = float("inf")
     say(f"{ranks} ranks on {', '.join(step.allocation.hosts)}; logs in {folder}")
-    result = step.run(Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
+    result = step.run(local.Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
     if result.outcome == "ok":
         return 0
     complain(f"{result.outcome}: {result.message}")

@@ -14,9 +14,7 @@ from rich.text import Text
 from playbook.errors import LaunchError, PlaybookError
 from playbook.paths import default_results
 from playbook.records.commands import Steps
-from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
+from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands, to_seconds, to_share
 from playbook_app.cli.outcomes import progress
 from playbook_app.cli.output import complain, print_json, print_walls, say
 from playbook_bench.machine import detect
@@ -76,6 +74,8 @@ def ab(
 
     Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
     """
+    if work not in ("equal", "any"):
+        raise PlaybookError(f"--work is '{work[:40]}'; expected equal or any")
     question = two_commands.question(
         words,
         setting or [],
@@ -84,7 +84,7 @@ def ab(
         margin=to_share(margin, "--margin"),
         steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
         tokens=None if tokens is None else _both(tokens),
-        any_work=_any_work(work),
+        any_work=work == "any",
         loss=None if loss == "any" else to_share(loss, "--loss"),
         timeout_s=to_seconds(timeout, "--timeout") or 0.0,
     )
@@ -119,12 +119,6 @@ def _both(text: str) -> tuple[int, int]:
     if match is None:
         raise PlaybookError(f"--tokens is '{text[:40]}'; expected tokens of a step, such as 4096, or 4096,8192 for A and B")
     return int(match[1]), int(match[2] or match[1])
-
-
-def _any_work(text: str) -> bool:
-    if text not in ("equal", "any"):
-        raise PlaybookError(f"--work is '{text[:40]}'; expected equal or any")
-    return text == "any"
 
 
 def _walls(question: two_commands.CommandPair, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:

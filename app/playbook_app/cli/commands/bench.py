@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,8 +14,7 @@ from playbook.cards.model import by_claim
 from playbook.errors import ExitCode, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
-from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands
-from playbook_app.cli.options import seconds as to_seconds
+from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands, to_seconds
 from playbook_app.cli.output import (
     complain,
     print_difference,
@@ -32,9 +31,6 @@ from playbook_bench.judge.receipt import in_words
 from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
 from playbook_bench.tune import record as tuning
-
-if TYPE_CHECKING:
-    from playbook_bench.run import aa
 
 app = commands()
 

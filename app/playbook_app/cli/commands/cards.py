@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.load import begin
 from playbook.cards.model import Card, Claim, by_claim, counted, guidance
 from playbook.cards.scope import note
 from playbook.errors import PlaybookError
@@ -69,11 +68,10 @@ def cards_list(
 def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """One row for each claim of a card and for each mechanism check, with its status."""
     for claim in card.claims:
-        shared = {"card": card.id, "kind": claim.kind}
-        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, records), "statement": claim.statement}
-        check = claim.mechanism_check
-        if check:
-            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, records), "statement": check.statement}
+        for each, of in ((claim, None), (claim.mechanism_check, claim.id)):
+            if each:
+                shared = {"id": each.id, "card": card.id, "kind": claim.kind, "mechanism_of": of}
+                yield {**shared, **status_of(each, records), "statement": each.statement}
 
 
 @app.command("show")
@@ -125,7 +123,7 @@ def cards_init(
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise PlaybookError(f"'{name}' is no id; expected small letters, digits and -, such as loader-workers")
     claim_ids = {claim.id for card in load.load_all().values() for claim in card.claims}
-    for path in begin(folder, name, claim_ids):
+    for path in load.begin(folder, name, claim_ids):
         say(f"wrote {path}")
     is_configured = any(card_folder.resolve() == (folder / "cards").resolve() for card_folder in folders("cards"))
     playbook = "playbook" if is_configured else f"playbook --cards {folder / 'cards'} --cases {folder / 'cases'}"

@@ -32,8 +32,7 @@ from playbook.planner.time.cluster import Cluster
 from playbook.text import count, key_of, keys_of
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import print_json, print_table, say
-from playbook_app.cli.quantities import figure, machines, percent
-from playbook_app.cli.quantities import tokens as to_tokens
+from playbook_app.cli.quantities import figure, machines, percent, to_tokens
 from playbook_app.services.changes import changed
 from playbook_app.services.standing import stock_here
 from playbook_bench.logs import NoAdapter, read, rl_steps
@@ -147,7 +146,7 @@ def diagnose_run(
     settings = [word for text in layout or [] for word in split_settings(text)]
     if run is not None and trace is None and (steps := rl_steps(run, log)):
         step = answer(steps, model, number, kind, settings, seq)
-        print_json(step) if as_json else show(step)
+        print_json(step) if as_json else show_rl_step(step)
         return
     request = _Request(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
@@ -512,7 +511,7 @@ def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) 
     return rl_plan.memory(memory.peak(parse(model, layout, gpus=gpus, shape=shape)), gpu_gib, tp, stored, tokens)
 
 
-def show(step_answer: Mapping[str, Any], basis: str = "") -> None:
+def show_rl_step(step_answer: Mapping[str, Any], basis: str = "") -> None:
     """The answer as lines; `basis` says what stands behind it where that is no log."""
     step = "of unknown length" if step_answer["step_s"] is None else f"{step_answer['step_s']:.4g} s a step"
     basis = basis or f"median of {step_answer['steps']}; what follows is arithmetic on the log"

@@ -15,9 +15,7 @@ from playbook.errors import PlaybookError
 from playbook.files import replace
 from playbook.paths import default_results
 from playbook.records.case import load_case
-from playbook_app.cli.options import AsJson, Budget, MorePairs, Profile, Results, Slowdown, commands
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
+from playbook_app.cli.options import AsJson, Budget, Profile, Results, Slowdown, commands, to_seconds, to_share
 from playbook_app.cli.outcomes import progress
 from playbook_app.cli.output import print_json, say
 from playbook_bench.judge.slowdown import ALLOWABLE, UNKNOWN, Judged
@@ -39,7 +37,7 @@ def gate(
     named: Annotated[str | None, typer.Option("--case", metavar="CASE", help="The same, as an option.")] = None,
     profile: Profile = None,
     results: Results = None,
-    pairs: MorePairs = None,
+    pairs: Annotated[int | None, typer.Option(help="At most this many pairs of launches; more than the case names add looks.")] = None,
     budget: Budget = None,
     limit: Slowdown = "3%",
     allow: Annotated[

@@ -17,9 +17,8 @@ from playbook.diagnosis import rl_plan, rl_step
 from playbook.diagnosis.claims import of_layout
 from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError, ExitCode
-from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
-from playbook.planner.choice.plain_data import PARTS, lost, next_run, pipeline_string, words
+from playbook.planner.choice.plain_data import PARTS, document, lost, next_run, pipeline_string, words
 from playbook.planner.choice.routing import measured
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
@@ -35,11 +34,10 @@ from playbook.planner.runs.published import one
 from playbook.planner.time.spread import crossing
 from playbook.planner.time.step import network_share
 from playbook.text import count
-from playbook_app.cli.commands.diagnose import show as show_rl_step
-from playbook_app.cli.commands.diagnose import split_settings
+from playbook_app.cli.commands.diagnose import show_rl_step, split_settings
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import complain, print_json, print_table, say
-from playbook_app.cli.quantities import amount, machines, several, tokens
+from playbook_app.cli.quantities import amount, machines, several, to_tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.other_backend import other_backend, run_by
 from playbook_app.services.predicted_case import case_of, text_of
@@ -101,7 +99,9 @@ def plan_for(
     hardware: _Hardware = "",
     network: Network = "",
     imbalance: Imbalance = "",
-    seq: Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")] = 4096,
+    seq: Annotated[
+        int, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")
+    ] = 4096,
     gbs: Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")] = 0,
     goal: Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")] = "tokens/s",
     memory: Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")] = _MEMORY,
@@ -225,9 +225,9 @@ class _Beside:
 
 def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
     if as_json:
-        document = plain_data.document(answer, beside.runs.beside(answer) if beside.runs else None)
-        document |= {"other_backend": beside.other, "claims": beside.claims}
-        print_json(document | ({"training": asdict(beside.whole)} if beside.whole else {}))
+        told = document(answer, beside.runs.beside(answer) if beside.runs else None)
+        told |= {"other_backend": beside.other, "claims": beside.claims}
+        print_json(told | ({"training": asdict(beside.whole)} if beside.whole else {}))
     else:
         _show(answer, beside)
 
@@ -445,11 +445,11 @@ def plan_rl(
     network: Network = "",
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a step.")] = 128,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Responses of a prompt.")] = 8,
-    prompt: Annotated[int, typer.Option("--prompt", parser=tokens, metavar="TOKENS", help="Tokens of a prompt.")] = 512,
-    mean: Annotated[int, typer.Option("--mean", parser=tokens, metavar="TOKENS", help="Tokens of a response, on average.")] = 2048,
+    prompt: Annotated[int, typer.Option("--prompt", parser=to_tokens, metavar="TOKENS", help="Tokens of a prompt.")] = 512,
+    mean: Annotated[int, typer.Option("--mean", parser=to_tokens, metavar="TOKENS", help="Tokens of a response, on average.")] = 2048,
     longest: Annotated[
         int | None,
-        typer.Option("--longest", parser=tokens, metavar="TOKENS", help="Tokens of the longest; by default four times the mean."),
+        typer.Option("--longest", parser=to_tokens, metavar="TOKENS", help="Tokens of the longest; by default four times the mean."),
     ] = None,
     passes: Annotated[int, typer.Option("--passes", min=0, max=4, help="Forward passes for old and reference log-probabilities.")] = 2,
     as_json: AsJson = False,

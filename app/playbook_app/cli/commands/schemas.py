@@ -21,7 +21,6 @@ from playbook_app.cli.output import complain, say
 from playbook_bench.launch.slurm import Cluster
 from playbook_bench.tune.knobs import Knobs
 from playbook_trainer.config import tree
-from playbook_trainer.config.tree import TrainerConfig
 
 app = commands()
 
@@ -63,5 +62,5 @@ def schema_models() -> dict[str, type[BaseModel]]:
         "knobs": Knobs,
         "machine": Machine,
         "run": Run,
-        "trainer": TrainerConfig,
+        "trainer": tree.TrainerConfig,
     }

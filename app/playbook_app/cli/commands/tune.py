@@ -20,9 +20,7 @@ from playbook.paths import default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
-from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
+from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands, to_seconds, to_share
 from playbook_app.cli.outcomes import local_launcher, progress
 from playbook_app.cli.output import complain, print_json, say
 from playbook_app.services import tuning
@@ -33,10 +31,8 @@ from playbook_bench.machine import detect
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import replace
-from playbook_bench.tune import knobs as files
 from playbook_bench.tune import session
-from playbook_bench.tune.knobs import Knobs, Ranked
-from playbook_bench.tune.session import Session
+from playbook_bench.tune.knobs import Knobs, Ranked, load_knobs
 from playbook_bench.tune.subject import goal as metric_of
 from playbook_bench.variants.resolve import resolve
 
@@ -112,7 +108,7 @@ def tune(
     drawn = 0 if seed is None and resume else seed
     request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), drawn, trace)
     metric, _ = metric_of(goal)
-    if _is_case(words):
+    if len(words) == 1 and (words[0].endswith((".yaml", ".yml")) or is_shipped(words[0])):
         case, chosen = tuning.case_named(words[0], machine, metric, profile)
     else:
         told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
@@ -121,7 +117,7 @@ def tune(
     if fork and case.command:
         raise ConfigError("--fork forks ranks of our trainer, and this tunes a command, which is started as it stands; leave out --fork")
     if knobs:
-        chosen_knobs = files.load_knobs(Path(knobs))
+        chosen_knobs = load_knobs(Path(knobs))
     else:
         chosen_knobs = ready(case, resolve(case, "baseline", chosen), stock_here(), machine, goal)
     if knobs == "":
@@ -154,11 +150,6 @@ def tune(
     if as_json:
         print_json(answer)
     raise typer.Exit(EXIT_CODES[found.ended])
-
-
-def _is_case(words: Sequence[str]) -> bool:
-    """Whether the one word names a case."""
-    return len(words) == 1 and (words[0].endswith((".yaml", ".yml")) or is_shipped(words[0]))
 
 
 def _chance(text: str) -> float:
@@ -197,7 +188,7 @@ def _explain(order: Sequence[Ranked], as_json: bool) -> None:
         out.print(Text(f"{'never' if row.skipped else number:>5}  {f'{row.knob}={row.value}':<{width}}  {expected:>8}  {row.why}"))
 
 
-def _show(found: Session, answer: Mapping[str, Any], out: Console, again: str) -> None:
+def _show(found: session.Session, answer: Mapping[str, Any], out: Console, again: str) -> None:
     """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches.
 
     `again` names the command that goes on from here.
