@@ -124,8 +124,9 @@ _GROUPS = {
     "Plan": ("diagnose", "plan", "layout", "config"),
     "Measure": ("demo", "confirm", "ab", "tune", "bench", "calibrate", "preflight"),
     "Guard": ("gate", "bisect"),
+    "More": ("train", "skills", "mcp", "site", "schemas", "version"),
 }
-"""The help's groups; what stands in none comes last."""
+"""The help's groups."""
 
 _EXAMPLES = (
     ("playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25", "where a run stands, and what to try"),
@@ -154,9 +155,7 @@ class Commands(TyperGroup):  # type: ignore[misc]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands from the table, by groups, and examples."""
-        grouped = {name for names in _GROUPS.values() for name in names}
-        others = tuple(name for name in COMMANDS if name not in grouped)
-        for title, names in {**_GROUPS, "More": others}.items():
+        for title, names in _GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, COMMANDS[name]) for name in names])
         with formatter.section("Examples"):

@@ -144,11 +144,8 @@ def _predicted(subject: Subject, start: Runnable, machine: Machine, by_memory: b
         before = None
     if before is None:
         return {}
-    out = {}
-    for choice in subject.knobs.choices:
-        for value in choice.values[1:]:
-            out[choice.name, value] = _of_candidate(subject, ((choice.name, value),), before, machine, by_memory)
-    return out
+    candidates = [(choice.name, value) for choice in subject.knobs.choices for value in choice.values[1:]]
+    return {candidate: _of_candidate(subject, candidate, before, machine, by_memory) for candidate in candidates}
 
 
 @dataclass(frozen=True)
@@ -180,11 +177,9 @@ def _figures(run: Runnable, machine: Machine) -> _Figures | None:
     return _Figures(step.seconds.value if step else None, peak)
 
 
-def _of_candidate(
-    subject: Subject, settings: tuple[tuple[str, str], ...], before: _Figures, machine: Machine, by_memory: bool
-) -> Predicted:
+def _of_candidate(subject: Subject, candidate: tuple[str, str], before: _Figures, machine: Machine, by_memory: bool) -> Predicted:
     try:
-        after = _figures(resolve(subject.with_settings(settings), "candidate", subject.profile), machine)
+        after = _figures(resolve(subject.with_settings((candidate,)), "candidate", subject.profile), machine)
     except PlaybookError as e:
         return Predicted(refusal=f"cannot run: {str(e).splitlines()[0][:200]}")
     if after is None:

@@ -7,7 +7,6 @@ Written below the docs folder: `cards/` (index and one page per card), `evidence
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -24,7 +23,6 @@ from playbook_app.site.doors import DOORS, door_pages
 from playbook_app.site.evidence import evidence_page, list_page, trace_page
 from playbook_app.site.indexes import llms, llms_full, llms_measured, plain_card, question_box, questions
 from playbook_app.site.lists import (
-    by_phase,
     coverage,
     example_of_verdicts,
     facts,
@@ -127,14 +125,14 @@ def generate(
     pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
         pages[f"evidence/{record.id}.md"] = _record_page(whole, record)
-    written = [_write(out / name, content) for name, content in pages.items()]
-    written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
+    written = [_write(out / name, content.encode()) for name, content in pages.items()]
+    written += [_write(out / "evidence" / f"{record.id}.json", record.path.read_bytes()) for record in shelf.records]
     _remove_others(out, set(written))
     titles = {c.id: c.title for c in sorted(all_cards.values(), key=lambda c: c.title)}
     by = {phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)}
     inserts = {
         "coverage": coverage(whole),
-        "cards by phase": by_phase(shelf),
+        "cards by phase": render("phases.md", phases=phases(shelf)),
         "example of verdicts": example_of_verdicts(shelf),
         "diagnosis form": form(plans),
         "facts": facts(whole),
@@ -180,18 +178,12 @@ def _shown(path: Path) -> str:
     return str(full.relative_to(repo_root())) if full.is_relative_to(repo_root()) else path.name
 
 
-def _write(path: Path, content: str) -> Path:
+def _write(path: Path, content: bytes) -> Path:
     """Write the page if its content differs. Equal files keep their time stamp, so `mkdocs serve` does not rebuild without end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_file() or path.read_text(encoding="utf-8") != content:
-        path.write_text(content, encoding="utf-8")
+    if not path.is_file() or path.read_bytes() != content:
+        path.write_bytes(content)
     return path
-
-
-def _copy(record: Record, target: Path) -> Path:
-    if not target.is_file() or target.read_bytes() != record.path.read_bytes():
-        shutil.copyfile(record.path, target)
-    return target
 
 
 def _remove_others(out: Path, keep: set[Path]) -> None:

@@ -63,6 +63,11 @@ class Shelf:
     flags: Flags = no_flags
 
 
+def each(card: Card) -> list[Claim | MechanismCheck]:
+    """The claims of a card, each followed by its mechanism check where it has one."""
+    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+
+
 def anchor(claim: str) -> str:
     """The heading id of a claim."""
     return claim.lower().replace(".", "-")
@@ -168,9 +173,8 @@ def _interval(comparison: Mapping[str, Any]) -> str:
         shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]
         unit = f" {text(comparison.get('unit'))}"
     else:
-        points = comparison.get("scale") == "difference"
         shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
-        unit = NBSP + ("points" if points else "%")
+        unit = NBSP + ("points" if comparison.get("scale") == "difference" else "%")
     if len(shown) < 3 or exact:
         return f"{shown[0]}{unit}"
     # What a budget has stopped has an interval and no verdict; the terminal says the same behind it.

@@ -174,13 +174,9 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "| runs | distance | in distances of repeats |",
         "| --- | --: | --: |",
         f"| repeats of one way | {within:.1e} | 1 |",
-        *(f"| {text(names)} | {far:.1e} | {_times(far, within)} |" for names, far in across.items()),
+        *(f"| {text(names)} | {far:.1e} | {f'{far / within:.2f}' if within else '-'} |" for names, far in across.items()),
         "",
     ]
-
-
-def _times(far: float, within: float) -> str:
-    return f"{far / within:.2f}" if within else "-"
 
 
 def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:

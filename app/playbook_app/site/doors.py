@@ -18,8 +18,7 @@ from playbook.planner.hardware import machine
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters
-from playbook_app.site.cards import Shelf, anchor, badges
-from playbook_app.site.lists import each
+from playbook_app.site.cards import Shelf, anchor, badges, each
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.text import attribute, link, table, text
 

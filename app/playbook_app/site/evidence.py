@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import Any
 
 from playbook.cards.model import by_claim
-from playbook.records.evidence import Check, Comparison, Condition, Evidence, Measured, Run
+from playbook.records.evidence import Comparison, Evidence, Measured, Run
 from playbook.records.machine import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited, mapping_of
 from playbook.records.read import EVIDENCE, TRACE, Record, traces
 from playbook.records.trace import TraceResult, waterfall
@@ -55,10 +55,13 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
         comparison=_comparison(record, evidence),
         curve_figures=markdown(curves.figures(record)),
         curve_tables=markdown(curves.tables(record)),
-        receipts=_receipts(evidence.derived.receipts),
+        receipts=[
+            [text(c.variant), text(c.rule), number(c.observed), text(c.expected), _yes(c.ok), number(c.runs)]
+            for c in evidence.derived.receipts
+        ],
         spent=markdown(spent),
         traced=_traced(shelf, record),
-        gates=_gates(evidence.derived.gates),
+        gates=[[text(g.name.replace("a_a", "A/A").replace("_", " ")), _yes(g.ok), text(g.detail)] for g in evidence.derived.gates],
         missing=record.get("measured", "missing", default=[]),
         steps=markdown(samples(runs)),
         launches=[_launch(r) for r in sorted(runs, key=lambda r: r.position)],
@@ -196,16 +199,6 @@ def _itself(found: Comparison) -> list[list[str]]:
     return [["Change of the metric itself", percent(1 / (1 + found.effect) - 1)]]
 
 
-def _receipts(checks: Sequence[Check]) -> list[list[str]]:
-    """Rows of the activation receipt: rule, count observed, count expected."""
-    return [[text(c.variant), text(c.rule), number(c.observed), text(c.expected), _yes(c.ok), number(c.runs)] for c in checks]
-
-
-def _gates(conditions: Sequence[Condition]) -> list[list[str]]:
-    """The conditions of the verdict, and whether each held."""
-    return [[text(c.name.replace("a_a", "A/A").replace("_", " ")), _yes(c.ok), text(c.detail)] for c in conditions]
-
-
 def _host(record: Record) -> str:
     """A sentence where the host's own noise is the limit."""
     comparison = record.get("derived", "comparison") or record.get("derived", "curve") or {}
@@ -332,14 +325,11 @@ def list_page(shelf: Shelf) -> str:
         if r.schema == TRACE
     ]
     evidence = [r for r in shelf.records if r.schema == EVIDENCE]
-    claims = [claim for card in shelf.cards.values() for claim in card.claims]
-    statements = {c.id: c.statement for c in claims} | {
-        c.mechanism_check.id: c.mechanism_check.statement for c in claims if c.mechanism_check
-    }
+    statements = {i: claim.statement for i, (_, claim) in by_claim(shelf.cards).items()}
     return render(
         "evidence_list.md",
         verdicts=evidence,
         traces=found_traces,
         effect=lambda r: markdown(effect(r)),
-        says=lambda r: markdown(text(shorten(statements.get(str(r.about), ""), 110, placeholder=" …"))),
+        says=lambda r: markdown(text(shorten(statements.get(r.about, ""), 110, placeholder=" …"))),
     )

@@ -24,7 +24,7 @@ from playbook.planner.models import MODELS
 from playbook.records.read import DECIDED, Record, verdicts
 from playbook.records.standing import bases, standing
 from playbook.skills.model import load_skills
-from playbook_app.site.cards import Shelf, effect
+from playbook_app.site.cards import Shelf, each, effect
 from playbook_app.site.pages import render_plain
 from playbook_app.site.text import NBSP, plain
 
@@ -186,7 +186,7 @@ def llms_measured(shelf: Shelf) -> str:
     """The claims that a verdict confirms or refutes and nothing has made stale since, with that verdict alone."""
     lines = []
     for card in _by_title(shelf):
-        for claim in (c for claim_of_card in card.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c):
+        for claim in each(card):
             records = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
             lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in records]
     head = (

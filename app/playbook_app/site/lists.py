@@ -12,14 +12,9 @@ from playbook.records.case import list_cases, load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import DECIDED, EVIDENCE, UNTESTED, Record, traces, verdicts
 from playbook.records.standing import in_words
-from playbook_app.site.cards import PHASES, Shelf, anchor, badges, current, effect, effects, verdict_forest
+from playbook_app.site.cards import PHASES, Shelf, anchor, badges, current, each, effect, effects, verdict_forest
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.text import attribute, badge, code, link, text
-
-
-def each(card: Card) -> list[Claim | MechanismCheck]:
-    """The claims of a card, each followed by its mechanism check where it has one."""
-    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
 
 
 def standings(shelf: Shelf, claim: Claim | MechanismCheck) -> set[str]:
@@ -225,11 +220,6 @@ def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
 def summary(records: Sequence[Record]) -> dict[str, int]:
     """How many verdicts there are of each status; altered records counted as such."""
     return Counter(r.status for r in records if r.schema == EVIDENCE)
-
-
-def by_phase(shelf: Shelf) -> str:
-    """The cards in the order in which a run meets them. For the home page."""
-    return render("phases.md", phases=phases(shelf))
 
 
 def phases(shelf: Shelf) -> list[tuple[str, list[Card]]]:

@@ -395,16 +395,19 @@ def _labelled(cell: str, label: str) -> str:
 def settings(family: ConfigFamily) -> dict[str, Any]:
     """The settings of a family that the calculator knows, by the calculator's names."""
     degrees = {k: v for k, v in family.layout.items() if k in DEGREES}
-    words: dict[str, Any] = {"model": family.model, "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"})}
-    words |= degrees
-    words |= {_WORDS[k]: v for k, v in family.settings.items() if k in _WORDS and isinstance(v, int)}
     modules = _known(family.settings, "recompute")
     graphs = _known(family.settings, "cuda_graph") or _known(family.settings, "graphs")
     dispatcher = str(family.settings.get("dispatcher", ""))
-    words |= {"recompute": ",".join(modules)} if modules else {}
-    words |= {"graphs": ",".join(graphs)} if graphs else {}
-    words |= {"dispatcher": dispatcher} if dispatcher in LABELS["dispatcher"] else {}
-    return words | ({"uneven": True} if family.settings.get("pipeline") == "uneven" else {})
+    return {
+        "model": family.model,
+        "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"}),
+        **degrees,
+        **{_WORDS[k]: v for k, v in family.settings.items() if k in _WORDS and isinstance(v, int)},
+        **({"recompute": ",".join(modules)} if modules else {}),
+        **({"graphs": ",".join(graphs)} if graphs else {}),
+        **({"dispatcher": dispatcher} if dispatcher in LABELS["dispatcher"] else {}),
+        **({"uneven": True} if family.settings.get("pipeline") == "uneven" else {}),
+    }
 
 
 def _known(values: Mapping[str, Any], key: str) -> list[str]:

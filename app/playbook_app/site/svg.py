@@ -17,7 +17,7 @@ _LABEL = {"burn_in": "burn-in", "aa": "A/A", "measure": ""}
 
 def effect_axis(effect: float, low: float, high: float, margin: float | None, op: str) -> str:
     """The effect with its interval against the claimed margin: shares of the baseline, positive where the candidate is better."""
-    claimed = [] if margin is None else [margin]
+    claimed, bound = [] if margin is None else [margin], {">=": "at least ", "<=": "at most "}.get(op, "")
     if op == "within" and margin is not None:
         claimed.append(1 / (1 + margin) - 1)  # the band is one of logarithms: as much slower as it is faster above
     edges = [0.0, low, high, *claimed]
@@ -34,17 +34,13 @@ def effect_axis(effect: float, low: float, high: float, margin: float | None, op
         f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 98" role="img" aria-label="{attribute(words)}">',
         f'<line class="pb-rule" x1="40" y1="40" x2="{_WIDTH - 40}" y2="40"/>',
         _mark(x(0.0), "pb-zero", "no difference", 72),
-        *(_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 16) for value in claimed if value),
+        *(_mark(x(value), "pb-margin", f"claim: {bound}{percent(value)}", 16) for value in claimed if value),
         f'<line class="pb-interval" x1="{x(low)}" y1="40" x2="{x(high)}" y2="40"/>',
         f'<circle class="pb-effect" cx="{x(effect)}" cy="40" r="5"/>',
         _label(x(effect), f"measured {percent(effect)}", 93),
         "</svg>",
     ]
     return "".join(out)
-
-
-def _claim(op: str, value: float) -> str:
-    return {">=": "at least ", "<=": "at most "}.get(op, "") + percent(value)
 
 
 def _mark(x: str, name: str, label: str, y: int) -> str:

@@ -53,10 +53,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *([line[i] for i in used] for line in lines)])
 
 
-def link(label: str, target: str, *classes: str) -> str:
+def link(label: str, target: str) -> str:
     """A Markdown link; `label` is Markdown already."""
-    marks = "{ " + " ".join("." + c for c in classes) + " }" if classes else ""
-    return f"[{label}]({target}){marks}"
+    return f"[{label}]({target})"
 
 
 def badge(status: str, label: str | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -197,7 +197,11 @@ def plan_for(
         whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
         runs, other = of_plan(answer) if published else None, other_backend(answer, with_published=published)
         claims = of_layout(stock_here(), answer.choices[0].plan, answer.question.cluster) if answer.choices else []
-        _answer(answer, _Beside(runs, other, claims, whole, published), as_json=as_json)
+        if as_json:
+            told = document(answer, runs.beside(answer) if runs else None) | {"other_backend": other, "claims": claims}
+            print_json(told | ({"training": asdict(whole)} if whole else {}))
+        else:
+            _show(answer, runs, other, claims, whole, published=published)
     else:
         _explain(answer)
     if not answer.choices:
@@ -208,28 +212,6 @@ def _refuse(contradictions: Mapping[str, bool]) -> None:
     """Options that contradict each other, by what is said of them."""
     for message in (text for text, wrong in contradictions.items() if wrong):
         raise ConfigError(message)
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """What stands beside the plans: published runs and whether they were asked for, the other backend's best, claims on the first plan's
-    layout that GPUs have measured, and a training.
-    """
-
-    runs: Published | None
-    other: dict[str, Any] | None
-    claims: list[dict[str, Any]]
-    whole: Training | None
-    published: bool
-
-
-def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
-    if as_json:
-        told = document(answer, beside.runs.beside(answer) if beside.runs else None)
-        told |= {"other_backend": beside.other, "claims": beside.claims}
-        print_json(told | ({"training": asdict(beside.whole)} if beside.whole else {}))
-    else:
-        _show(answer, beside)
 
 
 def _exported(best: Choice, target: str, implied: Sequence[str]) -> str:
@@ -251,10 +233,18 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
     case = case_of(answer, path.stem, gpus, against)
-    options = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
-    options |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
-    options |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
-    options |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
+    options = {
+        "--gpus": q.gpus,
+        "--hardware": q.cluster.option,
+        "--seq": q.seq_len,
+        "--gbs": q.gbs,
+        "--backend": q.backend,
+        "--memory": "" if q.memory_share == _MEMORY else f"{q.memory_share:g}",
+        "--goal": "" if q.goal == "tokens/s" else q.goal,
+        "--fix": ",".join(q.fixed),
+        "--allow": ",".join(sorted(q.allow)),
+        "--against": ",".join(against),
+    }
     words = " ".join(f"{k} {v}" for k, v in options.items() if v)
     text = text_of(case, f"playbook plan {q.model} {words} --emit-case {path.name} --case-gpus {gpus}")
     try:
@@ -267,9 +257,19 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(answer: Answer, beside: _Beside) -> None:
-    """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
-    q, best, runs = answer.question, answer.choices[0], beside.runs
+def _show(
+    answer: Answer,
+    runs: Published | None,
+    other: dict[str, Any] | None,
+    claims: list[dict[str, Any]],
+    whole: Training | None,
+    *,
+    published: bool,
+) -> None:
+    """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions; beside it the other
+    backend's best, claims on the first plan's layout that GPUs have measured, and a training.
+    """
+    q, best = answer.question, answer.choices[0]
     say(
         f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}"
         f"{'' if q.gbs else ' (four million tokens; --gbs names yours)'}: {answer.counts.enumerated:,}"
@@ -288,8 +288,8 @@ def _show(answer: Answer, beside: _Beside) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
-    if beside.whole:
-        say(f"train    {takes(beside.whole, q.cluster)}")
+    if whole:
+        say(f"train    {takes(whole, q.cluster)}")
     sent = network_share(best.plan, q.cluster)
     if sent is not None:
         over = "".join(f"; {name} crosses it in every layer" for name in crossing(best.plan, q.cluster))
@@ -303,7 +303,7 @@ def _show(answer: Answer, beside: _Beside) -> None:
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     near = f"; within {AT_THE_LIMIT:.0%} of the limit of {q.capacity / GIB:.1f}, as far as estimates err"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage{near if at_the_limit(best.peak, q.capacity) else ''}")
-    for line in _against(answer, beside):
+    for line in _against(answer, other, claims):
         say(line)
     measure = next_run(answer)
     if measure:
@@ -313,23 +313,23 @@ def _show(answer: Answer, beside: _Beside) -> None:
         )
     if answer.anchored:
         say(f"anchored {answer.anchored}")
-    if beside.published:
+    if published:
         _ran(q, runs, fp8=bool(best.plan.options.fp8))
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
     say(f"check    playbook layout memory --model {q.model} {' '.join(words(best.plan))}")
-    trainers = dict.fromkeys([*run_by(best.plan, q.cluster.name), *((beside.other or {}).get("trainers") or [])])
+    trainers = dict.fromkeys([*run_by(best.plan, q.cluster.name), *((other or {}).get("trainers") or [])])
     if trainers:
         say(f"start    add --export TRAINER to this command for a script of the best layout that TRAINER takes: {', '.join(trainers)}")
 
 
-def _against(answer: Answer, beside: _Beside) -> Iterator[str]:
+def _against(answer: Answer, other: dict[str, Any] | None, claims: list[dict[str, Any]]) -> Iterator[str]:
     """What the first plan is set against: the second, the other backend's best, and what was measured."""
     if len(answer.choices) > 1 and answer.question.goal == "tokens/s":
         yield f"second   {lost(answer.choices[0], answer.choices[1])}"
-    if beside.other:
-        yield f"other    {beside.other['sentence']}"
-    for claim in beside.claims:
+    if other:
+        yield f"other    {other['sentence']}"
+    for claim in claims:
         yield f"claim    {claim['words']}"
 
 
@@ -346,10 +346,15 @@ def _line(place: int, choice: Choice, answer: Answer) -> dict[str, str]:
     plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
     tied = len(answer.tied_indices) > 1 and place in answer.tied_indices
     o = plan.options
-    extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
-    extra += ["Megatron-FSDP, slower than predicted where measured (M1.s)" if o.sharding == "fsdp" else ""]
-    extra += ["optimizer on host" if o.optimizer_offload else "", f"recompute {'+'.join(o.recompute)}" if o.recompute else ""]
-    extra += ["memory at the limit" if at_the_limit(choice.peak, answer.question.capacity) else ""]
+    extra = [
+        o.dispatcher if o.dispatcher not in ("", "alltoall") else "",
+        "overlap" if o.ep_overlap else "",
+        o.fp8,
+        "Megatron-FSDP, slower than predicted where measured (M1.s)" if o.sharding == "fsdp" else "",
+        "optimizer on host" if o.optimizer_offload else "",
+        f"recompute {'+'.join(o.recompute)}" if o.recompute else "",
+        "memory at the limit" if at_the_limit(choice.peak, answer.question.capacity) else "",
+    ]
     degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "vpp": plan.vpp, "ep": plan.ep, "etp": plan.etp, "dp": plan.dp, "mbs": plan.mbs}
     return {
         "": f"{place + 1}{'*' if tied else ''}",
