@@ -33,22 +33,6 @@ from playbook_bench.run.targets import tasks_of_card
 from playbook_bench.variants.resolve import overrides
 
 
-class Standing(BaseModel):
-    """The newest verdict of one machine on one claim."""
-
-    machine: str
-    status: str
-    stands: str
-    """The verdict with what it rests on: machine, and backend or that it is arithmetic."""
-    sentence: str
-    created: str
-    stale: str | None
-    """Why the verdict is stale; null if it is not."""
-    evidence: str
-    repeat: str
-    """The command that repeats the measurement."""
-
-
 class SearchAnswer(BaseModel):
     """The cards that answer a question, best first; where none does, why, and the ids of the nearest, which may be of no use."""
 
@@ -80,7 +64,9 @@ class CardAnswer(BaseModel):
     card: dict[str, Any]
     rests_on: list[str]
     """For each decision rule, in their order: `measured`, `refuted` or `hypothesis`."""
-    verdicts: dict[str, list[Standing]]
+    verdicts: dict[str, list[dict[str, Any]]]
+    """By claim the newest verdict of each machine: `stands` says what it rests on, `stale` why it no longer counts, null if it does, and
+    `repeat` is the command that measures again."""
     more: list[str]
     """The card's other sections."""
 
@@ -90,22 +76,16 @@ class ClaimAnswer(BaseModel):
 
     card_id: str
     claim: dict[str, Any]
-    verdicts: dict[str, list[Standing]]
-    """Verdicts by id: of the claim, and of its mechanism check."""
-
-
-class EvidenceRow(Standing):
-    """One evidence record."""
-
-    expires: str
-    case: str | None
+    verdicts: dict[str, list[dict[str, Any]]]
+    """Verdicts by id, as those of a card: of the claim, and of its mechanism check."""
 
 
 class EvidenceList(BaseModel):
     """The records on one claim, newest first; altered ones are listed as `altered`."""
 
     claim_id: str
-    records: list[EvidenceRow]
+    records: list[dict[str, Any]]
+    """Each as a verdict of a card, with the day on which it `expires` and its `case`."""
     left_out: int = 0
 
 
@@ -141,18 +121,6 @@ class MemoryAnswer(BaseModel):
     counts."""
 
 
-class PlannedLayout(BaseModel):
-    """One plan. Units: GiB, tokens per second and GPU with their 80 % interval."""
-
-    memory_gib: float
-    tokens_per_s_per_gpu: dict[str, float]
-    mfu: float
-    network_share: float | None
-    """What of its step the network between nodes costs."""
-    settings: list[str]
-    """What `playbook layout memory` takes."""
-
-
 class PlanAnswer(BaseModel):
     """The fastest plans that fit, best first, and the GPUs that they take: the fewest, where those were asked for."""
 
@@ -161,7 +129,9 @@ class PlanAnswer(BaseModel):
     global_batch_size: int
     limit_gib: float
     """What a plan may allocate of a GPU's memory."""
-    plans: list[PlannedLayout]
+    plans: list[dict[str, Any]]
+    """Units: GiB, tokens per second and GPU with their 80 % interval. `network_share` is what of the step the network between nodes costs,
+    `settings` what `playbook layout memory` takes."""
     published: dict[str, Any] | None
     """The nearest published runs of the model on the GPU: what was measured, the prediction for each without its own figure, and which of
     them is `ahead` of the first plan.
@@ -426,42 +396,18 @@ SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 """The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""
 
 
-class PlannedProfile(BaseModel):
-    """What one case would run on one kind of machine."""
-
-    profile: str
-    ranks: int
-    launches_least: int
-    """Launches up to the first look at the results, the earliest end."""
-    launches_most: int
-    """Launches up to the last look, the latest end. A series whose step time drifts starts over once; that is not counted."""
-    seconds_per_launch: float | None
-    """Median of the recorded launches on this profile; null where there are none."""
-    seconds_least: float | None
-    seconds_most: float | None
-    limit_s: float
-    """The case's time budget, after which the series ends."""
-    noise: str
-    """Where the noise of launches is known from, if the metric has any."""
-
-
-class PlannedCase(BaseModel):
-    """One case of a plan, with the claims that it settles."""
-
-    case: str
-    kind: str
-    claims: list[str]
-    requires: list[str]
-    profiles: list[PlannedProfile] = Field(default_factory=list)
-    """Empty for cases that launch no training run."""
-
-
 class ConfirmationPlan(BaseModel):
     """What confirming a card would run, worked out without running anything."""
 
     card_id: str
     command: str
-    cases: list[PlannedCase]
+    cases: list[dict[str, Any]]
+    """Each with the claims that it settles, and by profile what it would run; none for a case that launches no training run.
+
+    Launches up to the first look at the results, the earliest end, and up to the last, the latest; a series whose step time drifts starts
+    over once, which is not counted. Seconds of a launch are the median of those recorded on the profile, null where there are none;
+    `limit_s` is the case's time budget, after which the series ends; `noise` says where the noise of launches is known from.
+    """
     without_case: list[str] = Field(default_factory=list)
     """Ids of claims that have no case."""
 
@@ -479,17 +425,23 @@ def plan(card: Card, records: Sequence[Record]) -> ConfirmationPlan:
     return ConfirmationPlan(card_id=card.id, command=f"playbook confirm {card.id} --json", cases=cases, without_case=without)
 
 
-def _case(case: Case, claims: Sequence[tuple[str, str]], records: Sequence[Record]) -> PlannedCase:
+def _case(case: Case, claims: Sequence[tuple[str, str]], records: Sequence[Record]) -> dict[str, Any]:
     launched = case.kind in LAUNCHED_KINDS
 
     def exact(profile: str) -> bool:
         return all(metrics.on(metric, gpus=profile != CPU).deterministic for _, metric in claims)
 
     profiles = [_profile(case, name, exact(name), records) for name in case.profiles] if launched else []
-    return PlannedCase(case=case.id, kind=case.kind, claims=[i for i, _ in claims], requires=case.requires, profiles=profiles)
+    return {
+        "case": case.id,
+        "kind": case.kind,
+        "claims": [i for i, _ in claims],
+        "requires": case.requires,
+        "profiles": profiles,
+    }
 
 
-def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -> PlannedProfile:
+def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -> dict[str, Any]:
     """Number of launches by the schedule, and their cost by the recorded launches of this case and profile."""
     looks, k = case.budget.looks, len(case.variants)
     # An exact metric is compared in one pair or block, without burn-in.
@@ -499,14 +451,14 @@ def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -
     each = median(walls) if walls else None
     limit = 60 * case.budget.minutes
     noise = "exact metric, no noise" if exact else "that of the launches that are compared"
-    return PlannedProfile(
-        profile=profile,
-        ranks=max(overrides(case, v, profile)[1] for v in case.variants),
-        launches_least=least,
-        launches_most=most,
-        seconds_per_launch=each,
-        seconds_least=None if each is None else min(limit, least * each),
-        seconds_most=None if each is None else min(limit, most * each),
-        limit_s=limit,
-        noise=noise,
-    )
+    return {
+        "profile": profile,
+        "ranks": max(overrides(case, v, profile)[1] for v in case.variants),
+        "launches_least": least,
+        "launches_most": most,
+        "seconds_per_launch": each,
+        "seconds_least": None if each is None else min(limit, least * each),
+        "seconds_most": None if each is None else min(limit, most * each),
+        "limit_s": limit,
+        "noise": noise,
+    }

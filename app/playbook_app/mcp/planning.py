@@ -36,7 +36,6 @@ from playbook_app.mcp.answers import (
     LayoutAnswer,
     MemoryAnswer,
     PlanAnswer,
-    PlannedLayout,
 )
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
@@ -178,7 +177,7 @@ def plan_answer(
         **{k: document["question"][k] for k in ("gpus", "seq_len")},
         global_batch_size=document["question"]["gbs"],
         limit_gib=document["question"]["memory_gib"],
-        plans=[PlannedLayout(**{k: p[k] for k in shown}) for p in document["plans"]],
+        plans=[{k: p[k] for k in shown} for p in document["plans"]],
         published=document["published"],
         other_backend=other,
         ties=document["ties"],
@@ -192,7 +191,7 @@ def claims_on(answer: PlanAnswer, model: str, hardware: str, network: str, stock
     """What GPUs have measured of the first plan's layout; asked anew for each answer, since records may come."""
     if not answer.plans:
         return []
-    return of_layout(stock, plan_of(model, answer.gpus, answer.plans[0].settings), of_text(counted(hardware, answer.gpus)[0], network))
+    return of_layout(stock, plan_of(model, answer.gpus, answer.plans[0]["settings"]), of_text(counted(hardware, answer.gpus)[0], network))
 
 
 def diagnosis_answer(

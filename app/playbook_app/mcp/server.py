@@ -36,14 +36,12 @@ from playbook_app.mcp.answers import (
     ClaimAnswer,
     DiagnosisAnswer,
     EvidenceList,
-    EvidenceRow,
     ExportAnswer,
     LayoutAnswer,
     Library,
     MemoryAnswer,
     PlanAnswer,
     SearchAnswer,
-    Standing,
     shallow,
     shortened,
 )
@@ -438,18 +436,18 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
     _, claim = claims[claim_id]
     records = earlier(library.records(), claim_id)
     rows = [
-        EvidenceRow(
-            machine=r.machine,
-            status=r.status,
-            stands=in_words(r, old),
-            sentence=("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
-            created=r.created,
-            stale=old,
-            evidence=r.id,
-            repeat=str(r.get("command", default=""))[:_MAX_TEXT],
-            expires=str(r.get("expires", default="")),
-            case=r.get("measured", "case", "id"),
-        )
+        {
+            "machine": r.machine,
+            "status": r.status,
+            "stands": in_words(r, old),
+            "sentence": ("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
+            "created": r.created,
+            "stale": old,
+            "evidence": r.id,
+            "repeat": str(r.get("command", default=""))[:_MAX_TEXT],
+            "expires": str(r.get("expires", default="")),
+            "case": r.get("measured", "case", "id"),
+        }
         for r in records[:limit]
         for old in [r.stale(library.today, claim)]
     ]
@@ -474,5 +472,5 @@ def _stands(card: Card, claim_id: str, stock: Stock, gpus: Sequence[str] = ()) -
     return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today, gpus)
 
 
-def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:
-    return {i: [Standing(**s) for s in standing(card, i, stock)[:MAX_ROWS]] for i in ids}
+def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[dict[str, Any]]]:
+    return {i: standing(card, i, stock)[:MAX_ROWS] for i in ids}

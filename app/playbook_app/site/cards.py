@@ -80,14 +80,12 @@ def margin(expect: Expect) -> float | None:
     return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
 
 
-def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: str | None = None) -> str:
-    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval; `up` leads to the
-    site's root.
-    """
-    return curves.forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, up, machine)])
+def verdict_forest(shelf: Shelf, cards: Iterable[Card], machine: str | None = None) -> str:
+    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval."""
+    return curves.forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, machine)])
 
 
-def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[curves.Bar]:
+def _bars(shelf: Shelf, card: Card, claim: Claim, machine: str | None) -> Iterator[curves.Bar]:
     """The bars of a claim's current verdicts that have an interval on the logarithmic scale."""
     for r in current(shelf, claim):
         if machine not in (None, r.get("measured", "machine", "name")):
@@ -104,7 +102,7 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
             name=compared(claim) or (claim.case or card.id).replace("-", " "),
             about=card.title,
             statement=claim.statement,
-            address=f"{up}cards/{card.id}.html#{anchor(claim.id)}",
+            address=f"../cards/{card.id}.html#{anchor(claim.id)}",
             effect=value,
             low=low,
             high=high,
@@ -182,17 +180,17 @@ def _interval(comparison: Mapping[str, Any]) -> str:
     return f"{shown[0]}{unit}" + f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") + between
 
 
-def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
+def badges(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
     """One badge per machine, each a link to its evidence."""
     records = verdicts(shelf.records, claim.id)
     if not records:
         return badge(UNTESTED)
-    return " ".join(_badge(shelf, r, claim, up) for r in records)
+    return " ".join(_badge(shelf, r, claim) for r in records)
 
 
-def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
+def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
     old = record.stale(shelf.today, claim)
-    return link(badge("stale" if old else record.status, in_words(record, old)), f"{up}evidence/{record.id}.md")
+    return link(badge("stale" if old else record.status, in_words(record, old)), f"../evidence/{record.id}.md")
 
 
 def heading(claim: Claim) -> str:
@@ -212,7 +210,7 @@ def card_page(shelf: Shelf, card: Card) -> str:
         decisions=_decisions(shelf, card.decide),
         flag_titles=list(TARGETS.values()),
         flags=_flags(shelf, card.decide),
-        forest=markdown(verdict_forest(shelf, [card], "../")),
+        forest=markdown(verdict_forest(shelf, [card])),
         about=lambda claim: _about(shelf, claim),
         verdicts=lambda claim: markdown(_verdicts(shelf, card, claim)),
         traces=lambda claim: [markdown(_trace(r)) for r in traces(shelf.records, claim.case)],

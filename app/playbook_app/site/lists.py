@@ -90,7 +90,7 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
             waiting += [[name, text(claim.statement), *_open(shelf, r, claim)] for r in records]
         elif why := _unrun(card, claim, machine):
             waiting.append([name, text(claim.statement), why, "", ""])
-    drawn = verdict_forest(shelf, cards, "../", machine)
+    drawn = verdict_forest(shelf, cards, machine)
     return render("one_gpu.md", forest=markdown(drawn), settled=settled, waiting=waiting)
 
 
@@ -251,7 +251,7 @@ def coverage(shelf: Shelf) -> str:
 
 def example_of_verdicts(shelf: Shelf) -> str:
     """The card with most current verdicts from GPUs, as a forest, for the page that explains how to read one."""
-    drawn = [verdict_forest(shelf, [card], "../") for card in shelf.cards.values()]
+    drawn = [verdict_forest(shelf, [card]) for card in shelf.cards.values()]
     return max(drawn, key=lambda f: f.count("<tr>"), default="")
 
 
