@@ -133,10 +133,11 @@ def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     ranks = per_node * len(step.allocation.hosts)
     output = Path(config.output).resolve()
     folder = local.new_folder(output / "launches", step.allocation.job)
-    threads = max(1, detect.cores() // per_node)
     forever = float("inf")
     say(f"{ranks} ranks on {', '.join(step.allocation.hosts)}; logs in {folder}")
-    result = step.run(local.Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
+    result = step.run(
+        local.Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=max(1, detect.cores() // per_node), output=output)
+    )
     if result.outcome == "ok":
         return 0
     complain(f"{result.outcome}: {result.message}")

@@ -174,17 +174,17 @@ def print_trace(trace: Mapping[str, Any]) -> None:
 
 
 def print_walls(walls: Mapping[str, Any]) -> None:
-    """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on."""
+    """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on, and the table
+    of the trace's `ranges` where it has any.
+    """
     say(walls["sentence"])
-    idle = {
-        name: walls[key]
-        for name, key in (
-            ("idle", "idle"),
-            ("  for the host", "host_idle"),
-            ("  for data", "data_wait"),
-            ("  of unknown cause", "unknown_idle"),
-            ("exposed communication", "exposed"),
-        )
+    shares = {
+        "idle": walls["idle"],
+        "  for the host": walls["host_idle"],
+        "  for data": walls["data_wait"],
+        "  of unknown cause": walls["unknown_idle"],
+        "exposed communication": walls["exposed"],
+        **{f"  {name}": share for name, share in (walls["groups"] or walls["collectives"]).items()},
     }
     rows = [
         {"time of a step": c["name"], "ms": f"{c['ms']:.2f}", "share": f"{c['share']:.1%}", "count": f"{c['count']:g}"}
@@ -192,17 +192,16 @@ def print_walls(walls: Mapping[str, Any]) -> None:
     ]
     rows += [
         {"time of a step": name, "ms": f"{share * walls['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
-        for name, share in idle.items()
+        for name, share in shares.items()
         if share is not None
-    ]
-    rows += [
-        {"time of a step": f"  {name}", "ms": f"{share * walls['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
-        for name, share in (walls["groups"] or walls["collectives"]).items()
     ]
     print_table(rows, ("time of a step", "ms", "share", "count"))
     say(f"{walls['span_ms']:.1f} ms a step over {count(walls['num_steps'], 'step')}, by {walls['collector']}")
     for note in walls["notes"]:
         say(f"note: {note}")
+    if ranges := walls.get("ranges"):
+        say("\nby range")
+        print_trace(ranges)
 
 
 _GROUPS_SHOWN = 12

@@ -17,7 +17,6 @@ from playbook.planner.choice.training import Training, by_gpus, training
 from playbook.planner.time.cluster import Cluster
 from playbook_app.cli.output import complain, print_json, print_table, say
 
-_SCHEMA = "plan-scale/1"
 _BAR = 24
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 _SAID = ("gpus=", "gbs=", "seq_len=", "layers=")
@@ -89,7 +88,7 @@ def _row(gpus: int, answer: Answer, best: Sequence[tuple[int, Choice]], whole: T
 def _document(question: Question, rows: Sequence[tuple[int, Answer]], trained: dict[int, Training]) -> dict[str, Any]:
     """Units: tokens per second and GPU, days, GPU hours, MWh; `plan` is None where nothing fits."""
     return {
-        "schema": _SCHEMA,
+        "schema": "plan-scale/1",
         "model": question.model,
         "hardware": question.cluster.name,
         "seq_len": question.seq_len,

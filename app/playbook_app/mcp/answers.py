@@ -266,9 +266,11 @@ def _stands(verdict: Mapping[str, Any]) -> str:
 
 
 def _search(answer: Mapping[str, Any]) -> str:
-    lines = [f"a speed is judged by: {answer['diagnosis']}"] if answer["diagnosis"] else []
-    lines += [answer["none"]] if answer["none"] else []
-    lines += [f"nearest, perhaps of no use: {', '.join(answer['nearest'])}"] if answer["nearest"] else []
+    lines = [
+        *([f"a speed is judged by: {answer['diagnosis']}"] if answer["diagnosis"] else []),
+        *([answer["none"]] if answer["none"] else []),
+        *([f"nearest, perhaps of no use: {', '.join(answer['nearest'])}"] if answer["nearest"] else []),
+    ]
     for hit in answer["hits"]:
         stands = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])
         lines.append(f"{hit['id']}: {hit['title']}{'' if hit['applies'] else ' [does not apply]'}. {stands}")
@@ -327,10 +329,14 @@ def _plans(answer: Mapping[str, Any]) -> str:
     lines = [f"{_speed(p)}, {p['memory_gib']:.0f} GiB{so}: {' '.join(p['settings'])}" for p, so in zip(answer["plans"], near, strict=True)]
     asked = f"{answer['seq_len']:,} tokens, global batch {answer['global_batch_size']:,}, at most {limit:.1f} GiB of a GPU"
     tied = ", ".join(map(str, answer["ties"]))
-    lines += [f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []
     other = answer["other_backend"]
-    claims = [f"claim {c['words']}" for c in answer["claims"]]
-    return "\n".join([asked, *lines, *_ran(answer["published"]), *([other["sentence"]] if other else []), *claims])
+    beside = [
+        *([f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []),
+        *_ran(answer["published"]),
+        *([other["sentence"]] if other else []),
+        *(f"claim {c['words']}" for c in answer["claims"]),
+    ]
+    return "\n".join([asked, *lines, *beside])
 
 
 def _ran(published: Mapping[str, Any] | None) -> list[str]:
@@ -366,12 +372,12 @@ def _diagnosis(answer: Mapping[str, Any]) -> str:
 
 def _tuning(answer: Mapping[str, Any]) -> str:
     launch = answer["launch"]
-    lines = [f"{answer['launches']} launches; next ({answer['why']}): {launch or 'as today'}" if launch is not None else answer["why"]]
-    lines += [
+    first = f"{answer['launches']} launches; next ({answer['why']}): {launch or 'as today'}" if launch is not None else answer["why"]
+    kept = [
         f"kept {r['knob']}={r['value']}" + (f" {r['effect']:+.1f} % [{r['low']:.1f}, {r['high']:.1f}]" if r["effect"] is not None else "")
         for r in answer["kept"]
     ]
-    return "\n".join([*lines, *(f"refused {r['knob']}={r['value']}: {r['reason']}" for r in answer["refused"])])
+    return "\n".join([first, *kept, *(f"refused {r['knob']}={r['value']}: {r['reason']}" for r in answer["refused"])])
 
 
 def _speed(predicted: Mapping[str, Any]) -> str:

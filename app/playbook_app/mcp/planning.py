@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -43,15 +43,12 @@ from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observ
 from playbook_bench.tune.record import percent
 from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
-_MOST_TEXT = 100_000
-_MOST_HARDWARE = 200_000
 _UNSAID = ("grown", "update")
 """Figures of a stage that its peak counts already, and the answer leaves out."""
 _ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
 """Arguments of `plan_layout` whose option of `playbook plan` has another name."""
-Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
-Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hugging Face name, or a config.json's text.")]
-Gpu = Annotated[str, Field(max_length=_MOST_HARDWARE, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
+Model = Annotated[str, Field(max_length=100_000, description="A preset, a Hugging Face name, or a config.json's text.")]
+Gpu = Annotated[str, Field(max_length=200_000, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
 Network = Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")]
 Settings = Annotated[
     list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description='One an item: ["tp=2", "recompute=full"].')
@@ -239,19 +236,6 @@ def diagnosis_answer(
 _KNOB = re.compile(r"([\w.$-]{1,64})=([^|]{1,64}(?:\|[^|]{1,64}){1,15})")
 _RUN = re.compile(r"(?P<value>[0-9.eE+-]{1,24})(?: loss=(?P<loss>[0-9.eE+-]{1,24}))?(?: tokens=(?P<tokens>[0-9.eE+-]{1,24}))?")
 _ENDINGS = ("oom", "crash", "nan", "hang", "killed", "refused")
-
-Knobs = Annotated[
-    list[Annotated[str, Field(max_length=1200)]],
-    Field(min_length=1, max_length=32, description="name=today|other|..., in the order to try, such as fuse=off|on."),
-]
-Seen = Annotated[
-    list[Annotated[str, Field(max_length=100)]],
-    Field(
-        max_length=600,
-        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang,"
-        " or 'time up' to try no more.",
-    ),
-]
 
 
 class TuneAnswer(BaseModel):

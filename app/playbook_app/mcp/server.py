@@ -56,7 +56,7 @@ _MAX_TEXT = 600
 _MAX_LINE = 160
 _MAX_ERROR = 2000
 
-_READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
+_READ_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
@@ -84,9 +84,7 @@ def _figure(description: str) -> Any:
 
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
-Answer = CallToolResult | InputRequiredResult
 
 
 class StrictServer(MCPServer[Any]):
@@ -105,7 +103,9 @@ class StrictServer(MCPServer[Any]):
             for t in tools
         ]
 
-    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
+    ) -> CallToolResult | InputRequiredResult:
         """The tool's answer.
 
         Raises:
@@ -154,13 +154,16 @@ def _search(out: MCPServer[Any], library: Library) -> None:
     def index() -> engine.SearchIndex:
         return engine.index(library.cards, engine.load_sections())
 
-    @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Search the cards", annotations=_READ_ONLY)
     def search(
         query: Annotated[str, Field(min_length=1, max_length=engine.MAX_QUERY, description="A symptom, an error text or a goal.")],
         hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200x4, gb200 or cpu.")] = None,
         model: Annotated[str | None, Field(max_length=64, description="A preset, such as qwen3_30b_a3b or deepseek_v3.")] = None,
         gpus: Annotated[int | None, _number("How many GPUs.", least=0)] = None,
-        status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
+        status: Annotated[
+            Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"] | None,
+            Field(description="Only claims that stand so on some machine."),
+        ] = None,
         limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
     ) -> SearchAnswer:
         """Cards that answer a question, best first: why, where their claims stand, whether they fit the machine; else what is nearest."""
@@ -188,12 +191,12 @@ def _search(out: MCPServer[Any], library: Library) -> None:
 def _cards(out: MCPServer[Any], library: Library) -> None:
     """Register the tools that read cards and claims."""
 
-    @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="List the cards", annotations=_READ_ONLY)
     def list_cards() -> CardList:
         """Every card: id, title, summary, and the status of its claims by machine."""
         return _card_list(library)
 
-    @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Get a card", annotations=_READ_ONLY)
     def get_card(
         card_id: _CardId,
         section: Annotated[_Section, Field(description="answer: what to set, because of which claims, and their verdicts.")] = "answer",
@@ -205,19 +208,19 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
         more = [s for s in get_args(_Section) if s != section]
         return bounded(CardAnswer(card=_part(card, section), rests_on=rules, verdicts=statuses, more=more), "ask for one of its sections")
 
-    @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Get a claim", annotations=_READ_ONLY)
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
         """One claim with statement, mechanism, scope, sources, verdicts; the id of a mechanism check, such as `W9.m`, gives its claim."""
         return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
 
 def _evidence(out: MCPServer[Any], library: Library) -> None:
-    @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="List evidence", annotations=_READ_ONLY)
     def list_evidence(claim_id: ClaimId, limit: Annotated[int, _number("Records at most.", most=MAX_ROWS)] = 20) -> EvidenceList:
         """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
         return evidence_list(library, claim_id, limit)
 
-    @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Plan a confirmation", annotations=_READ_ONLY)
     def plan_confirmation(card_id: _CardId) -> answers.ConfirmationPlan:
         """What confirming a card would run: cases, profiles, launches, and a rough cost from recorded ones. Nothing is run."""
         return bounded(answers.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
@@ -226,12 +229,12 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
 def _layout(out: MCPServer[Any], library: Library) -> None:
     """Register what answers on layouts: check, search, memory and export."""
 
-    @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Check a layout", annotations=_READ_ONLY)
     def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
         return planning.layout_answer(planning.plan_of(model, gpus, settings))
 
-    @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Plan a layout", annotations=_READ_ONLY)
     def plan_layout(
         model: planning.Model,
         gpus: _Gpus,
@@ -248,7 +251,9 @@ def _layout(out: MCPServer[Any], library: Library) -> None:
                 " and which plan is first; set it before export_layout.",
             ),
         ] = "",
-        allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
+        allow: Annotated[
+            list[Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]], Field(max_length=5, description="Beyond BF16.")
+        ] = [],  # noqa: B006
         fix: Annotated[
             list[Annotated[str, Field(max_length=200)]],
             Field(max_length=20, description="To keep, such as tp=1."),
@@ -265,14 +270,14 @@ def _layout(out: MCPServer[Any], library: Library) -> None:
         claims = planning.claims_on(answer, model, hardware, network, library.stock())
         return bounded(answer.model_copy(update={"claims": claims}), "ask for fewer plans")
 
-    @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Estimate memory", annotations=_READ_ONLY)
     def estimate_memory(
         model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
     ) -> MemoryAnswer:
         """Peak allocated bytes per GPU, stage by stage, of a legal layout, without what the allocator reserves beyond that."""
         return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
 
-    @out.tool(title="Export a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Export a layout", annotations=_READ_ONLY)
     def export_layout(
         model: planning.Model,
         gpus: _Gpus,
@@ -291,7 +296,7 @@ def _layout(out: MCPServer[Any], library: Library) -> None:
 def _runs(out: MCPServer[Any], library: Library) -> None:
     """Register what answers on runs: diagnosis, and a tuning."""
 
-    @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Diagnose a run", annotations=_READ_ONLY)
     def diagnose(
         model: planning.Model,
         gpus: _Gpus,
@@ -315,10 +320,20 @@ def _runs(out: MCPServer[Any], library: Library) -> None:
         )  # fmt: skip
         return bounded(answer, "name the layout")
 
-    @out.tool(title="Tune: what to launch next", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Tune: what to launch next", annotations=_READ_ONLY)
     def tune_next(
-        knobs: planning.Knobs,
-        seen: planning.Seen = [],  # noqa: B006
+        knobs: Annotated[
+            list[Annotated[str, Field(max_length=1200)]],
+            Field(min_length=1, max_length=32, description="name=today|other|..., in the order to try, such as fuse=off|on."),
+        ],
+        seen: Annotated[
+            list[Annotated[str, Field(max_length=100)]],
+            Field(
+                max_length=600,
+                description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan,"
+                " hang, or 'time up' to try no more.",
+            ),
+        ] = [],  # noqa: B006
         seed: Annotated[int, _number("The same in every call.", 0)] = 0,
         false_keep_percent: Annotated[
             float, Field(ge=0.1, le=50, description="Percent: the chance that what is kept holds a change that does not help.")
@@ -380,11 +395,13 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
 def _card_list(library: Library) -> CardList:
     """One row for each card, cut at the length of an answer."""
     stock, cards = library.stock(), list(guidance(library.cards).values())
-    rows = []
-    for card in cards[:MAX_ROWS]:
-        stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
-        texts = {k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
-        rows.append({**texts, "claims": stands})
+    rows: list[dict[str, Any]] = [
+        {
+            **{k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")},
+            "claims": {i: _stands(card, i, stock) for i in claim_ids(card)},
+        }
+        for card in cards[:MAX_ROWS]
+    ]
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
     return CardList(cards=rows, left_out=len(cards) - len(rows))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +107,9 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     """
     shelf = read_cards(folders("cards"))
     cards = read_cards(paths) if paths else shelf
-    cases: dict[str, LoadedCase] = {}
-    findings: list[Finding] = []
-    for folder in folders("cases"):
-        more_cases, wrong = read_cases(folder)
-        cases, findings = {**cases, **more_cases}, [*findings, *wrong]
+    read = [read_cases(folder) for folder in folders("cases")]
+    cases = {name: loaded for of_folder, _ in read for name, loaded in of_folder.items()}
+    findings = [finding for _, wrong in read for finding in wrong]
     cases_of_cards, more = _cases_beside(cards)
     findings += more
     broken = {Path(f.file).stem for f in findings}
@@ -137,16 +134,14 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     return cards, cases, problems + findings
 
 
-@cache
-def _reader() -> RecordReader:
-    """Keeps the records that it has read, since a process may check many cards."""
-    return RecordReader()
+_READER = RecordReader()
+"""Keeps the records that it has read, since a process may check many cards."""
 
 
 def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return _reader().read([folder]), []
+        return _READER.read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 
@@ -437,8 +432,16 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
     """By key, the value that the family states (None if it states none) and the value of the configuration."""
     par, settings = config.parallel, family.settings
     etp = par.etp or par.tp
-    degrees = {"tp": par.tp, "cp": par.cp, "pp": par.pp, "vpp": par.vpp, "ep": par.ep, "etp": etp}
-    degrees |= {"dp": gpus // (par.tp * par.cp * par.pp), "edp": gpus // (etp * par.ep * par.pp)}
+    degrees = {
+        "tp": par.tp,
+        "cp": par.cp,
+        "pp": par.pp,
+        "vpp": par.vpp,
+        "ep": par.ep,
+        "etp": etp,
+        "dp": gpus // (par.tp * par.cp * par.pp),
+        "edp": gpus // (etp * par.ep * par.pp),
+    }
     numbers = {
         "seq_len": config.data.seq_len,
         "micro_batch_size": config.train.micro_batch_size,

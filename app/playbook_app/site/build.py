@@ -103,6 +103,7 @@ def generate(
     home = {claim: card for claim, (card, _) in by_claim(all_cards).items()}
     whole = Shelf(all_cards, records, today or datetime.now(UTC).date(), home, now.flags)
     shelf = replace(whole, cards=guidance(all_cards))
+    plans, guides = out / "plans.jsonl", [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(whole),
@@ -116,34 +117,37 @@ def generate(
         **{f"cards/{card.id}.md": card_page(whole, card) for card in all_cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
+        **({"_generated/plans.md": tables_page(plans)} if plans.is_file() else {}),
+        **door_pages(out / "decisions.jsonl", shelf),
+        "llms.txt": llms(shelf, guides, base),
+        "llms-measured.txt": llms_measured(shelf),
+        "llms-full.txt": llms_full(shelf, guides),
+        **{f"evidence/{record.id}.md": _record_page(whole, record) for record in shelf.records},
     }
-    plans = out / "plans.jsonl"
-    if plans.is_file():
-        pages["_generated/plans.md"] = tables_page(plans)
-    pages |= door_pages(out / "decisions.jsonl", shelf)
-    guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
-    pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
-    for record in shelf.records:
-        pages[f"evidence/{record.id}.md"] = _record_page(whole, record)
     written = [_write(out / name, content.encode()) for name, content in pages.items()]
     written += [_write(out / "evidence" / f"{record.id}.json", record.path.read_bytes()) for record in shelf.records]
     _remove_others(out, set(written))
     titles = {c.id: c.title for c in sorted(all_cards.values(), key=lambda c: c.title)}
-    by = {phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)}
-    inserts = {
-        "coverage": coverage(whole),
-        "cards by phase": render("phases.md", phases=phases(shelf)),
-        "example of verdicts": example_of_verdicts(shelf),
-        "diagnosis form": form(plans),
-        "facts": facts(whole),
-        "record and trace": record_and_trace(whole),
-        **worked(),
-    }
-    plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
-    asks = questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS}
-    trainer = [i for i in titles if i not in shelf.cards]
-    statuses, box = summary(shelf.records), question_box(shelf.cards)
-    return GeneratedSite(titles, by, trainer, statuses, inserts, plain, box, data(plans), asks, written)
+    return GeneratedSite(
+        cards=titles,
+        phases={phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)},
+        trainer=[i for i in titles if i not in shelf.cards],
+        statuses=summary(shelf.records),
+        inserts={
+            "coverage": coverage(whole),
+            "cards by phase": render("phases.md", phases=phases(shelf)),
+            "example of verdicts": example_of_verdicts(shelf),
+            "diagnosis form": form(plans),
+            "facts": facts(whole),
+            "record and trace": record_and_trace(whole),
+            **worked(),
+        },
+        plain={f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()},
+        question_box=question_box(shelf.cards),
+        compared=data(plans),
+        questions=questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS},
+        files=written,
+    )
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

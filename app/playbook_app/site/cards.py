@@ -185,12 +185,11 @@ def badges(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
     records = verdicts(shelf.records, claim.id)
     if not records:
         return badge(UNTESTED)
-    return " ".join(_badge(shelf, r, claim) for r in records)
-
-
-def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
-    old = record.stale(shelf.today, claim)
-    return link(badge("stale" if old else record.status, in_words(record, old)), f"../evidence/{record.id}.md")
+    return " ".join(
+        link(badge("stale" if old else r.status, in_words(r, old)), f"../evidence/{r.id}.md")
+        for r in records
+        for old in [r.stale(shelf.today, claim)]
+    )
 
 
 def heading(claim: Claim) -> str:

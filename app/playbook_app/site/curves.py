@@ -197,16 +197,20 @@ def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
     out = [f'<svg class="pb-losses" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{attribute(words)}">']
     for value in (-high, 0.0, high):
         y = point(0, value).split(",")[1]
-        out.append(f'<line class="pb-rule" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>')
-        out.append(f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{f"{value:+.3f}" if value else "0"}</text>')
+        out += [
+            f'<line class="pb-rule" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>',
+            f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{f"{value:+.3f}" if value else "0"}</text>',
+        ]
     for row in rows:
         colour = _COLOURS[ways.index(row["run"]) % 8]
         points = " ".join(point(step, value - means[step]) for step, value in enumerate(row["loss"]))
         out.append(f'<polyline fill="none" stroke="var(--pb-part-{colour})" stroke-opacity=".7" points="{points}"/>')
     for position, way in enumerate(ways):
         x = _LEFT + position * (_WIDTH - _LEFT) / len(ways)
-        out.append(f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{_COLOURS[position % 8]})"/>')
-        out.append(f'<text x="{x + 17:.1f}" y="{_HEIGHT - 16}">{attribute(way)}</text>')
+        out += [
+            f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{_COLOURS[position % 8]})"/>',
+            f'<text x="{x + 17:.1f}" y="{_HEIGHT - 16}">{attribute(way)}</text>',
+        ]
     caption = f"Loss of each run less the mean of all runs, step 1 to {steps}; the mean goes from {means[0]:.2f} to {means[-1]:.2f}"
     return f'<figure class="pb-figure">{"".join([*out, "</svg>"])}<figcaption>{caption}</figcaption></figure>'
 

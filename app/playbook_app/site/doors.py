@@ -268,15 +268,13 @@ def _form(door: Door, first: DoorAnswer) -> str:
 def _evidence(door: Door, shelf: Shelf) -> str:
     """The claims of the door's cards, those with verdicts first."""
     lines = []
-    for name in door.cards:
-        card = shelf.cards.get(name)
-        if card:
-            claims = sorted(each(card), key=lambda c: "untested" in badges(shelf, c))[:_SHOWN]
-            rows = [[link(text(c.id), f"../cards/{name}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in claims]
-            lines.append(
-                f"**{link(text(card.title), f'../cards/{name}.md')}**\n\n"
-                + '<div class="pb-matrix" markdown="1">\n\n'
-                + table(["Claim", "Statement", "Verdict"], rows)
-                + "\n\n</div>"
-            )
+    for card in (shelf.cards[name] for name in door.cards if name in shelf.cards):
+        claims = sorted(each(card), key=lambda c: "untested" in badges(shelf, c))[:_SHOWN]
+        rows = [[link(text(c.id), f"../cards/{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in claims]
+        lines.append(
+            f"**{link(text(card.title), f'../cards/{card.id}.md')}**\n\n"
+            + '<div class="pb-matrix" markdown="1">\n\n'
+            + table(["Claim", "Statement", "Verdict"], rows)
+            + "\n\n</div>"
+        )
     return "\n\n".join(lines)

@@ -93,8 +93,7 @@ def _waterfall(trace: TraceResult) -> list[list[str]]:
 def _traced(shelf: Shelf, record: Record) -> tuple[str, list[list[str]]]:
     """A link to the trace of this record's configurations, and the waterfall of it; empty where there is none."""
     shas = {r.config_sha for r in record.runs}
-    case = record.get("measured", "case", "id")
-    for each in traces(shelf.records, case):
+    for each in traces(shelf.records, record.get("measured", "case", "id")):
         trace = each.content
         if isinstance(trace, TraceResult) and {v.config_sha for v in trace.variants.values()} <= shas:
             return markdown(link("the trace", f"{each.id}.md")), _waterfall(trace)

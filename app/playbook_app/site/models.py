@@ -120,7 +120,6 @@ _FREE = {"sp": "where TP is above 1", "uneven": "where layers do not divide"}
 
 def tables() -> dict[str, Any]:
     """Models, choices, defaults and constants, as plain data for the scripts."""
-    shown = {f.name: f.default for f in fields(Plan) if f.name not in ("shape", "model", "options")}
     defaults = Options()
     options = {
         f.name: {"kind": _KINDS.get(str(f.type), "word"), "default": getattr(defaults, f.name), "free": str(f.type) == "bool | None"}
@@ -128,7 +127,7 @@ def tables() -> dict[str, Any]:
     }
     return {
         "models": {name: asdict(shape) for name, shape in MODELS.items()},
-        "defaults": shown,
+        "defaults": {f.name: f.default for f in fields(Plan) if f.name not in ("shape", "model", "options")},
         "options": options,
         "labels": {k: sorted(v) for k, v in LABELS.items()},
         "flex": sorted(FLEX),

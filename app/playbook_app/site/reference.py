@@ -138,29 +138,15 @@ def parity_page(folder: Path) -> str:
     Raises:
         FileError: rows of another shape.
     """
-    models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
-    keys = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
-    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, keys)]
-    keys = [
-        "model",
-        "against",
-        "ranks",
-        "kernels",
-        "device",
-        "dtype",
-        "logits",
-        "loss",
-        "gradients",
-        "tolerance",
-        "megatron_core",
-        "torch",
-    ]
-    megatron = [row for name in MEGATRON for row in read_rows(folder / name, keys)]
-    loss_curves = curves.section(read_rows(folder / CURVES, curves.WANTED))
+    of_layouts = ("layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend")
+    of_megatron = (
+        "model", "against", "ranks", "kernels", "device", "dtype", "logits", "loss", "gradients", "tolerance", "megatron_core", "torch",
+    )  # fmt: skip
+    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, of_layouts)]
     return render(
         "parity.md",
-        models=models,
+        models=read_rows(folder / MODELS, ("model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers")),
         layouts=sorted(layouts, key=lambda r: (r["backend"] != "gloo", r["layout"])),
-        megatron=megatron,
-        curves=markdown("\n".join(loss_curves)),
+        megatron=[row for name in MEGATRON for row in read_rows(folder / name, of_megatron)],
+        curves=markdown("\n".join(curves.section(read_rows(folder / CURVES, curves.WANTED)))),
     )

@@ -69,8 +69,10 @@ def samples(runs: Sequence[Run]) -> str:
 
     out = [f'<svg class="pb-samples" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="milliseconds per step, by launch">']
     for value in (low + (high - low) * f for f in (0.0, 0.5, 1.0)):
-        out.append(f'<line class="pb-rule" x1="{axis_px}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>')
-        out.append(f'<text x="{axis_px - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>')
+        out += [
+            f'<line class="pb-rule" x1="{axis_px}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>',
+            f'<text x="{axis_px - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>',
+        ]
     out += [_launch(run, seconds, axis_px + i * column, column, y, bottom) for i, (run, seconds) in enumerate(series)]
     return "".join([*out, "</svg>"])
 
@@ -91,9 +93,9 @@ def _launch(run: Run, seconds: Sequence[float], at: float, column: float, y: Any
     middle = f"{at + column / 2:.1f}"
     letter = "B" if variant == "candidate" else "A"
     role = _LABEL[run.role]
-    labels = f'<text x="{middle}" y="{bottom + 16}" text-anchor="middle">{letter}</text>'
-    labels += f'<text class="pb-small" x="{middle}" y="{bottom + 30}" text-anchor="middle">{role}</text>' if role else ""
-    return f'<g class="pb-{variant}{aside}">{dots}{mean}{labels}</g>'
+    label = f'<text x="{middle}" y="{bottom + 16}" text-anchor="middle">{letter}</text>'
+    below = f'<text class="pb-small" x="{middle}" y="{bottom + 30}" text-anchor="middle">{role}</text>' if role else ""
+    return f'<g class="pb-{variant}{aside}">{dots}{mean}{label}{below}</g>'
 
 
 def curve(points: Sequence[tuple[str, float | None, str]], label: str) -> str:
@@ -120,9 +122,11 @@ def curve(points: Sequence[tuple[str, float | None, str]], label: str) -> str:
     ]
     for i, (name, value, shown) in enumerate(points):
         x, y = at(i, value if value is not None else 0.0)
-        out.append(f'<circle class="pb-effect" cx="{x:.1f}" cy="{y:.1f}" r="5"/>' if value is not None else "")
-        out.append(f'<text x="{x:.1f}" y="{y - 12:.1f}" text-anchor="middle">{attribute(shown)}</text>')
-        out.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{attribute(name)}</text>')
+        out += [
+            f'<circle class="pb-effect" cx="{x:.1f}" cy="{y:.1f}" r="5"/>' if value is not None else "",
+            f'<text x="{x:.1f}" y="{y - 12:.1f}" text-anchor="middle">{attribute(shown)}</text>',
+            f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{attribute(name)}</text>',
+        ]
     return "".join([*out, "</svg>"])
 
 
@@ -145,12 +149,12 @@ def contrasts(rows: Sequence[tuple[str, float, float, float]]) -> str:
     ]
     for i, (name, effect, low, high) in enumerate(rows):
         y = line * i + 20
-        out.append(f'<text x="{axis_px - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>')
-        out.append(
-            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/>'
-            f'<circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
-        )
-        out.append(f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>')
+        out += [
+            f'<text x="{axis_px - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>',
+            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/>',
+            f'<circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>',
+            f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>',
+        ]
     return "".join([*out, "</svg>"])
 
 

@@ -67,8 +67,7 @@ def badge(status: str, label: str | None = None) -> str:
 def front_matter(title: str, *, search: str = "", **fields: str) -> str:
     """A page's front matter; `search` is a setting of the page's place in the search, such as `exclude: true` or `boost: 2`."""
     lines = [f"{k}: {_quoted(v)}" for k, v in {"title": title, **fields}.items()]
-    lines += [f"search:\n  {search}"] if search else []
-    return "---\n" + "\n".join(lines) + "\n---\n"
+    return "---\n" + "\n".join([*lines, *([f"search:\n  {search}"] if search else [])]) + "\n---\n"
 
 
 def _quoted(value: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -51,8 +50,15 @@ def bench_run(
     from playbook_app.cli import outcomes
     from playbook_bench.run import confirm, options
 
-    runs_by, finished_runs = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
-    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, finished_runs)
+    how = options.Options(
+        profile,
+        results or default_results(),
+        pairs,
+        to_seconds(budget),
+        seed,
+        outcomes.local_launcher(fork),
+        outcomes.journal(journal, None, fork),
+    )
     outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
 
 
@@ -140,13 +146,16 @@ def bench_aa(
         noise = aa.run(case, options.Options(profile, results or default_results(), pairs), progress)
     report.print_noise(noise, progress.out)
     if as_json:
-        figures = {
-            "metric": noise.metric,
-            "mean": noise.mean_difference,
-            "deviation": noise.rms_difference,
-            "contaminated": noise.contaminated,
-        }
-        print_json({"case": noise.case, "machine": noise.machine, **figures})
+        print_json(
+            {
+                "case": noise.case,
+                "machine": noise.machine,
+                "metric": noise.metric,
+                "mean": noise.mean_difference,
+                "deviation": noise.rms_difference,
+                "contaminated": noise.contaminated,
+            }
+        )
     raise typer.Exit(ExitCode.UNDECIDED if noise.contaminated else ExitCode.DONE)
 
 
@@ -184,12 +193,11 @@ def bench_trace(
         return
     if file is not None:
         answer = tracing.of_file(file)
+        seen, ranges = answer if isinstance(answer, tuple) else (answer, None)
+        told = asdict(seen)
         if isinstance(answer, tuple):
-            _show_file(asdict(answer[0]), answer[1].model_dump(mode="json") if answer[1] else None, as_json)
-        elif as_json:
-            print_json(asdict(answer))
-        else:
-            _SHOWN[type(answer).__name__](asdict(answer))
+            told["ranges"] = ranges.model_dump(mode="json") if ranges else None
+        print_json(told) if as_json else _SHOWN[type(seen).__name__](told)
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
@@ -204,16 +212,5 @@ def bench_trace(
     raise typer.Exit(ExitCode.DONE if result.ok else ExitCode.FAILED)
 
 
-_SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
-"""What prints the answer for a file that is not the trace of one rank."""
-
-
-def _show_file(walls: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
-    """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
-    if as_json:
-        print_json({**walls, "ranges": ranges})
-        return
-    print_walls(walls)
-    if ranges is not None:
-        say("\nby range")
-        print_trace(ranges)
+_SHOWN = {"Walls": print_walls, "Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
+"""What prints the answer for a file: of one rank its walls, with the table of our ranges where they are in it."""

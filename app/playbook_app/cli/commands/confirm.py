@@ -99,7 +99,6 @@ def confirm(
             tasks_of(target)  # a mistake is told now, not by a job that waited its turn
         given = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
         raise typer.Exit(jobs.confirm(chosen, given, results, request, journal))
-    runs_by = allocation or outcomes.local_launcher(fork)
     finished_runs = outcomes.journal(
         journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork
     )
@@ -109,7 +108,7 @@ def confirm(
         pairs,
         seconds,
         seed,
-        runs_by,
+        allocation or outcomes.local_launcher(fork),
         finished_runs,
         campaign=untested,
         trace=trace,

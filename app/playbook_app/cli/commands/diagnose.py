@@ -327,7 +327,6 @@ def _log(path: Path, adapter: str | None) -> _Log:
     seconds = [s.seconds for s in steps]
     middle = None if log.clock == "none" else median(seconds)
     uneven = quantiles(seconds, n=20)[-1] / middle if middle and len(seconds) >= _FEW and log.every == 1 else None
-    notes = (f"{path}: {count(len(steps), 'step')} as {log.adapter} wrote them, the first fifth left out", *log.caveats)
     memory_bytes = [s.memory_bytes for s in steps if s.memory_bytes]
     first, last = (
         max(part, default=0.0)
@@ -336,7 +335,11 @@ def _log(path: Path, adapter: str | None) -> _Log:
     grown = (first, last) if first and last > (1 + _GROWTH) * first else None
     samples = _middle(s.samples for s in steps)
     facts = replace(log.facts, gbs=round(samples)) if samples else log.facts
-    notes += tuple(f"{path}: {unit.format(getattr(facts, key))}" for key, _, unit in _STATED if getattr(facts, key))
+    notes = (
+        f"{path}: {count(len(steps), 'step')} as {log.adapter} wrote them, the first fifth left out",
+        *log.caveats,
+        *(f"{path}: {unit.format(getattr(facts, key))}" for key, _, unit in _STATED if getattr(facts, key)),
+    )
     return _Log(
         middle, _middle(s.tokens for s in steps), _middle(s.tokens_per_s_per_gpu for s in steps), _middle(s.tokens_per_s for s in steps),
         _middle(s.flops_per_s for s in steps), facts, uneven, grown, notes,
@@ -367,20 +370,17 @@ def _ours(folder: Path) -> tuple[Any, int | None, str | None]:
 def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routing: Routing | None) -> Setting:
     """The setting of a run of this trainer."""
     plan = plan_of(config, gpus)
-    torch = config.backend == "torch"
     options = plan.options
-    if torch:
+    if config.backend == "torch":
         options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
     stated_plan = replace(plan, options=options)
     other = ("gpus", "seq_len", "gbs", "backend", "loss")
     settings = [w for w in words(stated_plan) if (key := key_of(w)) not in other and not idle(stated_plan, [key])]
-    names = keys_of(settings)
-    settings += [
-        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in names
-    ]  # a configuration leaves none open
+    # A configuration leaves none open.
+    usual = [w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in keys_of(settings)]
     return setting(
-        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=settings, framework=framework,
-        backend=config.backend, routing=routing,
+        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=[*settings, *usual],
+        framework=framework, backend=config.backend, routing=routing,
     )  # fmt: skip
 
 
@@ -421,10 +421,11 @@ def _show(diagnosis: Mapping[str, Any]) -> None:
     _show_obstacle(diagnosis["predicted"]["nothing_fits"])
     runs = diagnosis["published"]
     for row in runs["rows"][:_SHOWN] if runs else ():
+        planned = f"; the planner says {row['predicted']:,.0f}" if row["predicted"] else ""
         say(
             f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']}"
             f" {row['hardware']}, {row['precision']} {row['layout']}"
-            f" ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
+            f" ({'; '.join(filter(None, (row['id'], row['other'])))}{planned}) {row['link']}"
         )
     say(f"so         {diagnosis['position']['sentence']}")
     walls = [w for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1]
@@ -445,10 +446,6 @@ def _show(diagnosis: Mapping[str, Any]) -> None:
         say(f"confidence {diagnosis['confidence']['level']}; not known: {', '.join(diagnosis['confidence']['unknown'])}")
     for words_ in diagnosis["assumptions"]:
         say(f"assumes    {words_}")
-
-
-def _planned(tokens: float | None) -> str:
-    return f"; the planner says {tokens:,.0f}" if tokens else ""
 
 
 def _show_obstacle(near: Mapping[str, Any] | None) -> None:

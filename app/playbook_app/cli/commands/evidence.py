@@ -6,7 +6,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -52,7 +52,16 @@ def evidence_list(
         (r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence) and claim in (None, r.claim)
     ]
     # The table says whether a verdict is stale, and one reason is enough for that.
-    rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in recorded]
+    rows = [
+        {
+            **verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1),
+            "claim": r.claim_ref.id if r.claim_ref else None,
+            "card": r.claim_ref.card if r.claim_ref else None,
+            "case": content.measured.case.id if content.measured.case else None,
+            "expires": content.expires,
+        }
+        for r, content in recorded
+    ]
     columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",), wide)
 
@@ -212,14 +221,3 @@ def _stale(path: Path) -> str | None:
     claims = by_claim(load_all())
     record = read_file(path, claims, present(here()))
     return record.stale(today(), claim_of(record, claims))
-
-
-def _origin(content: Evidence) -> dict[str, Any]:
-    """What a list of records says of each beside its verdict."""
-    claim, case = content.measured.claim, content.measured.case
-    return {
-        "claim": claim.id if claim else None,
-        "card": claim.card if claim else None,
-        "case": case.id if case else None,
-        "expires": content.expires,
-    }

@@ -91,14 +91,18 @@ def layout_memory(
     fit = None if memory is None else verdict(most.peak, memory)
     beside = _beside(snapshot, stages) if snapshot else None
     if as_json:
-        totals: dict[str, Any] = {
-            "peak": most.peak,
-            "stage": most.number,
-            "memory_gib": memory,
-            "verdict": fit,
-            **({"snapshot": beside} if beside else {}),
-        }
-        print_json({"layout": degrees(plan), "unit": "bytes", **totals, "stages": [s.row() for s in stages]})
+        print_json(
+            {
+                "layout": degrees(plan),
+                "unit": "bytes",
+                "peak": most.peak,
+                "stage": most.number,
+                "memory_gib": memory,
+                "verdict": fit,
+                **({"snapshot": beside} if beside else {}),
+                "stages": [s.row() for s in stages],
+            }
+        )
     else:
         say(_line(plan))
         print_table([_row(s) for s in stages], tuple(_row(most)))

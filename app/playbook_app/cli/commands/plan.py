@@ -161,11 +161,21 @@ def plan_for(
     trainer = framework or (export if export in FRAMEWORKS and not backend else "") or ""
     backend, fixed = plans.trained_by(trainer, backend or "megatron", split_settings(",".join(fix or [])))
     fixed = fixed if export is None else plans.kept(export, backend, fixed)
-    allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     routing = measured(imbalance) if imbalance else None
     question = Question(
-        shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed, routing
+        shape,
+        name,
+        machine(kind or _KIND, network),
+        number or _GPUS,
+        seq,
+        gbs,
+        goal,
+        memory,
+        backend,
+        fixed,
+        frozenset(a for a in allow.split(",") if a),
+        routing,
     )
     _refuse(
         {
@@ -276,9 +286,8 @@ def _show(
         f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
         f" {answer.counts.timed:,} plans timed"
     )
-    rows = [_line(i, c, answer) for i, c in enumerate(answer.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
-    rows = [*([_measured(ahead)] if ahead else []), *rows]
+    rows = [*([_measured(ahead)] if ahead else []), *(_line(i, c, answer) for i, c in enumerate(answer.choices))]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
     if ahead:
         say(f"\npublished is faster than plan 1 is predicted to be: {_foretold(ahead)}; start from what its page says")

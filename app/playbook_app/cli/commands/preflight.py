@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,8 +46,8 @@ def preflight(
     healthy = judge.expected(kind) if kind else {}
     faults = judge.faults(readings, healthy, cpu=not machine.gpus)
     if as_json:
-        document: dict[str, Any] = {"schema": "preflight/1", "hardware": kind.name if kind else None, "expected": healthy, "faults": faults}
-        print_json(document | {"readings": found})
+        hardware = kind.name if kind else None
+        print_json({"schema": "preflight/1", "hardware": hardware, "expected": healthy, "faults": faults, "readings": found})
     else:
         rows = judge.table(readings)
         print_table(rows, tuple(dict.fromkeys(column for row in rows for column in row)))

@@ -51,14 +51,12 @@ def site_build(
 
 def reference() -> build.Reference:
     """Metrics, commands and configuration keys of the trainer as plain data, for the pages of the site."""
-    tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
-    schema = schemas.schema("trainer", trainer.TrainerConfig)
     docs = {k: v for m in (trainer, sections) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()}
     return build.Reference(
         metrics=rows,
-        commands=list(walk(tree, "playbook")),
-        schema=schema,
+        commands=list(walk(typer.main.get_command(root.app), "playbook")),
+        schema=schemas.schema("trainer", trainer.TrainerConfig),
         field_docs=docs,
         present=present(None),
         recipes=recipe_rows(),

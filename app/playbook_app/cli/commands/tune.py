@@ -202,7 +202,8 @@ def _show(found: session.Session, answer: Mapping[str, Any], out: Console, again
     for row in answer["kept"]:
         line(f"kept      {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}")
     for row in answer["refused"]:
-        line(f"refused   {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}{_looked(row['looked_percent'])}")
+        looked = "" if row["looked_percent"] is None else f" (looked like {row['looked_percent']:+.1f} %)"
+        line(f"refused   {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}{looked}")
     for row in answer["never"]:
         line(f"never     {row['knob']}={row['value']}  {row['reason']}")
     for row in answer["undecided"]:
@@ -255,7 +256,3 @@ def _interval(effect: Mapping[str, float] | None, reason: str) -> str:
     if effect is None or effect["low"] is None:
         return reason
     return f"{effect['value']:+.1f} % [{effect['low']:.1f}, {effect['high']:.1f}]{f', {reason}' if reason else ''}"
-
-
-def _looked(percent: float | None) -> str:
-    return "" if percent is None else f" (looked like {percent:+.1f} %)"
