@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import re
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -102,5 +104,5 @@ if __name__ == "__main__":
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
     if not page_alone:
-        TABLES.write_text("".join(f"{published.line(published.ask(asked))}\n" for asked in published.questions()), encoding="utf-8")
-        CHOICES.write_text("".join(f"{doors.line(doors.ask(asked))}\n" for asked in doors.questions()), encoding="utf-8")
+        for path, planned in ((TABLES, map(published.ask, published.questions())), (CHOICES, map(doors.ask, doors.questions()))):
+            path.write_text("".join(f"{json.dumps(asdict(answered))}\n" for answered in planned), encoding="utf-8")

@@ -131,7 +131,7 @@ def test_the_question_of_128k_has_one_answer(capsys):
         fix=(),
         top=1,
     )
-    assert "cp=8" in over_mcp.plans[0].settings
+    assert "cp=8" in over_mcp.plans[0]["settings"]
     assert "4096 tokens per context-parallel rank" not in shown
 
 

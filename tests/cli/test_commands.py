@@ -308,7 +308,7 @@ def test_site_build_writes_pages_for_cards_commands_and_metrics(capsys, tmp_path
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), (None, None)])
 def test_budgets(text, seconds):
-    assert options.seconds(text) == seconds
+    assert options.to_seconds(text) == seconds
 
 
 def test_every_command_is_in_the_readme():

@@ -130,9 +130,9 @@ def test_a_plan_takes_the_framework_that_will_train_it_as_agents_do(run) -> None
         shown = json.loads(run("llama3_8b", *words).stdout)["plans"]
         backend, fix = trained_by(framework, "megatron", ())
         plans = plan_answer("llama3_8b", 8, "h100", backend=backend, fix=fix, **asked).plans
-        assert [p["settings"] for p in shown] == [p.settings for p in plans]
-        assert [p["memory_gib"] for p in shown] == [p.memory_gib for p in plans]
-        assert all(("loss=native" if framework == "megatron-lm" else "backend=torch") in p.settings for p in plans)
+        assert [p["settings"] for p in shown] == [p["settings"] for p in plans]
+        assert [p["memory_gib"] for p in shown] == [p["memory_gib"] for p in plans]
+        assert all(("loss=native" if framework == "megatron-lm" else "backend=torch") in p["settings"] for p in plans)
     wrong = run("llama3_8b", "--framework", "megatronlm")
     assert (wrong.exit_code, "did you mean 'megatron-lm'?" in wrong.stderr) == (ExitCode.USAGE, True)
 

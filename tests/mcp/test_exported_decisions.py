@@ -50,7 +50,7 @@ def _plans(fix: tuple[str, ...]) -> Iterator[tuple[Plan, str]]:
             allow=frozenset(filter(None, options.get("--allow", "").split(","))), fix=fix, top=1,
         )  # fmt: skip
         if answer.plans:
-            yield plan_of(model, answer.gpus, answer.plans[0].settings), options["--hardware"]
+            yield plan_of(model, answer.gpus, answer.plans[0]["settings"]), options["--hardware"]
 
 
 @pytest.mark.parametrize("words", ASKED, ids=" ".join)

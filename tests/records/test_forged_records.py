@@ -177,12 +177,13 @@ def test_terminal_server_and_site_refuse_each_with_the_same_words(tmp_path, data
     for evidence_id, (change, _) in zip(said, FORGERIES.values(), strict=True):
         sealed(tmp_path / ".playbook/results/cpu", data | {"evidence_id": evidence_id}, change, name=evidence_id)
     listed = {r["evidence"]: r for r in json.loads(in_process.run(capsys, "evidence", "list", "--json")[1]) if r["status"] == "altered"}
-    served = {r.evidence: r for r in evidence_list(library_here(), data["measured"]["claim"]["id"], 500).records if r.status == "altered"}
+    rows = evidence_list(library_here(), data["measured"]["claim"]["id"], 500).records
+    served = {r["evidence"]: r for r in rows if r["status"] == "altered"}
     assert set(listed) == set(served) == set(said)
     cards = load_all()
     records = {r.id: r for r in read([Path(".playbook/results")], cards)}
     for evidence_id, words in said.items():
-        assert served[evidence_id].sentence == listed[evidence_id]["sentence"]
+        assert served[evidence_id]["sentence"] == listed[evidence_id]["sentence"]
         assert words in listed[evidence_id]["sentence"]
         page = evidence_page(Shelf(cards, [records[evidence_id]], date(2026, 11, 1), {}), records[evidence_id], "x")
         assert text(words) in page

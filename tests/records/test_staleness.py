@@ -69,7 +69,7 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
     answered = claim_answer(library_here(), home, claim.id).verdicts[claim.id]
     by_terminal = next(" ".join(v["stale"]) for v in shown if v["machine"] == ran.machine)
-    by_server = next(v.stale or "" for v in answered if v.machine == ran.machine)
+    by_server = next(v["stale"] or "" for v in answered if v["machine"] == ran.machine)
     wanted = f"torch {packages['torch']} -> 99.0"
     assert [wanted in text for text in (by_terminal, by_server)] == [stale] * 2
     assert wanted not in (ran.stale(date(2026, 1, 1), claim) or ""), "a page of the site is for every reader"

@@ -120,7 +120,7 @@ def test_a_file_outside_the_index_is_an_error_that_says_what_to_add():
 def test_the_page_shows_every_recipe_with_commands_that_say_what_the_index_says():
     rows = site.recipe_rows()
     page = recipes_page(rows)
-    assert all(site.fits(row) for row in rows)
+    assert all(max(row["peaks_gib"].values()) < row["memory_gib"] and row["small_peak_gib"] < row["small_memory_gib"] for row in rows)
     for row, recipe in zip(rows, INDEX.recipes, strict=True):
         assert page.count(f"{{ #{recipe.file.removesuffix('.yaml').replace('_', '-')} }}") == 1
         words = row["run_small"].split()

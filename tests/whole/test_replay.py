@@ -287,8 +287,8 @@ def planted(tmp_path, monkeypatch, capsys):
         return {
             next(r["status"] for r in rows if (r["card"], r["id"]) == (home, name)),
             json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][name]["status"],
-            *(r.status for r in claim_answer(library, home, name).verdicts[name]),
-            *(r.status for r in evidence_list(library, name, 9).records),
+            *(r["status"] for r in claim_answer(library, home, name).verdicts[name]),
+            *(r["status"] for r in evidence_list(library, name, 9).records),
             *(r["status"] for r in standing(shelf[home], name, stock_here())),
             *standings(library.records(), claim, date(2026, 1, 1)),
         }

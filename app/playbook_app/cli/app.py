@@ -124,8 +124,9 @@ _GROUPS = {
     "Plan": ("diagnose", "plan", "layout", "config"),
     "Measure": ("demo", "confirm", "ab", "tune", "bench", "calibrate", "preflight"),
     "Guard": ("gate", "bisect"),
+    "More": ("train", "skills", "mcp", "site", "schemas", "version"),
 }
-"""The help's groups; what stands in none comes last."""
+"""The help's groups."""
 
 _EXAMPLES = (
     ("playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25", "where a run stands, and what to try"),
@@ -146,18 +147,15 @@ class Commands(TyperGroup):  # type: ignore[misc]
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, or None."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            command = typer.main.get_group(import_module(f"playbook_app.cli.commands.{BESIDE.get(cmd_name, cmd_name)}").app).commands[
-                cmd_name
-            ]
+            module = typer.main.get_group(import_module(f"playbook_app.cli.commands.{BESIDE.get(cmd_name, cmd_name)}").app)
+            command = module.commands.get(cmd_name, module)
             command.help = command.help or COMMANDS[cmd_name]
             self.commands[cmd_name] = command
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands from the table, by groups, and examples."""
-        grouped = {name for names in _GROUPS.values() for name in names}
-        others = tuple(name for name in COMMANDS if name not in grouped)
-        for title, names in {**_GROUPS, "More": others}.items():
+        for title, names in _GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, COMMANDS[name]) for name in names])
         with formatter.section("Examples"):

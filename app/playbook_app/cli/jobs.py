@@ -23,7 +23,6 @@ from playbook.paths import default_results
 from playbook_app.cli import app as root
 from playbook_app.cli.output import complain, print_json, say
 from playbook_bench.launch import local, slurm
-from playbook_bench.launch.local import Spec
 from playbook_bench.launch.slurm import Cluster, SrunLauncher, environment, require_tools
 from playbook_bench.machine import detect
 from playbook_bench.run import store
@@ -50,23 +49,14 @@ class JobRequest:
     as_json: bool
 
 
-def _check_launcher(name: str) -> None:
-    """Check the name of a launcher.
-
-    Raises:
-        PlaybookError: it is none.
-    """
-    if name not in _LAUNCHERS:
-        raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(_LAUNCHERS)}")
-
-
 def check_request(launcher: str, request: JobRequest, ranks_per_node: int | None = None) -> None:
     """Refuse options of jobs without `--launcher slurm`: ignored, `--job 7` would end with 0 and `--nodes 2` would run on one node.
 
     Raises:
         PlaybookError: there is no such launcher, or an option does not go with it.
     """
-    _check_launcher(launcher)
+    if launcher not in _LAUNCHERS:
+        raise PlaybookError(f"--launcher is '{launcher}'; expected one of {', '.join(_LAUNCHERS)}")
     of_job: dict[str, object] = {"--nodes": request.nodes, "--print": request.show, "--no-wait": not request.wait, "--job": request.job}
     of_both: dict[str, object] = {"--cluster": request.cluster, "--ranks-per-node": ranks_per_node}
     unread = {"slurm": dict[str, object](), "srun": of_job, "local": {**of_job, **of_both}}[launcher]
@@ -79,20 +69,16 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
     """The launcher for the allocation that this process runs in; None for local runs.
 
     Raises:
-        PlaybookError: there is no such launcher, no allocation, or the cluster's file is invalid.
+        PlaybookError: there is no allocation, or the cluster's file is invalid.
     """
-    _check_launcher(name)
-    return allocation(cluster) if name == "srun" else None
+    return slurm.launcher(_load_cluster(cluster), detect.detect().gpus) if name == "srun" else None
 
 
-def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:
-    """The targets and options of `confirm` as words of a command line."""
-    options = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
-    return [*targets, *(word for flag, value in options.items() if value is not None for word in (flag, str(value)))]
-
-
-def confirm(words: Sequence[str], results: Path | None, request: JobRequest, journal: Path | None = None) -> int:
-    """Submit `playbook confirm` with these words as one job: all runs of all its series share the allocation. Returns the exit code.
+def confirm(
+    targets: Sequence[str], options: Mapping[str, object], results: Path | None, request: JobRequest, journal: Path | None = None
+) -> int:
+    """Submit `playbook confirm` with these targets and options, by their flags, as one job: all runs of all its series share the
+    allocation. Returns the exit code.
 
     Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
     """
@@ -105,7 +91,8 @@ def confirm(words: Sequence[str], results: Path | None, request: JobRequest, jou
     folder = (results or default_results()).resolve()
     if request.job is not None:
         return _follow(request.job, folder_of(request.job, folder, "name that folder with --results"), request)
-    whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
+    given = [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
+    whole = ["confirm", *targets, *given, "--results", str(folder), "--launcher", "srun", "--json"]
     journal_option = ["--journal", str(journal.resolve())] if journal else []
     return _submit(
         "confirm", [*whole, *journal_option], folder, cluster, environment(cluster), request, [] if journal_option else ["--journal"]
@@ -146,10 +133,11 @@ def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     ranks = per_node * len(step.allocation.hosts)
     output = Path(config.output).resolve()
     folder = local.new_folder(output / "launches", step.allocation.job)
-    threads = max(1, detect.cores() // per_node)
     forever = float("inf")
     say(f"{ranks} ranks on {', '.join(step.allocation.hosts)}; logs in {folder}")
-    result = step.run(Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
+    result = step.run(
+        local.Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=max(1, detect.cores() // per_node), output=output)
+    )
     if result.outcome == "ok":
         return 0
     complain(f"{result.outcome}: {result.message}")
@@ -219,7 +207,8 @@ def _submit(
     if request.show:
         say(script(cluster, folder, parameters))
         return 0
-    folder = new_folder(results, name)
+    require_tools("sbatch", "srun", "squeue")
+    folder = local.new_folder(results / "jobs", name)
     job, parameters = _job(name, words, folder, cluster, nodes, variables, job_files)
     number = submit(job, folder, cluster, parameters, config)
     complain(f"job {number} submitted; its script, log and result are in {folder}")
@@ -300,15 +289,6 @@ def _load_cluster(path: Path | None) -> Cluster:
     return yaml_files.load(path or Path("cluster.yaml"), Cluster)[0]
 
 
-def allocation(cluster: Path | None) -> SrunLauncher:
-    """The launcher for the allocation that this process runs in.
-
-    Raises:
-        PlaybookError: there is no allocation, or the cluster's file is invalid.
-    """
-    return slurm.launcher(_load_cluster(cluster), detect.detect().gpus)
-
-
 def submit(job: Any, folder: Path, cluster: Cluster, parameters: Mapping[str, Any], config: str | None = None) -> str:
     """Submit `job`, which submitit calls on the first node, and return its number. The folder is removed if sbatch refuses the job.
 
@@ -331,16 +311,6 @@ def submit(job: Any, folder: Path, cluster: Cluster, parameters: Mapping[str, An
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def new_folder(results: Path, name: str) -> Path:
-    """A new folder below `results` for a job's script, log and result.
-
-    Raises:
-        LaunchError: Slurm is not installed here.
-    """
-    require_tools("sbatch", "srun", "squeue")
-    return local.new_folder(results / "jobs", name)
 
 
 def check_folder(results: Path) -> None:

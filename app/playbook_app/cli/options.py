@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from playbook.errors import PlaybookError
 from playbook.planner.shapes import DEEPEST, LARGEST
@@ -20,7 +21,6 @@ Wide = Annotated[bool, typer.Option("--wide", help="Every column, however narrow
 Profile = Annotated[str | None, typer.Option(help="Machine class, such as cpu or h200x4; the largest that fits, if not given.")]
 Results = Annotated[Path | None, typer.Option(help="Where evidence goes; .playbook/results, if not given.")]
 Pairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches; never more than the case names.")]
-MorePairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches; more than the case names add looks.")]
 Budget = Annotated[str | None, typer.Option(help="At most this long, such as 90s, 10m or 1h.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the order of runs; random and recorded, if not given.")]
 Slowdown = Annotated[str, typer.Option(metavar="PERCENT", help="A slowdown above it is a regression; noise never raises it.")]
@@ -65,12 +65,12 @@ JournalFolder = Annotated[
 ]
 
 
-def commands() -> typer.Typer:
-    """An empty group of commands; `playbook_app.cli.app` has its line of help."""
-    return typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+def commands(kind: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """The commands of a module: that of its name, or else a group of that name. `playbook_app.cli.app` has their lines of help."""
+    return typer.Typer(cls=kind, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
-def seconds(budget: str | None, option: str = "--budget") -> float | None:
+def to_seconds(budget: str | None, option: str = "--budget") -> float | None:
     """A time such as `90s`, `10m` or `1h` in seconds.
 
     Raises:
@@ -84,7 +84,7 @@ def seconds(budget: str | None, option: str = "--budget") -> float | None:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def share(text: str, option: str) -> float:
+def to_share(text: str, option: str) -> float:
     """A percentage such as `3%` or `0.5%` as a share.
 
     Raises:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -19,19 +20,27 @@ from playbook_bench.run.journal import Journal
 from playbook_bench.run.store import Outcome
 
 
+@contextmanager
+def progress(
+    as_json: bool = False, kind: type[report.TerminalProgress] = report.TerminalProgress, counts: bool = False
+) -> Iterator[report.TerminalProgress]:
+    """A progress line while a series runs, with its console (`out`): that is on stderr where stdout has the JSON."""
+    shown = kind(report.console(sys.stderr if as_json else None), counts)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
 def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[Outcome]], as_json: bool, counts: bool = False) -> None:
     """Run with a progress line, print every verdict, and exit with their combined code.
 
     With `counts`, claims that do not apply here are only counted.
     """
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.TerminalProgress(out, counts)
-    try:
-        outcomes = run(progress)
-    finally:
-        progress.close()
-    report.print_table(outcomes, out, counts)
-    report.print_summary(outcomes, out)
+    with progress(as_json, counts=counts) as shown:
+        outcomes = run(shown)
+    report.print_table(outcomes, shown.out, counts)
+    report.print_summary(outcomes, shown.out)
     if as_json:
         print_json(report.as_json(outcomes))
     raise typer.Exit(harness.exit_code(outcomes))

@@ -126,9 +126,18 @@ def _fitting(widths: Sequence[int], least: Sequence[int], room: int) -> list[int
     return out
 
 
-def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: str, *, strict: bool, as_json: bool) -> None:
-    """Print findings, and leave with exit code 2 where there are any; warnings count only if `strict`."""
-    keys = ("file", "line", "column", "rule", "warning", "message")
+def print_findings(
+    findings: Sequence[Finding],
+    head: Mapping[str, Any],
+    read: str,
+    *,
+    strict: bool,
+    as_json: bool,
+    keys: Sequence[str] = ("file", "line", "column", "rule", "warning", "message"),
+) -> None:
+    """Print findings, with these keys of each in the JSON, and leave with exit code 2 where there are any; warnings count only if
+    `strict`.
+    """
     if as_json:
         print_json({**head, "findings": [{k: getattr(f, k) for k in keys} for f in findings]})
     for finding in findings:
@@ -137,6 +146,17 @@ def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: s
         raise typer.Exit(ExitCode.USAGE)
     if not as_json:
         say(f"{read}: {count(len(findings), 'warning') if findings else 'no findings'}")
+
+
+def _print_answer(sentence: str, notes: Sequence[str], *tables: tuple[Sequence[Mapping[str, Any]], Sequence[str]]) -> None:
+    """A sentence, the tables that it rests on, each as rows and columns, and notes."""
+    say(sentence)
+    for place, (rows, columns) in enumerate(tables):
+        if place:
+            say("")
+        print_table(rows, columns)
+    for note in notes:
+        say(f"note: {note}")
 
 
 def print_trace(trace: Mapping[str, Any]) -> None:
@@ -154,17 +174,17 @@ def print_trace(trace: Mapping[str, Any]) -> None:
 
 
 def print_walls(walls: Mapping[str, Any]) -> None:
-    """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on."""
+    """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on, and the table
+    of the trace's `ranges` where it has any.
+    """
     say(walls["sentence"])
-    idle = {
-        name: walls[key]
-        for name, key in (
-            ("idle", "idle"),
-            ("  for the host", "host_idle"),
-            ("  for data", "data_wait"),
-            ("  of unknown cause", "unknown_idle"),
-            ("exposed communication", "exposed"),
-        )
+    shares = {
+        "idle": walls["idle"],
+        "  for the host": walls["host_idle"],
+        "  for data": walls["data_wait"],
+        "  of unknown cause": walls["unknown_idle"],
+        "exposed communication": walls["exposed"],
+        **{f"  {name}": share for name, share in (walls["groups"] or walls["collectives"]).items()},
     }
     rows = [
         {"time of a step": c["name"], "ms": f"{c['ms']:.2f}", "share": f"{c['share']:.1%}", "count": f"{c['count']:g}"}
@@ -172,17 +192,16 @@ def print_walls(walls: Mapping[str, Any]) -> None:
     ]
     rows += [
         {"time of a step": name, "ms": f"{share * walls['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
-        for name, share in idle.items()
+        for name, share in shares.items()
         if share is not None
-    ]
-    rows += [
-        {"time of a step": f"  {name}", "ms": f"{share * walls['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
-        for name, share in (walls["groups"] or walls["collectives"]).items()
     ]
     print_table(rows, ("time of a step", "ms", "share", "count"))
     say(f"{walls['span_ms']:.1f} ms a step over {count(walls['num_steps'], 'step')}, by {walls['collector']}")
     for note in walls["notes"]:
         say(f"note: {note}")
+    if ranges := walls.get("ranges"):
+        say("\nby range")
+        print_trace(ranges)
 
 
 _GROUPS_SHOWN = 12
@@ -190,15 +209,13 @@ _GROUPS_SHOWN = 12
 
 def print_ranks(ranks: Mapping[str, Any]) -> None:
     """Which rank holds up the others; then the ranks, and their collectives by group, in milliseconds of a step."""
-    say(ranks["sentence"])
     columns = ("span_ms", "computing_ms", "waiting_ms", "transfer_ms", "exposed_ms", "host_idle_ms", "data_wait_ms")
     rows = [
         {"rank": r["rank"], **{c[:-3].replace("_", " "): "?" if r[c] is None else f"{r[c]:.2f}" for c in columns}, "wall": r["wall"]}
         for r in ranks["ranks"]
     ]
-    print_table(rows, tuple(rows[0]))
     sent = ("count", "ms", "waiting_ms", "transfer_ms", "exposed_ms")
-    rows = [
+    groups = [
         {
             "collective": g["collective"],
             "group": g["group"] or "?",
@@ -207,15 +224,11 @@ def print_ranks(ranks: Mapping[str, Any]) -> None:
         }
         for g in ranks["collectives"][:_GROUPS_SHOWN]
     ]
-    say("")
-    print_table(rows, tuple(rows[0]))
-    for note in ranks["notes"]:
-        say(f"note: {note}")
+    _print_answer(ranks["sentence"], ranks["notes"], (rows, tuple(rows[0])), (groups, tuple(groups[0])))
 
 
 def print_difference(difference: Mapping[str, Any], before: str, after: str) -> None:
     """Where the time of a step went between two traces of these names, in milliseconds of a step."""
-    say(f"From {before} to {after}: {difference['sentence']}")
     rows = [
         {
             "time of a step": part["name"], "before": f"{part['before_ms']:.2f}", "after": f"{part['after_ms']:.2f}",
@@ -224,26 +237,21 @@ def print_difference(difference: Mapping[str, Any], before: str, after: str) -> 
         }
         for part in difference["parts"]
     ]  # fmt: skip
-    print_table(rows, ("time of a step", "before", "after", "change", "operations"))
-    for note in difference["notes"]:
-        say(f"note: {note}")
+    columns = ("time of a step", "before", "after", "change", "operations")
+    _print_answer(f"From {before} to {after}: {difference['sentence']}", difference["notes"], (rows, columns))
 
 
 def print_hang(hang: Mapping[str, Any]) -> None:
     """Which rank and which collective a run hangs in; then how far each rank came."""
-    say(hang["sentence"])
     rows = [
         {"rank": s["rank"], "waits in": next(iter(s["open"]), "-" if s["dump"] else "no dump"), "last call": s["last"], "at": s["where"]}
         for s in hang["standings"]
     ]
-    print_table(rows, ("rank", "waits in", "last call", "at"))
-    for note in hang["notes"]:
-        say(f"note: {note}")
+    _print_answer(hang["sentence"], hang["notes"], (rows, ("rank", "waits in", "last call", "at")))
 
 
 def print_snapshot(snapshot: Mapping[str, Any]) -> None:
     """What holds a GPU's peak: by part, with the planner's figures where there are any, then by line."""
-    say(snapshot["sentence"])
     planned = snapshot.get("planned", {})
     rows = [
         {
@@ -253,9 +261,6 @@ def print_snapshot(snapshot: Mapping[str, Any]) -> None:
         }
         for part in {**snapshot["parts"], **planned}
     ]  # fmt: skip
-    print_table(rows, ("part", "GiB", "of peak", *(["planned GiB"] if planned else [])))
-    say("")
-    rows = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / GIB:.2f}", "allocations": s["count"]} for s in snapshot["sites"]]
-    print_table(rows, ("at", "part", "GiB", "allocations"))
-    for note in snapshot["notes"]:
-        say(f"note: {note}")
+    sites = [{"at": s["where"], "part": s["part"], "GiB": f"{s['size'] / GIB:.2f}", "allocations": s["count"]} for s in snapshot["sites"]]
+    columns = ("part", "GiB", "of peak", *(["planned GiB"] if planned else []))
+    _print_answer(snapshot["sentence"], snapshot["notes"], (rows, columns), (sites, ("at", "part", "GiB", "allocations")))

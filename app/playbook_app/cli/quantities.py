@@ -15,7 +15,7 @@ _MOST_TOKENS = 1e18
 _MOST_NUMBERS = 20
 
 
-def tokens(text: str | int) -> int:
+def to_tokens(text: str | int) -> int:
     """The value of `--seq`, as tables of runs spell it: `131072`, `131,072`, `128K` or `1M`.
 
     Raises:

@@ -15,10 +15,8 @@ from playbook.planner.choice.search import Answer, Choice
 from playbook.planner.choice.space import Question
 from playbook.planner.choice.training import Training, by_gpus, training
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.step import Estimate
 from playbook_app.cli.output import complain, print_json, print_table, say
 
-_SCHEMA = "plan-scale/1"
 _BAR = 24
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 _SAID = ("gpus=", "gbs=", "seq_len=", "layers=")
@@ -28,15 +26,15 @@ _SAID = ("gpus=", "gbs=", "seq_len=", "layers=")
 def takes(whole: Training, cluster: Cluster) -> str:
     """What a training takes, such as `1T tokens: 14.9 days (80 %: 11.3 to 19.7), ...`."""
     parts = [
-        f"{_figure(whole.days)} days (80 %: {_number(whole.days.low)} to {_number(whole.days.high)})",
-        f"{_figure(whole.gpu_hours)} GPU hours",
+        f"{_number(whole.days.value)} days (80 %: {_number(whole.days.low)} to {_number(whole.days.high)})",
+        f"{_number(whole.gpu_hours.value)} GPU hours",
     ]
     if whole.price is not None:
-        parts.append(f"price {_figure(whole.price)} ({_number(whole.price.low)} to {_number(whole.price.high)})")
+        parts.append(f"price {_number(whole.price.value)} ({_number(whole.price.low)} to {_number(whole.price.high)})")
     if whole.energy_mwh is None:
         parts.append(f"energy unknown: no source says what a {cluster.name} may draw")
     else:
-        parts.append(f"at most {_figure(whole.energy_mwh)} MWh (GPUs alone, {cluster.board_w:,.0f} W each)")
+        parts.append(f"at most {_number(whole.energy_mwh.value)} MWh (GPUs alone, {cluster.board_w:,.0f} W each)")
     return f"{_count(whole.tokens)} tokens: {', '.join(parts)}"
 
 
@@ -80,8 +78,8 @@ def _row(gpus: int, answer: Answer, best: Sequence[tuple[int, Choice]], whole: T
         "80 %": f"{speed.low:,.0f} to {speed.high:,.0f}",
         "all GPUs": f"{speed.value * gpus:,.0f}",
         "to the first": f"{speed.value / best[0][1].speed:.0%}",
-        "days": _figure(whole.days) if whole else "",
-        "price": _figure(whole.price) if whole and whole.price else "",
+        "days": _number(whole.days.value) if whole else "",
+        "price": _number(whole.price.value) if whole and whole.price else "",
         "": "█" * round(_BAR * speed.value / most),
         "layout": " ".join(w for w in words(choice.plan) if not w.startswith(_SAID)),
     }
@@ -90,7 +88,7 @@ def _row(gpus: int, answer: Answer, best: Sequence[tuple[int, Choice]], whole: T
 def _document(question: Question, rows: Sequence[tuple[int, Answer]], trained: dict[int, Training]) -> dict[str, Any]:
     """Units: tokens per second and GPU, days, GPU hours, MWh; `plan` is None where nothing fits."""
     return {
-        "schema": _SCHEMA,
+        "schema": "plan-scale/1",
         "model": question.model,
         "hardware": question.cluster.name,
         "seq_len": question.seq_len,
@@ -105,10 +103,6 @@ def _document(question: Question, rows: Sequence[tuple[int, Answer]], trained: d
             for gpus, answer in rows
         ],
     }
-
-
-def _figure(figure: Estimate) -> str:
-    return _number(figure.value)
 
 
 def _number(value: float) -> str:

@@ -33,75 +33,28 @@ from playbook_bench.run.targets import tasks_of_card
 from playbook_bench.variants.resolve import overrides
 
 
-class Standing(BaseModel):
-    """The newest verdict of one machine on one claim."""
-
-    machine: str
-    status: str
-    stands: str
-    """The verdict with what it rests on: machine, and backend or that it is arithmetic."""
-    sentence: str
-    created: str
-    stale: str | None
-    """Why the verdict is stale; null if it is not."""
-    evidence: str
-    repeat: str
-    """The command that repeats the measurement."""
-
-
-class SearchHit(BaseModel):
-    """One card that answers a question."""
-
-    id: str
-    title: str
-    claims: list[str]
-    """Ids of its claims, nearest to the question first."""
-    standing: dict[str, list[str]]
-    """Verdicts by claim id, as in the list of cards; an empty list for a claim that was never tested."""
-    why: str
-    """The passage that matched best."""
-    applies: bool
-    """Whether any claim of the card applies to the stated machine; true if no machine was stated."""
-    sizes: list[str] = Field(default_factory=list)
-    """Which sizes to take for the stated run: by the card, or by the planner, and why."""
-    limits: list[str]
-    """The claims that do not apply to the stated machine, each with what was found and what its scope expects."""
-
-
-class PageHit(BaseModel):
-    """A section of a guide or skill."""
-
-    source: str
-    title: str
-
-
 class SearchAnswer(BaseModel):
     """The cards that answer a question, best first; where none does, why, and the ids of the nearest, which may be of no use."""
 
-    hits: list[SearchHit]
+    hits: list[dict[str, Any]]
+    """As `playbook search --json` has them: `claims`, nearest to the question first, with their `standing`, in which an empty list is of a
+    claim that was never tested; `why`, the passage that matched best; whether any claim `applies` to the stated machine, true if none was
+    stated; `sizes` for the stated run; and `limits`, the claims that do not apply, each with what was found and what its scope expects.
+    """
     none: str = ""
     nearest: list[str] = Field(default_factory=list)
-    pages: list[PageHit] = Field(default_factory=list)
+    pages: list[dict[str, str]] = Field(default_factory=list)
+    """Sections of guides and skills: `source` and `title`."""
     diagnosis: str = ""
     """The command, or the tool's arguments, of the diagnosis that a question about speed asks for."""
-
-
-class CardRow(BaseModel):
-    """One card in a list."""
-
-    id: str
-    title: str
-    summary: str
-    phase: str
-    wall: str
-    claims: dict[str, list[str]]
-    """Verdicts by claim id with what each rests on, as `confirmed, one H200, megatron`; an empty list for a claim that nobody tested."""
 
 
 class CardList(BaseModel):
     """All cards."""
 
-    cards: list[CardRow]
+    cards: list[dict[str, Any]]
+    """Of each `id`, `title`, `summary`, `phase`, `wall`, and `claims`: verdicts by claim id with what each rests on, as `confirmed, one
+    H200, megatron`; an empty list for a claim that nobody tested."""
     left_out: int = 0
 
 
@@ -111,7 +64,9 @@ class CardAnswer(BaseModel):
     card: dict[str, Any]
     rests_on: list[str]
     """For each decision rule, in their order: `measured`, `refuted` or `hypothesis`."""
-    verdicts: dict[str, list[Standing]]
+    verdicts: dict[str, list[dict[str, Any]]]
+    """By claim the newest verdict of each machine: `stands` says what it rests on, `stale` why it no longer counts, null if it does, and
+    `repeat` is the command that measures again."""
     more: list[str]
     """The card's other sections."""
 
@@ -121,29 +76,17 @@ class ClaimAnswer(BaseModel):
 
     card_id: str
     claim: dict[str, Any]
-    verdicts: dict[str, list[Standing]]
-    """Verdicts by id: of the claim, and of its mechanism check."""
-
-
-class EvidenceRow(Standing):
-    """One evidence record."""
-
-    expires: str
-    case: str | None
+    verdicts: dict[str, list[dict[str, Any]]]
+    """Verdicts by id, as those of a card: of the claim, and of its mechanism check."""
 
 
 class EvidenceList(BaseModel):
     """The records on one claim, newest first; altered ones are listed as `altered`."""
 
     claim_id: str
-    records: list[EvidenceRow]
+    records: list[dict[str, Any]]
+    """Each as a verdict of a card, with the day on which it `expires` and its `case`."""
     left_out: int = 0
-
-
-class NearLayout(BaseModel):
-    """A legal layout, by what it changes."""
-
-    changes: dict[str, Any]
 
 
 class LayoutAnswer(BaseModel):
@@ -160,33 +103,8 @@ class LayoutAnswer(BaseModel):
     """The smallest number of GPUs that holds one copy of the model."""
     uneven: list[list[int]] | None
     """Decoder layers of each stage, chunk by chunk, where they are not alike; null where they are."""
-    nearest: list[NearLayout]
-    """The nearest legal layouts of one that is not."""
-
-
-class StageMemory(BaseModel):
-    """What the ranks of one pipeline stage hold. Units: bytes."""
-
-    stage: int
-    layers: int
-    in_flight: list[int]
-    """Microbatches whose activations are held at once, per chunk."""
-    held: int
-    """Parameters of the stage before data parallelism shards them."""
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    fp8_weights: float
-    gathered: float
-    vision: float
-    loss: float
-    replayed: float
-    workspace: float
-    host: float
-    states: float
-    transient: float
-    peak: float
+    nearest: list[dict[str, Any]]
+    """The nearest legal layouts of one that is not, by the `changes` that lead there."""
 
 
 class MemoryAnswer(BaseModel):
@@ -198,19 +116,9 @@ class MemoryAnswer(BaseModel):
     peak: float
     stage: int
     """The pipeline stage with the highest peak."""
-    stages: list[StageMemory]
-
-
-class PlannedLayout(BaseModel):
-    """One plan. Units: GiB, tokens per second and GPU with their 80 % interval."""
-
-    memory_gib: float
-    tokens_per_s_per_gpu: dict[str, float]
-    mfu: float
-    network_share: float | None
-    """What of its step the network between nodes costs."""
-    settings: list[str]
-    """What `playbook layout memory` takes."""
+    stages: list[dict[str, Any]]
+    """What the ranks of each pipeline stage hold, as in `playbook layout memory --json`; `stage`, `layers`, `in_flight` and `held` are
+    counts."""
 
 
 class PlanAnswer(BaseModel):
@@ -221,7 +129,9 @@ class PlanAnswer(BaseModel):
     global_batch_size: int
     limit_gib: float
     """What a plan may allocate of a GPU's memory."""
-    plans: list[PlannedLayout]
+    plans: list[dict[str, Any]]
+    """Units: GiB, tokens per second and GPU with their 80 % interval. `network_share` is what of the step the network between nodes costs,
+    `settings` what `playbook layout memory` takes."""
     published: dict[str, Any] | None
     """The nearest published runs of the model on the GPU: what was measured, the prediction for each without its own figure, and which of
     them is `ahead` of the first plan.
@@ -356,9 +266,11 @@ def _stands(verdict: Mapping[str, Any]) -> str:
 
 
 def _search(answer: Mapping[str, Any]) -> str:
-    lines = [f"a speed is judged by: {answer['diagnosis']}"] if answer["diagnosis"] else []
-    lines += [answer["none"]] if answer["none"] else []
-    lines += [f"nearest, perhaps of no use: {', '.join(answer['nearest'])}"] if answer["nearest"] else []
+    lines = [
+        *([f"a speed is judged by: {answer['diagnosis']}"] if answer["diagnosis"] else []),
+        *([answer["none"]] if answer["none"] else []),
+        *([f"nearest, perhaps of no use: {', '.join(answer['nearest'])}"] if answer["nearest"] else []),
+    ]
     for hit in answer["hits"]:
         stands = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])
         lines.append(f"{hit['id']}: {hit['title']}{'' if hit['applies'] else ' [does not apply]'}. {stands}")
@@ -417,10 +329,14 @@ def _plans(answer: Mapping[str, Any]) -> str:
     lines = [f"{_speed(p)}, {p['memory_gib']:.0f} GiB{so}: {' '.join(p['settings'])}" for p, so in zip(answer["plans"], near, strict=True)]
     asked = f"{answer['seq_len']:,} tokens, global batch {answer['global_batch_size']:,}, at most {limit:.1f} GiB of a GPU"
     tied = ", ".join(map(str, answer["ties"]))
-    lines += [f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []
     other = answer["other_backend"]
-    claims = [f"claim {c['words']}" for c in answer["claims"]]
-    return "\n".join([asked, *lines, *_ran(answer["published"]), *([other["sentence"]] if other else []), *claims])
+    beside = [
+        *([f"cannot be told apart: plans {tied}"] if len(answer["ties"]) > 1 else []),
+        *_ran(answer["published"]),
+        *([other["sentence"]] if other else []),
+        *(f"claim {c['words']}" for c in answer["claims"]),
+    ]
+    return "\n".join([asked, *lines, *beside])
 
 
 def _ran(published: Mapping[str, Any] | None) -> list[str]:
@@ -456,12 +372,12 @@ def _diagnosis(answer: Mapping[str, Any]) -> str:
 
 def _tuning(answer: Mapping[str, Any]) -> str:
     launch = answer["launch"]
-    lines = [f"{answer['launches']} launches; next ({answer['why']}): {launch or 'as today'}" if launch is not None else answer["why"]]
-    lines += [
+    first = f"{answer['launches']} launches; next ({answer['why']}): {launch or 'as today'}" if launch is not None else answer["why"]
+    kept = [
         f"kept {r['knob']}={r['value']}" + (f" {r['effect']:+.1f} % [{r['low']:.1f}, {r['high']:.1f}]" if r["effect"] is not None else "")
         for r in answer["kept"]
     ]
-    return "\n".join([*lines, *(f"refused {r['knob']}={r['value']}: {r['reason']}" for r in answer["refused"])])
+    return "\n".join([first, *kept, *(f"refused {r['knob']}={r['value']}: {r['reason']}" for r in answer["refused"])])
 
 
 def _speed(predicted: Mapping[str, Any]) -> str:
@@ -486,42 +402,18 @@ SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 """The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""
 
 
-class PlannedProfile(BaseModel):
-    """What one case would run on one kind of machine."""
-
-    profile: str
-    ranks: int
-    launches_least: int
-    """Launches up to the first look at the results, the earliest end."""
-    launches_most: int
-    """Launches up to the last look, the latest end. A series whose step time drifts starts over once; that is not counted."""
-    seconds_per_launch: float | None
-    """Median of the recorded launches on this profile; null where there are none."""
-    seconds_least: float | None
-    seconds_most: float | None
-    limit_s: float
-    """The case's time budget, after which the series ends."""
-    noise: str
-    """Where the noise of launches is known from, if the metric has any."""
-
-
-class PlannedCase(BaseModel):
-    """One case of a plan, with the claims that it settles."""
-
-    case: str
-    kind: str
-    claims: list[str]
-    requires: list[str]
-    profiles: list[PlannedProfile] = Field(default_factory=list)
-    """Empty for cases that launch no training run."""
-
-
 class ConfirmationPlan(BaseModel):
     """What confirming a card would run, worked out without running anything."""
 
     card_id: str
     command: str
-    cases: list[PlannedCase]
+    cases: list[dict[str, Any]]
+    """Each with the claims that it settles, and by profile what it would run; none for a case that launches no training run.
+
+    Launches up to the first look at the results, the earliest end, and up to the last, the latest; a series whose step time drifts starts
+    over once, which is not counted. Seconds of a launch are the median of those recorded on the profile, null where there are none;
+    `limit_s` is the case's time budget, after which the series ends; `noise` says where the noise of launches is known from.
+    """
     without_case: list[str] = Field(default_factory=list)
     """Ids of claims that have no case."""
 
@@ -539,17 +431,23 @@ def plan(card: Card, records: Sequence[Record]) -> ConfirmationPlan:
     return ConfirmationPlan(card_id=card.id, command=f"playbook confirm {card.id} --json", cases=cases, without_case=without)
 
 
-def _case(case: Case, claims: Sequence[tuple[str, str]], records: Sequence[Record]) -> PlannedCase:
+def _case(case: Case, claims: Sequence[tuple[str, str]], records: Sequence[Record]) -> dict[str, Any]:
     launched = case.kind in LAUNCHED_KINDS
 
     def exact(profile: str) -> bool:
         return all(metrics.on(metric, gpus=profile != CPU).deterministic for _, metric in claims)
 
     profiles = [_profile(case, name, exact(name), records) for name in case.profiles] if launched else []
-    return PlannedCase(case=case.id, kind=case.kind, claims=[i for i, _ in claims], requires=case.requires, profiles=profiles)
+    return {
+        "case": case.id,
+        "kind": case.kind,
+        "claims": [i for i, _ in claims],
+        "requires": case.requires,
+        "profiles": profiles,
+    }
 
 
-def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -> PlannedProfile:
+def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -> dict[str, Any]:
     """Number of launches by the schedule, and their cost by the recorded launches of this case and profile."""
     looks, k = case.budget.looks, len(case.variants)
     # An exact metric is compared in one pair or block, without burn-in.
@@ -559,14 +457,14 @@ def _profile(case: Case, profile: str, exact: bool, records: Sequence[Record]) -
     each = median(walls) if walls else None
     limit = 60 * case.budget.minutes
     noise = "exact metric, no noise" if exact else "that of the launches that are compared"
-    return PlannedProfile(
-        profile=profile,
-        ranks=max(overrides(case, v, profile)[1] for v in case.variants),
-        launches_least=least,
-        launches_most=most,
-        seconds_per_launch=each,
-        seconds_least=None if each is None else min(limit, least * each),
-        seconds_most=None if each is None else min(limit, most * each),
-        limit_s=limit,
-        noise=noise,
-    )
+    return {
+        "profile": profile,
+        "ranks": max(overrides(case, v, profile)[1] for v in case.variants),
+        "launches_least": least,
+        "launches_most": most,
+        "seconds_per_launch": each,
+        "seconds_least": None if each is None else min(limit, least * each),
+        "seconds_most": None if each is None else min(limit, most * each),
+        "limit_s": limit,
+        "noise": noise,
+    }

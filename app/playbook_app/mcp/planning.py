@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -35,10 +35,7 @@ from playbook_app.mcp.answers import (
     ExportAnswer,
     LayoutAnswer,
     MemoryAnswer,
-    NearLayout,
     PlanAnswer,
-    PlannedLayout,
-    StageMemory,
 )
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
@@ -46,13 +43,12 @@ from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observ
 from playbook_bench.tune.record import percent
 from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
-_MOST_TEXT = 100_000
-_MOST_HARDWARE = 200_000
+_UNSAID = ("grown", "update")
+"""Figures of a stage that its peak counts already, and the answer leaves out."""
 _ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
 """Arguments of `plan_layout` whose option of `playbook plan` has another name."""
-Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
-Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hugging Face name, or a config.json's text.")]
-Gpu = Annotated[str, Field(max_length=_MOST_HARDWARE, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
+Model = Annotated[str, Field(max_length=100_000, description="A preset, a Hugging Face name, or a config.json's text.")]
+Gpu = Annotated[str, Field(max_length=200_000, description="Kind of GPU, such as h100, or a calibration's or hardware file's JSON.")]
 Network = Annotated[str, Field(max_length=40, description="100GbE, RoCE-200, IB-400, EFA-3200, none.")]
 Settings = Annotated[
     list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description='One an item: ["tp=2", "recompute=full"].')
@@ -92,7 +88,7 @@ def layout_answer(plan: Plan) -> LayoutAnswer:
         edp=plan.gpus // expert if whole and plan.gpus % expert == 0 else None,
         min_gpus=layout.min_gpus(**degrees) if whole else 1,
         uneven=None if broken else plain_data.split(plan),
-        nearest=[NearLayout(changes=n.changes) for n in nearest(plan)] if broken and whole else [],
+        nearest=[{"changes": n.changes} for n in nearest(plan)] if broken and whole else [],
     )
 
 
@@ -102,11 +98,12 @@ def memory_answer(plan: Plan, hardware: str | None) -> MemoryAnswer:
     Raises:
         PlaybookError: the plan breaks a rule, or no such GPU is known.
     """
-    stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
+    stages = memory.estimate(plan)
     most = max(stages, key=lambda s: s.peak)
     gib = of_text(hardware).memory_gib if hardware else None
     verdict = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
-    return MemoryAnswer(verdict=verdict, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
+    rows = [{k: v for k, v in s.row().items() if k not in _UNSAID} for s in stages]
+    return MemoryAnswer(verdict=verdict, gpu_gib=gib, peak=most.peak, stage=most.number, stages=rows)
 
 
 def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
@@ -177,7 +174,7 @@ def plan_answer(
         **{k: document["question"][k] for k in ("gpus", "seq_len")},
         global_batch_size=document["question"]["gbs"],
         limit_gib=document["question"]["memory_gib"],
-        plans=[PlannedLayout(**{k: p[k] for k in shown}) for p in document["plans"]],
+        plans=[{k: p[k] for k in shown} for p in document["plans"]],
         published=document["published"],
         other_backend=other,
         ties=document["ties"],
@@ -191,39 +188,36 @@ def claims_on(answer: PlanAnswer, model: str, hardware: str, network: str, stock
     """What GPUs have measured of the first plan's layout; asked anew for each answer, since records may come."""
     if not answer.plans:
         return []
-    return of_layout(stock, plan_of(model, answer.gpus, answer.plans[0].settings), of_text(counted(hardware, answer.gpus)[0], network))
+    return of_layout(stock, plan_of(model, answer.gpus, answer.plans[0]["settings"]), of_text(counted(hardware, answer.gpus)[0], network))
 
 
-@dataclass(frozen=True)
-class DiagnosisQuestion:
-    """What is asked of a diagnosis, beside the speed."""
-
-    model: str
-    gpus: int
-    hardware: str
-    seq_len: int
-    global_batch_size: int
-    layout: tuple[str, ...]
-    framework: str
-    network: str
-    saw: tuple[str, ...]
-
-
-def diagnosis_answer(question: DiagnosisQuestion, figures: Figures, stock: Stock) -> DiagnosisAnswer:
+def diagnosis_answer(
+    model: str,
+    gpus: int,
+    hardware: str,
+    network: str,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    settings: Sequence[str],
+    framework: str,
+    saw: Sequence[str],
+    figures: Figures,
+    stock: Stock,
+) -> DiagnosisAnswer:
     """What `playbook diagnose` says, in short.
 
     Raises:
         PlaybookError: the question cannot be asked, or the figures contradict it.
     """
-    shape, runs_with, less = cut(shape_of(question.model), question.layout)
+    shape, runs_with, less = cut(shape_of(model), settings)
     where = setting(
-        shape, (named(question.model) or "given") + less, of_text(counted(question.hardware, question.gpus)[0], question.network),
-        question.gpus,
-        seq_len=question.seq_len or None, gbs=question.global_batch_size or None, known=runs_with,
-        framework=question.framework or "megatron-lm", always=SETTINGS.get(question.framework, ()),
-        said="config.json" if question.model.lstrip().startswith("{") else question.model,
+        shape, (named(model) or "given") + less, of_text(counted(hardware, gpus)[0], network), gpus,
+        seq_len=seq_len or None, gbs=global_batch_size or None, known=runs_with,
+        framework=framework or "megatron-lm", always=SETTINGS.get(framework, ()),
+        said="config.json" if model.lstrip().startswith("{") else model,
     )  # fmt: skip
-    where = replace(where, seen=parsed(question.saw))
+    where = replace(where, seen=parsed(saw))
     diagnosis = diagnose(where, measured(where, figures), stock, changed)
     runs = diagnosis["published"]
     return DiagnosisAnswer(
@@ -243,30 +237,6 @@ _KNOB = re.compile(r"([\w.$-]{1,64})=([^|]{1,64}(?:\|[^|]{1,64}){1,15})")
 _RUN = re.compile(r"(?P<value>[0-9.eE+-]{1,24})(?: loss=(?P<loss>[0-9.eE+-]{1,24}))?(?: tokens=(?P<tokens>[0-9.eE+-]{1,24}))?")
 _ENDINGS = ("oom", "crash", "nan", "hang", "killed", "refused")
 
-Knobs = Annotated[
-    list[Annotated[str, Field(max_length=1200)]],
-    Field(min_length=1, max_length=32, description="name=today|other|..., in the order to try, such as fuse=off|on."),
-]
-Seen = Annotated[
-    list[Annotated[str, Field(max_length=100)]],
-    Field(
-        max_length=600,
-        description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan, hang,"
-        " or 'time up' to try no more.",
-    ),
-]
-
-
-class TuneRow(BaseModel):
-    """What became of a value. Percentages are of speed."""
-
-    knob: str
-    value: str
-    reason: str
-    low: float | None
-    effect: float | None
-    high: float | None
-
 
 class TuneAnswer(BaseModel):
     """What to launch next, or what is proven."""
@@ -274,8 +244,9 @@ class TuneAnswer(BaseModel):
     launch: dict[str, str] | None
     """Values other than today's, for one launch; null once the tuning has ended."""
     why: str
-    kept: list[TuneRow]
-    refused: list[TuneRow]
+    kept: list[dict[str, Any]]
+    """Values with the `reason`, and the `effect` with its ends `low` and `high` in percent of speed, null where there is none."""
+    refused: list[dict[str, Any]]
     launches: int
     at_least: int
     """Launches up to the end of the proof of what looks better now."""
@@ -344,10 +315,8 @@ def _event(text: str) -> Event:
     return Observation("ok", numbers["value"], numbers.get("loss"), numbers.get("tokens"))
 
 
-def _row(decision: Decision) -> TuneRow:
-    low, effect, high = (
-        (None, None, None) if decision.effect is None else (decision.effect.low, decision.effect.value, decision.effect.high)
-    )
-    return TuneRow(
-        knob=decision.knob, value=decision.value, reason=decision.reason, low=percent(low), effect=percent(effect), high=percent(high)
-    )
+def _row(decision: Decision) -> dict[str, Any]:
+    """What became of a value."""
+    found = decision.effect
+    low, effect, high = (None, None, None) if found is None else (percent(found.low), percent(found.value), percent(found.high))
+    return {"knob": decision.knob, "value": decision.value, "reason": decision.reason, "low": low, "effect": effect, "high": high}

@@ -6,9 +6,7 @@ Source: https://modelcontextprotocol.io/specification
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -22,7 +20,6 @@ from pydantic import BaseModel, Field, ValidationError
 from playbook import __version__
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim, claim_ids, guidance
-from playbook.cards.search import diagnosis_of, load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
@@ -36,20 +33,15 @@ from playbook_app.mcp.answers import (
     SUMMARIES,
     CardAnswer,
     CardList,
-    CardRow,
     ClaimAnswer,
     DiagnosisAnswer,
     EvidenceList,
-    EvidenceRow,
     ExportAnswer,
     LayoutAnswer,
     Library,
     MemoryAnswer,
-    PageHit,
     PlanAnswer,
     SearchAnswer,
-    SearchHit,
-    Standing,
     shallow,
     shortened,
 )
@@ -62,8 +54,9 @@ _MISTAKES = 4
 """Wrong arguments that an error names."""
 _MAX_TEXT = 600
 _MAX_LINE = 160
+_MAX_ERROR = 2000
 
-_READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
+_READ_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
@@ -79,7 +72,6 @@ _INSTRUCTIONS = (
 
 _CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
 ClaimId = Annotated[str, Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$", description="A claim's id, such as W9 or W9.m.")]
-_EXAMPLES = "such as qwen3_30b_a3b or deepseek_v3"
 
 
 def _number(description: str, least: int = 1, most: int = 1_000_000) -> Any:
@@ -91,21 +83,8 @@ def _figure(description: str) -> Any:
 
 
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
-_Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
-_Framework = Annotated[str, Field(max_length=20, description="Your trainer, such as torchtitan; else flags are Megatron-LM's.")]
-_Planned = Annotated[
-    str,
-    Field(
-        max_length=20,
-        description="Trainer you will export to (megatron-lm, megatron-bridge, torchtitan, ...); it decides the loss, the memory and which"
-        " plan is first; set it before export_layout.",
-    ),
-]
-_Target = Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"]
-Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
-Answer = CallToolResult | InputRequiredResult
 
 
 class StrictServer(MCPServer[Any]):
@@ -124,7 +103,9 @@ class StrictServer(MCPServer[Any]):
             for t in tools
         ]
 
-    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
+    ) -> CallToolResult | InputRequiredResult:
         """The tool's answer.
 
         Raises:
@@ -137,6 +118,8 @@ class StrictServer(MCPServer[Any]):
         try:
             result = await super().call_tool(name, arguments, context)
         except ToolError as e:
+            if isinstance(e.__cause__, PlaybookError):  # a mistake of the caller, or a record that cannot be read
+                raise ToolError(f"Error executing tool {name}: {str(e.__cause__)[:_MAX_ERROR]}") from e
             if not isinstance(e.__cause__, ValidationError):
                 raise
             raise ToolError(_mistakes(name, e.__cause__)) from e
@@ -159,10 +142,7 @@ def server(library: Library) -> MCPServer[Any]:
     _cards(out, library)
     _evidence(out, library)
     _layout(out, library)
-    _memory(out)
-    _export(out, library)
-    _diagnosis(out, library)
-    _tuning(out)
+    _runs(out, library)
     _resources(out, library)
     return out
 
@@ -172,100 +152,108 @@ def _search(out: MCPServer[Any], library: Library) -> None:
 
     @cache
     def index() -> engine.SearchIndex:
-        return engine.index(library.cards, load_sections())
+        return engine.index(library.cards, engine.load_sections())
 
-    @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Search the cards", annotations=_READ_ONLY)
     def search(
         query: Annotated[str, Field(min_length=1, max_length=engine.MAX_QUERY, description="A symptom, an error text or a goal.")],
         hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200x4, gb200 or cpu.")] = None,
-        model: Annotated[str | None, Field(max_length=64, description=f"A preset, {_EXAMPLES}.")] = None,
+        model: Annotated[str | None, Field(max_length=64, description="A preset, such as qwen3_30b_a3b or deepseek_v3.")] = None,
         gpus: Annotated[int | None, _number("How many GPUs.", least=0)] = None,
-        status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
+        status: Annotated[
+            Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"] | None,
+            Field(description="Only claims that stand so on some machine."),
+        ] = None,
         limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
     ) -> SearchAnswer:
         """Cards that answer a question, best first: why, where their claims stand, whether they fit the machine; else what is nearest."""
-        with _as_tool_error():
-            stock = library.stock()
-            only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
-            run = stated(hardware, model, gpus)
-            result = engine.search(index(), query, run, only=only, limit=limit)
-            rows = [
-                SearchHit(
-                    **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
-                    standing={i: _stands(library.cards[h.id], i, stock, run.hardware) for i in h.claims},
-                )
-                for h in result.hits
-            ]
-            pages = [PageHit(source=p.source, title=p.title) for p in result.pages]
-            answer = SearchAnswer(hits=rows, none=result.none, nearest=result.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
-            return bounded(answer, "ask with a smaller limit")
+        stock = library.stock()
+        only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
+        run = stated(hardware, model, gpus)
+        result = engine.search(index(), query, run, only=only, limit=limit)
+        rows = [
+            {
+                "id": h.id,
+                "title": h.title,
+                "claims": h.claims,
+                "standing": {i: _stands(library.cards[h.id], i, stock, run.hardware) for i in h.claims},
+                "why": h.why[:_MAX_TEXT],
+                "applies": h.applies,
+                "sizes": h.sizes,
+                "limits": [x[:_MAX_TEXT] for x in h.limits],
+            }
+            for h in result.hits
+        ]
+        found = {**result.as_row(), "hits": rows, "diagnosis": engine.diagnosis_of(query, run)}
+        return bounded(SearchAnswer(**found), "ask with a smaller limit")
 
 
 def _cards(out: MCPServer[Any], library: Library) -> None:
     """Register the tools that read cards and claims."""
 
-    @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="List the cards", annotations=_READ_ONLY)
     def list_cards() -> CardList:
         """Every card: id, title, summary, and the status of its claims by machine."""
-        with _as_tool_error():
-            return _card_list(library)
+        return _card_list(library)
 
-    @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Get a card", annotations=_READ_ONLY)
     def get_card(
         card_id: _CardId,
         section: Annotated[_Section, Field(description="answer: what to set, because of which claims, and their verdicts.")] = "answer",
     ) -> CardAnswer:
         """One card: decision rules with the newest verdict of each machine on each claim, or another section of it."""
-        with _as_tool_error():
-            card, stock = library.card(card_id), library.stock()
-            statuses = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
-            rules = rests_on(card, stock) if section in ("answer", "all") else []
-            more = [s for s in get_args(_Section) if s != section]
-            return bounded(
-                CardAnswer(card=_part(card, section), rests_on=rules, verdicts=statuses, more=more), "ask for one of its sections"
-            )
+        card, stock = library.card(card_id), library.stock()
+        statuses = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
+        rules = rests_on(card, stock) if section in ("answer", "all") else []
+        more = [s for s in get_args(_Section) if s != section]
+        return bounded(CardAnswer(card=_part(card, section), rests_on=rules, verdicts=statuses, more=more), "ask for one of its sections")
 
-    @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Get a claim", annotations=_READ_ONLY)
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
         """One claim with statement, mechanism, scope, sources, verdicts; the id of a mechanism check, such as `W9.m`, gives its claim."""
-        with _as_tool_error():
-            return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
+        return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
 
 def _evidence(out: MCPServer[Any], library: Library) -> None:
-    @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="List evidence", annotations=_READ_ONLY)
     def list_evidence(claim_id: ClaimId, limit: Annotated[int, _number("Records at most.", most=MAX_ROWS)] = 20) -> EvidenceList:
         """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
-        with _as_tool_error():
-            return evidence_list(library, claim_id, limit)
+        return evidence_list(library, claim_id, limit)
 
-    @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Plan a confirmation", annotations=_READ_ONLY)
     def plan_confirmation(card_id: _CardId) -> answers.ConfirmationPlan:
         """What confirming a card would run: cases, profiles, launches, and a rough cost from recorded ones. Nothing is run."""
-        with _as_tool_error():
-            return bounded(answers.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
+        return bounded(answers.plan(library.card(card_id), library.records()), "plan its claims one by one on the command line")
 
 
 def _layout(out: MCPServer[Any], library: Library) -> None:
-    """Register the check of a layout and the search of layouts."""
+    """Register what answers on layouts: check, search, memory and export."""
 
-    @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Check a layout", annotations=_READ_ONLY)
     def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
-        with _as_tool_error():
-            return planning.layout_answer(planning.plan_of(model, gpus, settings))
+        return planning.layout_answer(planning.plan_of(model, gpus, settings))
 
-    @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Plan a layout", annotations=_READ_ONLY)
     def plan_layout(
         model: planning.Model,
         gpus: _Gpus,
         hardware: planning.Gpu,
-        seq_len: _Seq = 4096,
+        seq_len: Annotated[int, _number("Tokens of a row.", most=1_000_000_000)] = 4096,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
         goal: Annotated[Literal["tokens/s", "memory", "gpus"], Field(description="Fastest, leanest, fewest GPUs.")] = "tokens/s",
         backend: Annotated[Literal["megatron", "torch"], Field(description="torch: FSDP2.")] = "megatron",
-        framework: _Planned = "",
-        allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
+        framework: Annotated[
+            str,
+            Field(
+                max_length=20,
+                description="Trainer you will export to (megatron-lm, megatron-bridge, torchtitan, ...); it decides the loss, the memory"
+                " and which plan is first; set it before export_layout.",
+            ),
+        ] = "",
+        allow: Annotated[
+            list[Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]], Field(max_length=5, description="Beyond BF16.")
+        ] = [],  # noqa: B006
         fix: Annotated[
             list[Annotated[str, Field(max_length=200)]],
             Field(max_length=20, description="To keep, such as tp=1."),
@@ -274,45 +262,41 @@ def _layout(out: MCPServer[Any], library: Library) -> None:
         network: planning.Network = "",
     ) -> PlanAnswer:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would."""
-        with _as_tool_error():
-            trained_on, kept = trained_by(framework, backend, tuple(fix))
-            answer = planning.plan_answer(
-                model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=trained_on,
-                allow=frozenset(allow), fix=kept, top=top,
-            )  # fmt: skip
-            claims = planning.claims_on(answer, model, hardware, network, library.stock())
-            return bounded(answer.model_copy(update={"claims": claims}), "ask for fewer plans")
+        trained_on, kept = trained_by(framework, backend, tuple(fix))
+        answer = planning.plan_answer(
+            model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=trained_on,
+            allow=frozenset(allow), fix=kept, top=top,
+        )  # fmt: skip
+        claims = planning.claims_on(answer, model, hardware, network, library.stock())
+        return bounded(answer.model_copy(update={"claims": claims}), "ask for fewer plans")
 
-
-def _memory(out: MCPServer[Any]) -> None:
-    @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Estimate memory", annotations=_READ_ONLY)
     def estimate_memory(
         model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
     ) -> MemoryAnswer:
         """Peak allocated bytes per GPU, stage by stage, of a legal layout, without what the allocator reserves beyond that."""
-        with _as_tool_error():
-            return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
+        return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
 
-
-def _export(out: MCPServer[Any], library: Library) -> None:
-    @out.tool(title="Export a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Export a layout", annotations=_READ_ONLY)
     def export_layout(
         model: planning.Model,
         gpus: _Gpus,
         hardware: planning.Gpu,
         settings: planning.Settings,
-        framework: Annotated[_Target, Field(description="Whose script.")] = "megatron-lm",
+        framework: Annotated[
+            Literal["megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "deepspeed", "playbook"],
+            Field(description="Whose script."),
+        ] = "megatron-lm",
     ) -> ExportAnswer:
         """A legal layout, such as a plan's settings, as a script that starts it with a trainer."""
-        with _as_tool_error():
-            plan = planning.plan_of(model, gpus, settings)
-            return bounded(planning.export_answer(plan, framework, hardware), "ask for another framework")
+        plan = planning.plan_of(model, gpus, settings)
+        return bounded(planning.export_answer(plan, framework, hardware), "ask for another framework")
 
 
-def _diagnosis(out: MCPServer[Any], library: Library) -> None:
-    """Register the diagnosis of a run."""
+def _runs(out: MCPServer[Any], library: Library) -> None:
+    """Register what answers on runs: diagnosis, and a tuning."""
 
-    @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Diagnose a run", annotations=_READ_ONLY)
     def diagnose(
         model: planning.Model,
         gpus: _Gpus,
@@ -327,30 +311,36 @@ def _diagnosis(out: MCPServer[Any], library: Library) -> None:
         network: planning.Network = "",
         seq_len: Annotated[int, _number("0: 4096.", 0, 1_000_000_000)] = 0,
         global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
-        framework: _Framework = "",
+        framework: Annotated[str, Field(max_length=20, description="Your trainer, such as torchtitan; else flags are Megatron-LM's.")] = "",
     ) -> DiagnosisAnswer:
         """Where a run's speed stands, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
-        with _as_tool_error():
-            question = planning.DiagnosisQuestion(
-                model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework, network, tuple(saw)
-            )
-            figures = Figures(mfu, step_time_s, tokens_per_s)
-            return bounded(planning.diagnosis_answer(question, figures, library.stock()), "name the layout")
+        answer = planning.diagnosis_answer(
+            model, gpus, hardware, network, seq_len=seq_len, global_batch_size=global_batch_size, settings=layout, framework=framework,
+            saw=saw, figures=Figures(mfu, step_time_s, tokens_per_s), stock=library.stock(),
+        )  # fmt: skip
+        return bounded(answer, "name the layout")
 
-
-def _tuning(out: MCPServer[Any]) -> None:
-    @out.tool(title="Tune: what to launch next", annotations=ToolAnnotations(**_READ_ONLY))
+    @out.tool(title="Tune: what to launch next", annotations=_READ_ONLY)
     def tune_next(
-        knobs: planning.Knobs,
-        seen: planning.Seen = [],  # noqa: B006
+        knobs: Annotated[
+            list[Annotated[str, Field(max_length=1200)]],
+            Field(min_length=1, max_length=32, description="name=today|other|..., in the order to try, such as fuse=off|on."),
+        ],
+        seen: Annotated[
+            list[Annotated[str, Field(max_length=100)]],
+            Field(
+                max_length=600,
+                description="What each launch so far gave, in order: '0.512 loss=2.31 tokens=4096' (seconds of a step), oom, crash, nan,"
+                " hang, or 'time up' to try no more.",
+            ),
+        ] = [],  # noqa: B006
         seed: Annotated[int, _number("The same in every call.", 0)] = 0,
         false_keep_percent: Annotated[
             float, Field(ge=0.1, le=50, description="Percent: the chance that what is kept holds a change that does not help.")
         ] = 5.0,
     ) -> planning.TuneAnswer:
         """The next launch of a tuning, or what is proven to make the run faster. Keep nothing that is not in `kept`."""
-        with _as_tool_error():
-            return bounded(planning.tune_answer(knobs, seen, seed, false_keep_percent), "name fewer knobs")
+        return bounded(planning.tune_answer(knobs, seen, seed, false_keep_percent), "name fewer knobs")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
@@ -393,8 +383,10 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
     """Register one resource, which is read on request."""
 
     def told() -> str:
-        with _as_tool_error(ResourceError):
+        try:
             return read()
+        except PlaybookError as e:
+            raise ResourceError(str(e)[:_MAX_ERROR]) from e
 
     kind = "text/markdown" if uri.endswith(".md") else "application/json" if uri.endswith(".json") else "application/yaml"
     out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=told))
@@ -403,11 +395,13 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
 def _card_list(library: Library) -> CardList:
     """One row for each card, cut at the length of an answer."""
     stock, cards = library.stock(), list(guidance(library.cards).values())
-    rows = []
-    for card in cards[:MAX_ROWS]:
-        stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
-        texts = {k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
-        rows.append(CardRow(**texts, claims=stands))
+    rows: list[dict[str, Any]] = [
+        {
+            **{k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")},
+            "claims": {i: _stands(card, i, stock) for i in claim_ids(card)},
+        }
+        for card in cards[:MAX_ROWS]
+    ]
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
     return CardList(cards=rows, left_out=len(cards) - len(rows))
@@ -453,25 +447,24 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
     Raises:
         PlaybookError: no card has such a claim.
     """
-    home = next((c for c in library.cards.values() if claim_id in claim_ids(c)), None)
-    if home is None:
-        all_claims = [i for c in library.cards.values() for i in claim_ids(c)]
-        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, all_claims)}")
-    claim = next(c for claim_of_card in home.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c and c.id == claim_id)
+    claims = by_claim(library.cards)
+    if claim_id not in claims:
+        raise PlaybookError(f"claim '{claim_id}' does not exist{did_you_mean(claim_id, claims)}")
+    _, claim = claims[claim_id]
     records = earlier(library.records(), claim_id)
     rows = [
-        EvidenceRow(
-            machine=r.machine,
-            status=r.status,
-            stands=in_words(r, old),
-            sentence=("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
-            created=r.created,
-            stale=old,
-            evidence=r.id,
-            repeat=str(r.get("command", default=""))[:_MAX_TEXT],
-            expires=str(r.get("expires", default="")),
-            case=r.get("measured", "case", "id"),
-        )
+        {
+            "machine": r.machine,
+            "status": r.status,
+            "stands": in_words(r, old),
+            "sentence": ("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
+            "created": r.created,
+            "stale": old,
+            "evidence": r.id,
+            "repeat": str(r.get("command", default=""))[:_MAX_TEXT],
+            "expires": str(r.get("expires", default="")),
+            "case": r.get("measured", "case", "id"),
+        }
         for r in records[:limit]
         for old in [r.stale(library.today, claim)]
     ]
@@ -496,14 +489,5 @@ def _stands(card: Card, claim_id: str, stock: Stock, gpus: Sequence[str] = ()) -
     return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today, gpus)
 
 
-def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:
-    return {i: [Standing(**s) for s in standing(card, i, stock)[:MAX_ROWS]] for i in ids}
-
-
-@contextmanager
-def _as_tool_error(kind: type[Exception] = ToolError) -> Iterator[None]:
-    """Turn a mistake of the caller, or an unreadable record, into an error message for the agent."""
-    try:
-        yield
-    except PlaybookError as e:
-        raise kind(str(e)[:2000]) from e
+def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[dict[str, Any]]]:
+    return {i: standing(card, i, stock)[:MAX_ROWS] for i in ids}

@@ -7,9 +7,8 @@ function; adding one is adding a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from playbook.records.read import Record, RecordReader, speaks_for
 from playbook.yaml_files import KeyPath, Positions, did_you_mean, load, locate
 from playbook_bench import statements
 from playbook_bench.judge import effects, receipt
-from playbook_bench.judge.effects import threshold
 from playbook_bench.machine.requirements import check_name, shares_a_gpu
 from playbook_bench.metrics import METRICS
 from playbook_bench.run import replay
@@ -46,12 +44,12 @@ RULES: Sequence[LintRule] = (
 """Every rule over cards alone; `playbook_app.services.check` adds those that need cases or evidence."""
 
 
-def lint(cards: Cards, shelf: Cards, today: str | None = None) -> list[Finding]:
+def lint(cards: Cards, shelf: Cards, today: str) -> list[Finding]:
     """What the rules find in `cards`, also against the other cards of `shelf`; `today` is YYYY-MM-DD."""
     checked = {e.path.resolve() for e in cards.loaded}
     replaced = {e.card.id for e in cards.loaded}
     others: list[LoadedCard] = [e for e in shelf.loaded if e.path.resolve() not in checked and e.card.id not in replaced]
-    view = LintInput(cards.loaded, [*others, *cards.loaded], today or datetime.now(UTC).strftime("%Y-%m-%d"))
+    view = LintInput(cards.loaded, [*others, *cards.loaded], today)
     findings = [finding for rule in RULES for finding in rule.run(view)]
     return sorted(dict.fromkeys(findings), key=lambda f: (f.file, f.line, f.column))
 
@@ -109,11 +107,9 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     """
     shelf = read_cards(folders("cards"))
     cards = read_cards(paths) if paths else shelf
-    cases: dict[str, LoadedCase] = {}
-    findings: list[Finding] = []
-    for folder in folders("cases"):
-        more_cases, wrong = read_cases(folder)
-        cases, findings = {**cases, **more_cases}, [*findings, *wrong]
+    read = [read_cases(folder) for folder in folders("cases")]
+    cases = {name: loaded for of_folder, _ in read for name, loaded in of_folder.items()}
+    findings = [finding for _, wrong in read for finding in wrong]
     cases_of_cards, more = _cases_beside(cards)
     findings += more
     broken = {Path(f.file).stem for f in findings}
@@ -138,16 +134,14 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     return cards, cases, problems + findings
 
 
-@cache
-def _reader() -> RecordReader:
-    """Keeps the records that it has read, since a process may check many cards."""
-    return RecordReader()
+_READER = RecordReader()
+"""Keeps the records that it has read, since a process may check many cards."""
 
 
 def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return _reader().read([folder]), []
+        return _READER.read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 
@@ -273,7 +267,7 @@ def _margin(entry: LoadedCard, place: KeyPath, metric: str, expect: Expect) -> I
     """A finding where the unit of the margin does not fit the metric."""
     if metric in METRICS and expect.margin is not None:
         try:
-            threshold(METRICS[metric], expect.margin)
+            effects.threshold(METRICS[metric], expect.margin)
         except ConfigError as e:
             yield entry.finding((*place, "expect", "margin"), str(e))
 
@@ -301,7 +295,7 @@ def _out_of_reach(
     at = entry.finding(
         (*place, "scope"), f"no profile of case '{case.id}' lies in this scope: {'; '.join(reasons)}; add one, or widen the scope"
     )
-    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
+    yield replace(at, rule=CASE_RULES[0][0])
 
 
 def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[Finding]:
@@ -319,8 +313,7 @@ def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[
                         f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it;"
                         " cite a claim on it, or leave it out"
                     )
-                    at = entry.finding(("decide", i, "set", key), message)
-                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0])
+                    yield replace(entry.finding(("decide", i, "set", key), message), rule=CASE_RULES[1][0])
 
 
 def _backends(case: Case, profile: str) -> str:
@@ -342,7 +335,7 @@ def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Fi
         _, expires = max(records_of_claim, default=(False, "9999"))
         if expires < today:
             at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
-            yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[2][0], warning=True)
+            yield replace(at, rule=CASE_RULES[2][0], warning=True)
 
 
 def _delta(values: Mapping[str, Any]) -> str:
@@ -414,8 +407,7 @@ def _recipes(cards: Cards) -> Iterator[Finding]:
         for i, family in enumerate(entry.card.families):
             if family.recipe is not None:
                 for message in disagreements(family, family.recipe):
-                    at = entry.finding(("families", i, "recipe"), message)
-                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[3][0])
+                    yield replace(entry.finding(("families", i, "recipe"), message), rule=CASE_RULES[3][0])
 
 
 def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:
@@ -440,8 +432,16 @@ def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) ->
     """By key, the value that the family states (None if it states none) and the value of the configuration."""
     par, settings = config.parallel, family.settings
     etp = par.etp or par.tp
-    degrees = {"tp": par.tp, "cp": par.cp, "pp": par.pp, "vpp": par.vpp, "ep": par.ep, "etp": etp}
-    degrees |= {"dp": gpus // (par.tp * par.cp * par.pp), "edp": gpus // (etp * par.ep * par.pp)}
+    degrees = {
+        "tp": par.tp,
+        "cp": par.cp,
+        "pp": par.pp,
+        "vpp": par.vpp,
+        "ep": par.ep,
+        "etp": etp,
+        "dp": gpus // (par.tp * par.cp * par.pp),
+        "edp": gpus // (etp * par.ep * par.pp),
+    }
     numbers = {
         "seq_len": config.data.seq_len,
         "micro_batch_size": config.train.micro_batch_size,

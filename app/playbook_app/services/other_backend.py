@@ -43,12 +43,20 @@ def other_backend(answer: Answer, *, with_published: bool) -> dict[str, Any] | N
     faster, tied = best.speed / first.speed - 1, abs(half_widths_apart(first, best)) < 1
     runs_it = run_by(best.plan, other.cluster.name)
     speed = best.time.tokens_per_s_per_gpu
-    plan = {
-        "settings": words(best.plan), "memory_gib": best.peak / GIB,
-        "tokens_per_s_per_gpu": {"value": speed.value, "low": speed.low, "high": speed.high},
-    }  # fmt: skip
-    sentence = f"{name}: {_speed(best)}, {_apart(faster, tied=tied)}: {_layout(best, other.capacity)}; {_run_by(runs_it)}"
-    return {"backend": other.backend, "plan": plan, "faster": faster, "tied": tied, "trainers": runs_it, "sentence": sentence}
+    tokens = f"{speed.value:,.0f} tokens/s/GPU [{speed.low:,.0f} to {speed.high:,.0f}]"
+    sentence = f"{name}: {tokens}, {_apart(faster, tied=tied)}: {_layout(best, other.capacity)}; {_run_by(runs_it)}"
+    return {
+        "backend": other.backend,
+        "plan": {
+            "settings": words(best.plan),
+            "memory_gib": best.peak / GIB,
+            "tokens_per_s_per_gpu": {"value": speed.value, "low": speed.low, "high": speed.high},
+        },
+        "faster": faster,
+        "tied": tied,
+        "trainers": runs_it,
+        "sentence": sentence,
+    }
 
 
 def run_by(plan: Plan, hardware: str) -> list[str]:
@@ -64,11 +72,6 @@ def _is_run_by(plan: Plan, trainer: str, hardware: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _speed(best: Choice) -> str:
-    speed = best.time.tokens_per_s_per_gpu
-    return f"{speed.value:,.0f} tokens/s/GPU [{speed.low:,.0f} to {speed.high:,.0f}]"
 
 
 def _apart(faster: float, *, tied: bool) -> str:

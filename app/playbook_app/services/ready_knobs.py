@@ -18,8 +18,7 @@ from playbook.records.machine import CPU, short_gpu
 from playbook.records.read import DECIDED, Record, verdicts
 from playbook.records.standing import Stock
 from playbook_bench.machine import requirements
-from playbook_bench.tune import knobs as files
-from playbook_bench.tune.knobs import Knob, Knobs
+from playbook_bench.tune.knobs import Knob, Knobs, fits
 from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import Resolved, Runnable
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load, parse_overrides
@@ -86,7 +85,7 @@ def ready(case: Case, start: Runnable, stock: Stock, machine: Machine, goal: str
     for name, knob in Knobs.model_validate(sets[framework]).knobs.items():
         card, claim = claims.get(knob.claim or "", ("", None))
         scope = {**stock.cards[card].scope, **(claim.scope if isinstance(claim, Claim) else {})} if claim else {}
-        if not files.fits(knob, words, values) or _is_for_others(knob, scope, facts):
+        if not fits(knob, words, values) or _is_for_others(knob, scope, facts):
             continue
         known = claim is not None and goal != "peak_memory"
         fitting[name] = _with_effect(knob, scope, _effects(claim, stock, facts), facts) if known else knob

@@ -17,9 +17,8 @@ from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import folders
 from playbook.planner import memory
 from playbook.planner.time.cluster import cluster
-from playbook.records import commands
 from playbook.records.case import Budget, Case, Guardrails, Loss, case_problems, load_case
-from playbook.records.commands import Steps
+from playbook.records.commands import Steps, of_words
 from playbook.records.evidence import Machine
 from playbook.yaml_files import written
 from playbook_app.services.ready_knobs import trainer_of
@@ -27,8 +26,7 @@ from playbook_bench.machine import requirements
 from playbook_bench.run.store import replace
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import walls
-from playbook_bench.tune import knobs as files
-from playbook_bench.tune.knobs import Knobs, Predicted, Ranked
+from playbook_bench.tune.knobs import SMALL, Knobs, Predicted, Ranked, check_today, ranked
 from playbook_bench.tune.procedure import Setup
 from playbook_bench.tune.session import Plan
 from playbook_bench.tune.subject import CASE_ID, Subject, goal
@@ -56,7 +54,7 @@ def case_of_command(words: Sequence[str], machine: Machine, steps: Steps, metric
     Raises:
         ConfigError: a word looks like a secret.
     """
-    if secret := commands.of_words(words):
+    if secret := of_words(words):
         raise ConfigError(f"{secret} looks like a secret and would be kept in the record; export it as a variable instead")
     return Case(
         id=CASE_ID,
@@ -97,12 +95,12 @@ def planned(
     subject = Subject(case, profile, knobs, results.resolve() / "tune" / "files")
     start = resolve(subject.with_settings(()), "baseline", profile)
     if isinstance(start, CommandVariant):
-        files.check_today(start.words, knobs)
+        check_today(start.words, knobs)
     for choice in knobs.choices:
         for value in choice.values[1:]:
             _check(subject, choice.name, value)
     of_each = _predicted(subject, start, machine, by_memory=request.goal == "peak_memory")
-    rows = files.ranked(knobs, of_each, _small_walls(request.trace, machine))
+    rows = ranked(knobs, of_each, _small_walls(request.trace, machine))
     candidates = [(row.knob, row.value) for row in rows if not row.skipped]
     if not candidates:
         raise ConfigError(f"nothing is left to try: {rows[0].knob}={rows[0].value}: {rows[0].why}")
@@ -134,9 +132,7 @@ def _small_walls(trace: Path | None, machine: Machine) -> Mapping[str, str]:
     seen = walls(timeline_from_file(trace))
     parts = {"communication": seen.exposed, "host": seen.host_idle, "data": seen.data_wait, "compute": seen.computing}
     return {
-        name: f"{name} is {100 * share:.1f} % of the traced step"
-        for name, share in parts.items()
-        if share is not None and share < files.SMALL
+        name: f"{name} is {100 * share:.1f} % of the traced step" for name, share in parts.items() if share is not None and share < SMALL
     }
 
 
@@ -148,11 +144,8 @@ def _predicted(subject: Subject, start: Runnable, machine: Machine, by_memory: b
         before = None
     if before is None:
         return {}
-    out = {}
-    for choice in subject.knobs.choices:
-        for value in choice.values[1:]:
-            out[choice.name, value] = _of_candidate(subject, ((choice.name, value),), before, machine, by_memory)
-    return out
+    candidates = [(choice.name, value) for choice in subject.knobs.choices for value in choice.values[1:]]
+    return {candidate: _of_candidate(subject, candidate, before, machine, by_memory) for candidate in candidates}
 
 
 @dataclass(frozen=True)
@@ -184,11 +177,9 @@ def _figures(run: Runnable, machine: Machine) -> _Figures | None:
     return _Figures(step.seconds.value if step else None, peak)
 
 
-def _of_candidate(
-    subject: Subject, settings: tuple[tuple[str, str], ...], before: _Figures, machine: Machine, by_memory: bool
-) -> Predicted:
+def _of_candidate(subject: Subject, candidate: tuple[str, str], before: _Figures, machine: Machine, by_memory: bool) -> Predicted:
     try:
-        after = _figures(resolve(subject.with_settings(settings), "candidate", subject.profile), machine)
+        after = _figures(resolve(subject.with_settings((candidate,)), "candidate", subject.profile), machine)
     except PlaybookError as e:
         return Predicted(refusal=f"cannot run: {str(e).splitlines()[0][:200]}")
     if after is None:

@@ -7,7 +7,6 @@ Written below the docs folder: `cards/` (index and one page per card), `evidence
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -24,7 +23,6 @@ from playbook_app.site.doors import DOORS, door_pages
 from playbook_app.site.evidence import evidence_page, list_page, trace_page
 from playbook_app.site.indexes import llms, llms_full, llms_measured, plain_card, question_box, questions
 from playbook_app.site.lists import (
-    by_phase,
     coverage,
     example_of_verdicts,
     facts,
@@ -37,8 +35,9 @@ from playbook_app.site.lists import (
     travel_page,
 )
 from playbook_app.site.models import calculator_page, families_page, models_page, recipes_page
+from playbook_app.site.pages import render
 from playbook_app.site.published import data, form, published_page, tables_page, worked
-from playbook_app.site.reference import CommandHelp, commands_page, configuration_page, metrics_page, parity_page
+from playbook_app.site.reference import CommandHelp, configuration_page, parity_page
 
 _OWNED = ("cards", "evidence", "_generated")
 
@@ -101,8 +100,10 @@ def generate(
     all_cards = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
     records = read([r for r in results if r.is_dir()], all_cards, now.present)
-    whole = _shelf(all_cards, records, today or datetime.now(UTC).date(), now.flags)
+    home = {claim: card for claim, (card, _) in by_claim(all_cards).items()}
+    whole = Shelf(all_cards, records, today or datetime.now(UTC).date(), home, now.flags)
     shelf = replace(whole, cards=guidance(all_cards))
+    plans, guides = out / "plans.jsonl", [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(whole),
@@ -116,34 +117,37 @@ def generate(
         **{f"cards/{card.id}.md": card_page(whole, card) for card in all_cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
+        **({"_generated/plans.md": tables_page(plans)} if plans.is_file() else {}),
+        **door_pages(out / "decisions.jsonl", shelf),
+        "llms.txt": llms(shelf, guides, base),
+        "llms-measured.txt": llms_measured(shelf),
+        "llms-full.txt": llms_full(shelf, guides),
+        **{f"evidence/{record.id}.md": _record_page(whole, record) for record in shelf.records},
     }
-    plans = out / "plans.jsonl"
-    if plans.is_file():
-        pages["_generated/plans.md"] = tables_page(plans)
-    pages |= door_pages(out / "decisions.jsonl", shelf)
-    guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
-    pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
-    for record in shelf.records:
-        pages[f"evidence/{record.id}.md"] = _record_page(whole, record)
-    written = [_write(out / name, content) for name, content in pages.items()]
-    written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
+    written = [_write(out / name, content.encode()) for name, content in pages.items()]
+    written += [_write(out / "evidence" / f"{record.id}.json", record.path.read_bytes()) for record in shelf.records]
     _remove_others(out, set(written))
     titles = {c.id: c.title for c in sorted(all_cards.values(), key=lambda c: c.title)}
-    by = {phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)}
-    inserts = {
-        "coverage": coverage(whole),
-        "cards by phase": by_phase(shelf),
-        "example of verdicts": example_of_verdicts(shelf),
-        "diagnosis form": form(plans),
-        "facts": facts(whole),
-        "record and trace": record_and_trace(whole),
-        **worked(),
-    }
-    plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
-    asks = questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS}
-    trainer = [i for i in titles if i not in shelf.cards]
-    statuses, box = summary(shelf.records), question_box(shelf.cards)
-    return GeneratedSite(titles, by, trainer, statuses, inserts, plain, box, data(plans), asks, written)
+    return GeneratedSite(
+        cards=titles,
+        phases={phase: [c.id for c in phase_cards] for phase, phase_cards in phases(shelf)},
+        trainer=[i for i in titles if i not in shelf.cards],
+        statuses=summary(shelf.records),
+        inserts={
+            "coverage": coverage(whole),
+            "cards by phase": render("phases.md", phases=phases(shelf)),
+            "example of verdicts": example_of_verdicts(shelf),
+            "diagnosis form": form(plans),
+            "facts": facts(whole),
+            "record and trace": record_and_trace(whole),
+            **worked(),
+        },
+        plain={f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()},
+        question_box=question_box(shelf.cards),
+        compared=data(plans),
+        questions=questions(shelf.cards) | {f"_generated/{door.page}.html": list(door.asked) for door in DOORS},
+        files=written,
+    )
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
@@ -151,10 +155,6 @@ def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
     if read_result.findings:
         raise FileError(read_result.findings)
     return {entry.card.id: entry.card for entry in read_result.loaded}
-
-
-def _shelf(cards: dict[str, Card], records: list[Record], today: date, flags: Flags) -> Shelf:
-    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()}, flags)
 
 
 def _record_page(shelf: Shelf, record: Record) -> str:
@@ -167,16 +167,13 @@ def _record_page(shelf: Shelf, record: Record) -> str:
 
 
 def _reference(reference: Reference) -> dict[str, str]:
-    pages = {}
-    if reference.metrics:
-        pages["_generated/metrics.md"] = metrics_page(reference.metrics)
-    if reference.commands:
-        pages["_generated/commands.md"] = commands_page(reference.commands)
-    if reference.schema:
-        pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
-    if reference.recipes:
-        pages["_generated/recipes.md"] = recipes_page(reference.recipes)
-    return pages
+    pages = {
+        "metrics": render("metrics.md", metrics=reference.metrics) if reference.metrics else "",
+        "commands": render("commands.md", commands=reference.commands) if reference.commands else "",
+        "configuration": configuration_page(reference.schema, reference.field_docs) if reference.schema else "",
+        "recipes": recipes_page(reference.recipes) if reference.recipes else "",
+    }
+    return {f"_generated/{name}.md": page for name, page in pages.items() if page}
 
 
 def _shown(path: Path) -> str:
@@ -185,18 +182,12 @@ def _shown(path: Path) -> str:
     return str(full.relative_to(repo_root())) if full.is_relative_to(repo_root()) else path.name
 
 
-def _write(path: Path, content: str) -> Path:
+def _write(path: Path, content: bytes) -> Path:
     """Write the page if its content differs. Equal files keep their time stamp, so `mkdocs serve` does not rebuild without end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_file() or path.read_text(encoding="utf-8") != content:
-        path.write_text(content, encoding="utf-8")
+    if not path.is_file() or path.read_bytes() != content:
+        path.write_bytes(content)
     return path
-
-
-def _copy(record: Record, target: Path) -> Path:
-    if not target.is_file() or target.read_bytes() != record.path.read_bytes():
-        shutil.copyfile(record.path, target)
-    return target
 
 
 def _remove_others(out: Path, keep: set[Path]) -> None:

@@ -16,7 +16,6 @@ from playbook.cards.scope import note
 from playbook.records.read import DECIDED, UNTESTED, Record, earlier, traces, verdicts
 from playbook.records.standing import basis, in_words
 from playbook_app.site import curves
-from playbook_app.site.curves import Bar, forest
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.svg import effect_axis
 from playbook_app.site.text import (
@@ -34,6 +33,7 @@ from playbook_app.site.text import (
     prose,
     quantity,
     sentence,
+    signed,
     table,
     text,
 )
@@ -63,6 +63,11 @@ class Shelf:
     flags: Flags = no_flags
 
 
+def each(card: Card) -> list[Claim | MechanismCheck]:
+    """The claims of a card, each followed by its mechanism check where it has one."""
+    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+
+
 def anchor(claim: str) -> str:
     """The heading id of a claim."""
     return claim.lower().replace(".", "-")
@@ -75,14 +80,12 @@ def margin(expect: Expect) -> float | None:
     return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
 
 
-def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: str | None = None) -> str:
-    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval; `up` leads to the
-    site's root.
-    """
-    return forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, up, machine)])
+def verdict_forest(shelf: Shelf, cards: Iterable[Card], machine: str | None = None) -> str:
+    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval."""
+    return curves.forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, machine)])
 
 
-def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[Bar]:
+def _bars(shelf: Shelf, card: Card, claim: Claim, machine: str | None) -> Iterator[curves.Bar]:
     """The bars of a claim's current verdicts that have an interval on the logarithmic scale."""
     for r in current(shelf, claim):
         if machine not in (None, r.get("measured", "machine", "name")):
@@ -94,12 +97,12 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
         low, value, high = (comparison.get(k) for k in ("low", "effect", "high"))
         if comparison.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
             continue
-        yield Bar(
+        yield curves.Bar(
             claim=claim.id,
             name=compared(claim) or (claim.case or card.id).replace("-", " "),
             about=card.title,
             statement=claim.statement,
-            address=f"{up}cards/{card.id}.html#{anchor(claim.id)}",
+            address=f"../cards/{card.id}.html#{anchor(claim.id)}",
             effect=value,
             low=low,
             high=high,
@@ -136,6 +139,7 @@ def current(shelf: Shelf, claim: Claim) -> list[Record]:
 
 _HEADING = 60
 _NEGLIGIBLE_MS = 0.01
+_MAX_DEPTH = 2
 PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
 """The phases of work on a run, in their order, in words."""
 
@@ -167,9 +171,8 @@ def _interval(comparison: Mapping[str, Any]) -> str:
         shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]
         unit = f" {text(comparison.get('unit'))}"
     else:
-        points = comparison.get("scale") == "difference"
         shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
-        unit = NBSP + ("points" if points else "%")
+        unit = NBSP + ("points" if comparison.get("scale") == "difference" else "%")
     if len(shown) < 3 or exact:
         return f"{shown[0]}{unit}"
     # What a budget has stopped has an interval and no verdict; the terminal says the same behind it.
@@ -177,17 +180,16 @@ def _interval(comparison: Mapping[str, Any]) -> str:
     return f"{shown[0]}{unit}" + f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") + between
 
 
-def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
+def badges(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
     """One badge per machine, each a link to its evidence."""
     records = verdicts(shelf.records, claim.id)
     if not records:
         return badge(UNTESTED)
-    return " ".join(_badge(shelf, r, claim, up) for r in records)
-
-
-def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
-    old = record.stale(shelf.today, claim)
-    return link(badge("stale" if old else record.status, in_words(record, old)), f"{up}evidence/{record.id}.md")
+    return " ".join(
+        link(badge("stale" if old else r.status, in_words(r, old)), f"../evidence/{r.id}.md")
+        for r in records
+        for old in [r.stale(shelf.today, claim)]
+    )
 
 
 def heading(claim: Claim) -> str:
@@ -207,7 +209,7 @@ def card_page(shelf: Shelf, card: Card) -> str:
         decisions=_decisions(shelf, card.decide),
         flag_titles=list(TARGETS.values()),
         flags=_flags(shelf, card.decide),
-        forest=markdown(verdict_forest(shelf, [card], "../")),
+        forest=markdown(verdict_forest(shelf, [card])),
         about=lambda claim: _about(shelf, claim),
         verdicts=lambda claim: markdown(_verdicts(shelf, card, claim)),
         traces=lambda claim: [markdown(_trace(r)) for r in traces(shelf.records, claim.case)],
@@ -232,7 +234,7 @@ def changes(shelf: Shelf, card: Card) -> list[list[str]]:
             f"{name} {packages[name]}" for name in _SOFTWARE if name in packages and (name == "torch" or "megatron" in record.backends)
         ]
         kinds = {
-            "Hardware": [_in_one_word(record)],
+            "Hardware": [in_words(record).removeprefix(record.status.replace("_", " ") + ", ")],
             "Model": sorted({_model(c) for c in record.get("measured", "configs", default={}).values()}),
             "Software": [", ".join(runs_on)],
         }
@@ -250,10 +252,6 @@ def changes(shelf: Shelf, card: Card) -> list[list[str]]:
     open_ = [c.id for c in card.claims if c.id not in judged and c.id not in computed]
     unjudged = {"No current verdict from a GPU": open_, "Computed, or a check of the software: only its inputs change it": computed}
     return [*out, *([text(words), "", " ".join(_claim_link(shelf, i) for i in ids)] for words, ids in unjudged.items() if ids)]
-
-
-def _in_one_word(record: Record) -> str:
-    return in_words(record).removeprefix(record.status.replace("_", " ") + ", ")
 
 
 def _model(config: Mapping[str, Any]) -> str:
@@ -390,26 +388,20 @@ def coverage(record: Record) -> str:
     return "share in named parts: " + "; ".join(words)
 
 
-def _range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
+def _range_rows(record: Record) -> list[tuple[str, str, list[str]]]:
     """Busy time per range and phase: of each variant, and the difference of two. What is negligible in all is left out."""
     busy: dict[tuple[str, str], dict[str, float]] = {}
     for variant in record.variants:
         for row in record.get("variants", variant, "table", "rows", default=[]):
-            path, value = str(row.get("path")), row.get("busy_ms")
-            if path.count("/") < max_depth and isinstance(value, int | float):
-                busy.setdefault((path, str(row.get("phase"))), {})[variant] = value
+            if row["path"].count("/") < _MAX_DEPTH:
+                busy.setdefault((row["path"], row["phase"]), {})[variant] = row["busy_ms"]
     out = []
     for (path, phase), busy_ms in busy.items():
         each = [busy_ms.get(v, 0.0) for v in record.variants]
         if max(each) >= _NEGLIGIBLE_MS or path.startswith("("):
-            out.append((path, phase, [milliseconds(ms) for ms in each] + ([_change(*each)] if len(each) == 2 else [])))
+            out.append((path, phase, [milliseconds(ms) for ms in each] + ([signed(each[1] - each[0])] if len(each) == 2 else [])))
     order = ["forward", "backward", "recompute", "other"]
     return sorted(out, key=lambda r: (order.index(r[1]) if r[1] in order else len(order), r[0].startswith("("), r[0]))
-
-
-def _change(before: float, after: float) -> str:
-    sign = "+" if after > before else "−" if after < before else ""
-    return sign + milliseconds(abs(after - before))
 
 
 def _families(card: Card) -> list[list[str]]:

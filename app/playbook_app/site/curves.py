@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from playbook.records.evidence import Curve, Evidence, PointFigure
 from playbook.records.read import Record
 from playbook_app.site.svg import contrasts, curve
 from playbook_app.site.text import NBSP, attribute, badge, code, number, percent, quantity, table, text
@@ -17,19 +18,19 @@ _MEMORY = "peak_memory_bytes"
 
 def figures(record: Record) -> str:
     """The measured value and the peak memory of each variant, and the contrasts with their intervals; empty without a curve."""
-    curve_data = record.get("derived", "curve")
-    if not isinstance(curve_data, Mapping):
+    found = _curve(record)
+    if found is None:
         return ""
-    unit, metric = str(curve_data.get("unit")), str(curve_data.get("metric"))
-    points = [_point(p, unit) for p in _rows(curve_data, "points")]
-    drawn = [(curve(points, metric), f"{_label(metric)}, from zero")]
-    if metric != _MEMORY:
-        memory = [
-            (n, value, quantity(value, "bytes") if value else "not measured") for n, value in _memory(record, [n for n, *_ in points])
-        ]
+    points = [_point(p, found.unit) for p in found.points]
+    drawn = [(curve(points, found.metric), f"{_label(found.metric)}, from zero")]
+    if found.metric != _MEMORY:
+        memory = [(n, value, quantity(value, "bytes") if value else "not measured") for n, value in _memory(record, found).items()]
         drawn.append((curve(memory, _MEMORY), f"{_label(_MEMORY)}, from zero"))
-    if curve_data.get("scale") == "log_ratio":
-        drawn.append((contrasts(list(_intervals(curve_data))), "effects"))
+    if found.scale == "log_ratio":
+        bounded = [
+            (c.name, c.effect, c.low, c.high) for c in found.contrasts if c.effect is not None and c.low is not None and c.high is not None
+        ]
+        drawn.append((contrasts(bounded), "effects"))
     knob = record.get("measured", "case", "content", "knob", default="")
     where = f"{record.machine}, {knob}" if knob else record.machine
     return "\n\n".join(
@@ -39,11 +40,8 @@ def figures(record: Record) -> str:
     )
 
 
-def _intervals(curve: Mapping[str, Any]) -> Iterator[tuple[str, float, float, float]]:
-    for row in _rows(curve, "contrasts"):
-        effect, low, high = (_number(row.get(k)) for k in ("effect", "low", "high"))
-        if effect is not None and low is not None and high is not None:
-            yield str(row.get("name")), effect, low, high
+def _curve(record: Record) -> Curve | None:
+    return record.content.derived.curve if isinstance(record.content, Evidence) else None
 
 
 def _label(metric: str) -> str:
@@ -52,49 +50,41 @@ def _label(metric: str) -> str:
 
 def tables(record: Record) -> str:
     """The values of a sweep or the cells of an interaction, and the contrasts that the claim's rule looks at."""
-    curve = record.get("derived", "curve")
-    if not isinstance(curve, Mapping):
+    found = _curve(record)
+    if found is None:
         return ""
-    unit, relative = str(curve.get("unit")), curve.get("scale") == "log_ratio"
+    shown = percent if found.scale == "log_ratio" else number
 
-    def change(value: object) -> str:
-        return "" if not isinstance(value, int | float) else percent(value) if relative else number(value)
+    def change(value: float | None) -> str:
+        return "" if value is None else shown(value)
 
-    memory = dict(_memory(record, [str(p.get("variant")) for p in _rows(curve, "points")]))
+    memory = _memory(record, found)
     points = [
         [
-            code(p.get("variant")),
-            quantity(p.get("value"), unit) if p.get("outcome") == "ok" else text(p.get("outcome")),
-            change(p.get("effect")),
-            quantity(value, "bytes") if (value := memory.get(str(p.get("variant")))) else "",
+            code(p.variant),
+            quantity(p.value, found.unit) if p.outcome == "ok" else text(p.outcome),
+            change(p.effect),
+            quantity(value, "bytes") if (value := memory[p.variant]) else "",
         ]
-        for p in _rows(curve, "points")
+        for p in found.points
     ]
-    compared = [[text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))] for c in _rows(curve, "contrasts")]
-    stopped = ", between looks" if curve.get("design") != "deterministic" and curve.get("look") is None else ""
-    note = f"{code(curve.get('metric'))}, {text(curve.get('better'))} is better; {number(curve.get('blocks'))} blocks{stopped}."
+    compared = [[text(c.name), change(c.effect), change(c.low), change(c.high)] for c in found.contrasts]
+    stopped = ", between looks" if found.design != "deterministic" and found.look is None else ""
+    note = f"{code(found.metric)}, {text(found.better)} is better; {number(found.blocks)} blocks{stopped}."
     parts = [note, table(["Variant", "Value>", "Against the first>", "Peak memory>"], points)]
     return "\n\n".join([*parts, *([table(["Contrast", "Gain>", "from>", "to>"], compared)] if compared else [])])
 
 
-def _rows(curve: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    return [r for r in curve.get(key) or [] if isinstance(r, Mapping)]
+def _point(point: PointFigure, unit: str) -> tuple[str, float | None, str]:
+    if point.outcome == "ok" and point.value is not None:
+        return point.variant, point.value, quantity(point.value, unit)
+    return point.variant, None, "out of memory" if point.outcome == "oom" else point.outcome
 
 
-def _point(point: Mapping[str, Any], unit: str) -> tuple[str, float | None, str]:
-    value = point.get("value")
-    if point.get("outcome") == "ok" and isinstance(value, int | float):
-        return str(point.get("variant")), float(value), quantity(value, unit)
-    return str(point.get("variant")), None, {"oom": "out of memory"}.get(str(point.get("outcome")), str(point.get("outcome")))
-
-
-def _memory(record: Record, variants: list[str]) -> list[tuple[str, float | None]]:
-    """The most device memory that any launch of a variant allocated."""
-    return [(v, max((r.metrics.get(_MEMORY) or 0.0 for r in record.runs if r.variant == v), default=0.0) or None) for v in variants]
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _memory(record: Record, found: Curve) -> dict[str, float | None]:
+    """The most device memory that any launch of each variant allocated."""
+    variants = [p.variant for p in found.points]
+    return {v: max((r.metrics.get(_MEMORY) or 0.0 for r in record.runs if r.variant == v), default=0.0) or None for v in variants}
 
 
 ALLOWED = 2.0
@@ -184,13 +174,9 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "| runs | distance | in distances of repeats |",
         "| --- | --: | --: |",
         f"| repeats of one way | {within:.1e} | 1 |",
-        *(f"| {text(names)} | {far:.1e} | {_times(far, within)} |" for names, far in across.items()),
+        *(f"| {text(names)} | {far:.1e} | {f'{far / within:.2f}' if within else '-'} |" for names, far in across.items()),
         "",
     ]
-
-
-def _times(far: float, within: float) -> str:
-    return f"{far / within:.2f}" if within else "-"
 
 
 def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
@@ -211,16 +197,20 @@ def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
     out = [f'<svg class="pb-losses" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{attribute(words)}">']
     for value in (-high, 0.0, high):
         y = point(0, value).split(",")[1]
-        out.append(f'<line class="pb-rule" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>')
-        out.append(f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{f"{value:+.3f}" if value else "0"}</text>')
+        out += [
+            f'<line class="pb-rule" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>',
+            f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{f"{value:+.3f}" if value else "0"}</text>',
+        ]
     for row in rows:
         colour = _COLOURS[ways.index(row["run"]) % 8]
         points = " ".join(point(step, value - means[step]) for step, value in enumerate(row["loss"]))
         out.append(f'<polyline fill="none" stroke="var(--pb-part-{colour})" stroke-opacity=".7" points="{points}"/>')
     for position, way in enumerate(ways):
         x = _LEFT + position * (_WIDTH - _LEFT) / len(ways)
-        out.append(f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{_COLOURS[position % 8]})"/>')
-        out.append(f'<text x="{x + 17:.1f}" y="{_HEIGHT - 16}">{attribute(way)}</text>')
+        out += [
+            f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{_COLOURS[position % 8]})"/>',
+            f'<text x="{x + 17:.1f}" y="{_HEIGHT - 16}">{attribute(way)}</text>',
+        ]
     caption = f"Loss of each run less the mean of all runs, step 1 to {steps}; the mean goes from {means[0]:.2f} to {means[-1]:.2f}"
     return f'<figure class="pb-figure">{"".join([*out, "</svg>"])}<figcaption>{caption}</figcaption></figure>'
 

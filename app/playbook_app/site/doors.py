@@ -18,8 +18,7 @@ from playbook.planner.hardware import machine
 from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.time.cluster import clusters
-from playbook_app.site.cards import Shelf, anchor, badges
-from playbook_app.site.lists import each
+from playbook_app.site.cards import Shelf, anchor, badges, each
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.text import attribute, link, table, text
 
@@ -136,11 +135,6 @@ def read(path: Path) -> list[DoorAnswer]:
     """The answers of a file of lines."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [DoorAnswer(**{**row, "asked": DoorQuestion(**row["asked"])}) for row in rows]
-
-
-def line(answered: DoorAnswer) -> str:
-    """An answer as a line of the file."""
-    return json.dumps(asdict(answered))
 
 
 @dataclass(frozen=True)
@@ -274,15 +268,13 @@ def _form(door: Door, first: DoorAnswer) -> str:
 def _evidence(door: Door, shelf: Shelf) -> str:
     """The claims of the door's cards, those with verdicts first."""
     lines = []
-    for name in door.cards:
-        card = shelf.cards.get(name)
-        if card:
-            claims = sorted(each(card), key=lambda c: "untested" in badges(shelf, c))[:_SHOWN]
-            rows = [[link(text(c.id), f"../cards/{name}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in claims]
-            lines.append(
-                f"**{link(text(card.title), f'../cards/{name}.md')}**\n\n"
-                + '<div class="pb-matrix" markdown="1">\n\n'
-                + table(["Claim", "Statement", "Verdict"], rows)
-                + "\n\n</div>"
-            )
+    for card in (shelf.cards[name] for name in door.cards if name in shelf.cards):
+        claims = sorted(each(card), key=lambda c: "untested" in badges(shelf, c))[:_SHOWN]
+        rows = [[link(text(c.id), f"../cards/{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in claims]
+        lines.append(
+            f"**{link(text(card.title), f'../cards/{card.id}.md')}**\n\n"
+            + '<div class="pb-matrix" markdown="1">\n\n'
+            + table(["Claim", "Statement", "Verdict"], rows)
+            + "\n\n</div>"
+        )
     return "\n\n".join(lines)

@@ -24,7 +24,7 @@ from playbook.planner.models import MODELS
 from playbook.records.read import DECIDED, Record, verdicts
 from playbook.records.standing import bases, standing
 from playbook.skills.model import load_skills
-from playbook_app.site.cards import Shelf, effect
+from playbook_app.site.cards import Shelf, each, effect
 from playbook_app.site.pages import render_plain
 from playbook_app.site.text import NBSP, plain
 
@@ -86,6 +86,7 @@ def _first(text: str) -> str:
 
 
 _FACTS = frozenset({"gpu", "gpus", "model", "seq_len", "moe", "vision"})
+"""What of a scope a question can state."""
 _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 """Which fields of a card a passage's kind belongs to: its title, its signs, or both; the body has everything."""
 
@@ -149,17 +150,12 @@ def question_box(cards: Mapping[str, Card]) -> str:
     )
 
 
-def _stated(scope: Mapping[str, object]) -> dict[str, object]:
-    """What of a scope a question can state."""
-    return {k: v for k, v in scope.items() if k in _FACTS}
-
-
 def _shown(card: Card) -> dict[str, object]:
     return {
         "id": card.id,
         "title": card.title,
         "summary": card.summary,
-        "scopes": [_stated(scope) for scope in (card.scope, *(c.scope for c in card.claims))],
+        "scopes": [{k: v for k, v in scope.items() if k in _FACTS} for scope in (card.scope, *(c.scope for c in card.claims))],
         "sizes": [rule.sizes.model_dump(mode="json") for rule in card.decide if rule.sizes],
     }
 
@@ -179,7 +175,9 @@ _READING = (
 def llms(shelf: Shelf, guides: Sequence[Path], base: str = "") -> str:
     """The index: every card with where its claims stand, and every guide. `base` is the site's address, which makes links absolute."""
     titles = [(_title(p), p.stem) for p in guides]
-    stands = {c.id: " | ".join(_stands(shelf, claim) for claim in c.claims) for c in shelf.cards.values()}
+    stands = {
+        c.id: " | ".join(f"{claim.id} {standing(shelf.records, claim, shelf.today)}" for claim in c.claims) for c in shelf.cards.values()
+    }
     root = base and base.rstrip("/") + "/"
     return render_plain("llms.txt", summary=SUMMARY, reading=_READING, cards=_by_title(shelf), stands=stands, guides=titles, root=root)
 
@@ -188,7 +186,7 @@ def llms_measured(shelf: Shelf) -> str:
     """The claims that a verdict confirms or refutes and nothing has made stale since, with that verdict alone."""
     lines = []
     for card in _by_title(shelf):
-        for claim in (c for claim_of_card in card.claims for c in (claim_of_card, claim_of_card.mechanism_check) if c):
+        for claim in each(card):
             records = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
             lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in records]
     head = (
@@ -226,10 +224,6 @@ def _in_words(shelf: Shelf, r: Record, claim: Claim | MechanismCheck) -> str:
     shown = html.unescape(effect(r)).replace(NBSP, " ")
     word = r.status.replace("_", " ") + (f", stale ({old})" if old else "")
     return f"On {r.machine}, {r.measured[:10]}: {word}{', ' + shown if shown else ''} (evidence {r.id})"
-
-
-def _stands(shelf: Shelf, claim: Claim) -> str:
-    return f"{claim.id} {standing(shelf.records, claim, shelf.today)}"
 
 
 def _words(values: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,14 +12,9 @@ from playbook.records.case import list_cases, load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import DECIDED, EVIDENCE, UNTESTED, Record, traces, verdicts
 from playbook.records.standing import in_words
-from playbook_app.site.cards import PHASES, Shelf, anchor, badges, current, effect, effects, verdict_forest
+from playbook_app.site.cards import PHASES, Shelf, anchor, badges, current, each, effect, effects, verdict_forest
 from playbook_app.site.pages import markdown, render
 from playbook_app.site.text import attribute, badge, code, link, text
-
-
-def each(card: Card) -> list[Claim | MechanismCheck]:
-    """The claims of a card, each followed by its mechanism check where it has one."""
-    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
 
 
 def standings(shelf: Shelf, claim: Claim | MechanismCheck) -> set[str]:
@@ -94,7 +90,7 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
             waiting += [[name, text(claim.statement), *_open(shelf, r, claim)] for r in records]
         elif why := _unrun(card, claim, machine):
             waiting.append([name, text(claim.statement), why, "", ""])
-    drawn = verdict_forest(shelf, cards, "../", machine)
+    drawn = verdict_forest(shelf, cards, machine)
     return render("one_gpu.md", forest=markdown(drawn), settled=settled, waiting=waiting)
 
 
@@ -197,10 +193,7 @@ def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
 
 def _machines(shelf: Shelf) -> list[str]:
     """Machines with verdicts, those with most GPUs first."""
-    gpus: dict[str, int] = {}
-    for r in shelf.records:
-        if r.claim and not r.altered:
-            gpus[r.machine] = r.gpus
+    gpus = {r.machine: r.gpus for r in shelf.records if r.claim and not r.altered}
     return sorted(gpus, key=lambda m: (-gpus[m], m))
 
 
@@ -224,18 +217,9 @@ def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
     return link(word + (f"<br>{shown}" if shown else ""), f"../evidence/{record.id}.md")
 
 
-def summary(records: Sequence[Record]) -> dict[str, Any]:
+def summary(records: Sequence[Record]) -> dict[str, int]:
     """How many verdicts there are of each status; altered records counted as such."""
-    out: dict[str, int] = {}
-    for r in records:
-        if r.schema == EVIDENCE:
-            out[r.status] = out.get(r.status, 0) + 1
-    return out
-
-
-def by_phase(shelf: Shelf) -> str:
-    """The cards in the order in which a run meets them. For the home page."""
-    return render("phases.md", phases=phases(shelf))
+    return Counter(r.status for r in records if r.schema == EVIDENCE)
 
 
 def phases(shelf: Shelf) -> list[tuple[str, list[Card]]]:
@@ -251,7 +235,11 @@ def coverage(shelf: Shelf) -> str:
     """One line: how many claims are settled, and by what."""
     claims = [claim for card in shelf.cards.values() for claim in card.claims]
     gpus = [claim for claim in claims if any(r.status in DECIDED for r in current(shelf, claim))]
-    other = [claim for claim in claims if claim not in gpus and _settled(shelf, claim)]
+    other = [
+        claim
+        for claim in claims
+        if claim not in gpus and any(r.status in DECIDED and not r.stale(shelf.today, claim) for r in verdicts(shelf.records, claim.id))
+    ]
     machines = dict.fromkeys(str(r.get("measured", "machine", "description", default=r.machine)) for c in gpus for r in current(shelf, c))
     where = f" ({text(', '.join(sorted(machines)))})" if machines else ""
     return (
@@ -261,13 +249,9 @@ def coverage(shelf: Shelf) -> str:
     )
 
 
-def _settled(shelf: Shelf, claim: Claim) -> bool:
-    return any(r.status in DECIDED and not r.stale(shelf.today, claim) for r in verdicts(shelf.records, claim.id))
-
-
 def example_of_verdicts(shelf: Shelf) -> str:
     """The card with most current verdicts from GPUs, as a forest, for the page that explains how to read one."""
-    drawn = [verdict_forest(shelf, [card], "../") for card in shelf.cards.values()]
+    drawn = [verdict_forest(shelf, [card]) for card in shelf.cards.values()]
     return max(drawn, key=lambda f: f.count("<tr>"), default="")
 
 

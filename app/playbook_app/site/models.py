@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from playbook.errors import ConfigError
 from playbook.planner import activations, flops, memory, parameters, plan, shapes
 from playbook.planner import options as options_
 from playbook.planner.layout import min_gpus
-from playbook.planner.memory import TIGHT
 from playbook.planner.models import MODELS
 from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import DEGREES, Plan, parse
@@ -121,7 +120,6 @@ _FREE = {"sp": "where TP is above 1", "uneven": "where layers do not divide"}
 
 def tables() -> dict[str, Any]:
     """Models, choices, defaults and constants, as plain data for the scripts."""
-    shown = {f.name: f.default for f in fields(Plan) if f.name not in ("shape", "model", "options")}
     defaults = Options()
     options = {
         f.name: {"kind": _KINDS.get(str(f.type), "word"), "default": getattr(defaults, f.name), "free": str(f.type) == "bool | None"}
@@ -129,7 +127,7 @@ def tables() -> dict[str, Any]:
     }
     return {
         "models": {name: asdict(shape) for name, shape in MODELS.items()},
-        "defaults": shown,
+        "defaults": {f.name: f.default for f in fields(Plan) if f.name not in ("shape", "model", "options")},
         "options": options,
         "labels": {k: sorted(v) for k, v in LABELS.items()},
         "flex": sorted(FLEX),
@@ -353,14 +351,11 @@ def _kind(shape: Shape) -> str:
 
 def families_page(shelf: Shelf) -> str:
     """Every configuration family of every card, each checked by the layout rules."""
-    entries = sorted(_entries(shelf.cards.values()), key=lambda e: (e[1].model, e[1].hardware, e[1].name))
+    of_cards = ((card, family) for card in shelf.cards.values() for family in card.families)
+    entries = sorted(of_cards, key=lambda e: (e[1].model, e[1].hardware, e[1].name))
     models, machines = sorted({f.model for _, f in entries}), sorted({f.hardware for _, f in entries})
     choices = {"model": ("Model", {m: m for m in models}), "platform": ("Hardware", {m: m for m in machines})}
     return render("families.md", choices=choices, rows=[_row(card, f) for card, f in entries])
-
-
-def _entries(cards: Iterable[Card]) -> list[tuple[Card, ConfigFamily]]:
-    return [(card, family) for card in cards for family in card.families]
 
 
 def _row(card: Card, family: ConfigFamily) -> list[str]:
@@ -399,16 +394,19 @@ def _labelled(cell: str, label: str) -> str:
 def settings(family: ConfigFamily) -> dict[str, Any]:
     """The settings of a family that the calculator knows, by the calculator's names."""
     degrees = {k: v for k, v in family.layout.items() if k in DEGREES}
-    words: dict[str, Any] = {"model": family.model, "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"})}
-    words |= degrees
-    words |= {_WORDS[k]: v for k, v in family.settings.items() if k in _WORDS and isinstance(v, int)}
     modules = _known(family.settings, "recompute")
     graphs = _known(family.settings, "cuda_graph") or _known(family.settings, "graphs")
     dispatcher = str(family.settings.get("dispatcher", ""))
-    words |= {"recompute": ",".join(modules)} if modules else {}
-    words |= {"graphs": ",".join(graphs)} if graphs else {}
-    words |= {"dispatcher": dispatcher} if dispatcher in LABELS["dispatcher"] else {}
-    return words | ({"uneven": True} if family.settings.get("pipeline") == "uneven" else {})
+    return {
+        "model": family.model,
+        "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"}),
+        **degrees,
+        **{_WORDS[k]: v for k, v in family.settings.items() if k in _WORDS and isinstance(v, int)},
+        **({"recompute": ",".join(modules)} if modules else {}),
+        **({"graphs": ",".join(graphs)} if graphs else {}),
+        **({"dispatcher": dispatcher} if dispatcher in LABELS["dispatcher"] else {}),
+        **({"uneven": True} if family.settings.get("pipeline") == "uneven" else {}),
+    }
 
 
 def _known(values: Mapping[str, Any], key: str) -> list[str]:
@@ -455,7 +453,7 @@ def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _peak(peak_gib: float, memory_gib: float) -> str:
-    return f"{peak_gib:.0f}{', **tight**' if peak_gib > (1 - TIGHT) * memory_gib else ''}"
+    return f"{peak_gib:.0f}{', **tight**' if peak_gib > (1 - memory.TIGHT) * memory_gib else ''}"
 
 
 def anchor(path: str) -> str:

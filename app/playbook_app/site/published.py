@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -24,11 +24,9 @@ from playbook.planner.choice.anchored import scale_of, scaled
 from playbook.planner.choice.plain_data import PARTS, words
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
-from playbook.planner.memory import GIB
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.runs.published import link as source_link
-from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import Cluster, cluster, clusters, spelled
 from playbook.planner.time.step import step_time
 from playbook_app.site.models import address
@@ -42,6 +40,8 @@ _MOST = 1 << 20
 _TINY = "_tiny"
 """What the names of presets for tests end with."""
 _RUN = ("model", "hardware", "gpus", "layout", "tokens_per_s_per_gpu", "mfu", "predicted")
+_SIZES = ("layers", "hidden", "heads", "experts", "vocab")
+"""What a published configuration is recognised by."""
 
 
 def form(path: Path) -> str:
@@ -108,7 +108,12 @@ def _settings() -> dict[str, Any]:
                 rows = [[r.id, r.other(where.question)] for r in shown]
                 on[gpu] = [near.shared, near.by, *(float(f"{v:.6g}") for v in (near.low, near.high)), near.predicted, rows]
         shape = MODELS[model]
-        models_data[model] = {"flops": where.flops_per_token, "moe": shape.experts > 0, "sizes": _sizes(shape), "published": on}
+        models_data[model] = {
+            "flops": where.flops_per_token,
+            "moe": shape.experts > 0,
+            "sizes": [getattr(shape, k) for k in _SIZES],
+            "published": on,
+        }
     silent, names = spelled()
     return {
         "models": models_data,
@@ -118,11 +123,6 @@ def _settings() -> dict[str, Any]:
         "silent": silent,
         "names": dict(names),
     }
-
-
-def _sizes(shape: Shape) -> list[int]:
-    """What a published configuration is recognised by: layers, columns, heads, experts, vocabulary."""
-    return [shape.layers, shape.hidden, shape.heads, shape.experts, shape.vocab]
 
 
 _MODELS = (
@@ -184,7 +184,7 @@ def ask(request: PlanQuestion) -> PlannedAnswer:
         _short(speed.low),
         _short(speed.high),
         _short(time.mfu),
-        tuple(_short(s.peak / GIB) for s in plans[0].stages),
+        tuple(_short(s.peak / memory.GIB) for s in plans[0].stages),
     )
 
 
@@ -193,7 +193,7 @@ def _short(value: float) -> float:
 
 
 def read(path: Path) -> list[PlannedAnswer]:
-    """The answers of a file that `write` has written."""
+    """The answers of a file of lines."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         PlannedAnswer(
@@ -201,11 +201,6 @@ def read(path: Path) -> list[PlannedAnswer]:
         )
         for row in rows
     ]
-
-
-def line(answered: PlannedAnswer) -> str:
-    """An answer as a line of the file."""
-    return json.dumps(asdict(answered))
 
 
 _ASKED = 25.0
@@ -394,7 +389,7 @@ def _example_row(example: _Example, words: Sequence[str], where: Cluster) -> tup
     plan = parse(example.model, [*example.base, *words])
     if plan.broken():
         raise AssertionError(f"{example.model} {words}: {plan.broken()}")  # an example of ours
-    time, stages = step_time(plan, where), [s.peak / GIB for s in memory.stages(plan)]
+    time, stages = step_time(plan, where), [s.peak / memory.GIB for s in memory.stages(plan)]
     shares = sorted(((v / time.seconds.value, k) for k, v in time.parts.items()), reverse=True)[:4]
     most = max(stages)
     gib = f"**{most:.0f}**, does not fit" if most > where.memory_gib else f"{most:.0f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from playbook.records.evidence import Run
@@ -16,7 +17,7 @@ _LABEL = {"burn_in": "burn-in", "aa": "A/A", "measure": ""}
 
 def effect_axis(effect: float, low: float, high: float, margin: float | None, op: str) -> str:
     """The effect with its interval against the claimed margin: shares of the baseline, positive where the candidate is better."""
-    claimed = [] if margin is None else [margin]
+    claimed, bound = [] if margin is None else [margin], {">=": "at least ", "<=": "at most "}.get(op, "")
     if op == "within" and margin is not None:
         claimed.append(1 / (1 + margin) - 1)  # the band is one of logarithms: as much slower as it is faster above
     edges = [0.0, low, high, *claimed]
@@ -29,18 +30,17 @@ def effect_axis(effect: float, low: float, high: float, margin: float | None, op
         return f"{40 + (value - least) / (most - least) * (_WIDTH - 80):.1f}"
 
     words = f"effect {percent(effect)}, interval {percent(low)} to {percent(high)}"
-    out = [f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 98" role="img" aria-label="{attribute(words)}">']
-    out.append(f'<line class="pb-rule" x1="40" y1="40" x2="{_WIDTH - 40}" y2="40"/>')
-    out.append(_mark(x(0.0), "pb-zero", "no difference", 72))
-    out += [_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 16) for value in claimed if value]
-    out.append(f'<line class="pb-interval" x1="{x(low)}" y1="40" x2="{x(high)}" y2="40"/>')
-    out.append(f'<circle class="pb-effect" cx="{x(effect)}" cy="40" r="5"/>')
-    out.append(_label(x(effect), f"measured {percent(effect)}", 93))
-    return "".join([*out, "</svg>"])
-
-
-def _claim(op: str, value: float) -> str:
-    return {">=": "at least ", "<=": "at most "}.get(op, "") + percent(value)
+    out = [
+        f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 98" role="img" aria-label="{attribute(words)}">',
+        f'<line class="pb-rule" x1="40" y1="40" x2="{_WIDTH - 40}" y2="40"/>',
+        _mark(x(0.0), "pb-zero", "no difference", 72),
+        *(_mark(x(value), "pb-margin", f"claim: {bound}{percent(value)}", 16) for value in claimed if value),
+        f'<line class="pb-interval" x1="{x(low)}" y1="40" x2="{x(high)}" y2="40"/>',
+        f'<circle class="pb-effect" cx="{x(effect)}" cy="40" r="5"/>',
+        _label(x(effect), f"measured {percent(effect)}", 93),
+        "</svg>",
+    ]
+    return "".join(out)
 
 
 def _mark(x: str, name: str, label: str, y: int) -> str:
@@ -69,10 +69,11 @@ def samples(runs: Sequence[Run]) -> str:
 
     out = [f'<svg class="pb-samples" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="milliseconds per step, by launch">']
     for value in (low + (high - low) * f for f in (0.0, 0.5, 1.0)):
-        out.append(f'<line class="pb-rule" x1="{axis_px}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>')
-        out.append(f'<text x="{axis_px - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>')
-    for i, (run, seconds) in enumerate(series):
-        out.append(_launch(run, seconds, axis_px + i * column, column, y, bottom))
+        out += [
+            f'<line class="pb-rule" x1="{axis_px}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>',
+            f'<text x="{axis_px - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>',
+        ]
+    out += [_launch(run, seconds, axis_px + i * column, column, y, bottom) for i, (run, seconds) in enumerate(series)]
     return "".join([*out, "</svg>"])
 
 
@@ -85,20 +86,16 @@ def _launch(run: Run, seconds: Sequence[float], at: float, column: float, y: Any
     first = at + column * 0.15 + step / 2
     dots = "".join(f'<circle cx="{first + j * step:.1f}" cy="{y(v)}" r="2"/>' for j, v in enumerate(shown))
     mean = (
-        f'<line x1="{at + column * 0.12:.1f}" y1="{y(_mean(seconds))}" x2="{at + column * 0.88:.1f}" y2="{y(_mean(seconds))}"/>'
+        f'<line x1="{at + column * 0.12:.1f}" y1="{y(fmean(seconds))}" x2="{at + column * 0.88:.1f}" y2="{y(fmean(seconds))}"/>'
         if seconds
         else ""
     )
     middle = f"{at + column / 2:.1f}"
     letter = "B" if variant == "candidate" else "A"
     role = _LABEL[run.role]
-    labels = f'<text x="{middle}" y="{bottom + 16}" text-anchor="middle">{letter}</text>'
-    labels += f'<text class="pb-small" x="{middle}" y="{bottom + 30}" text-anchor="middle">{role}</text>' if role else ""
-    return f'<g class="pb-{variant}{aside}">{dots}{mean}{labels}</g>'
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    label = f'<text x="{middle}" y="{bottom + 16}" text-anchor="middle">{letter}</text>'
+    below = f'<text class="pb-small" x="{middle}" y="{bottom + 30}" text-anchor="middle">{role}</text>' if role else ""
+    return f'<g class="pb-{variant}{aside}">{dots}{mean}{label}{below}</g>'
 
 
 def curve(points: Sequence[tuple[str, float | None, str]], label: str) -> str:
@@ -117,15 +114,19 @@ def curve(points: Sequence[tuple[str, float | None, str]], label: str) -> str:
         return 20 + (i + 0.5) * column, bottom - value / most * (bottom - top)
 
     words = f"{label}: " + ", ".join(f"{name} {shown}" for name, _, shown in points)
-    out = [f'<svg class="pb-curve" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">']
-    out.append(f'<line class="pb-rule" x1="20" y1="{bottom}" x2="{_WIDTH - 20}" y2="{bottom}"/>')
     places = [at(i, v) for i, (_, v, _) in enumerate(points) if v is not None]
-    out.append(f'<polyline class="pb-path" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+    out = [
+        f'<svg class="pb-curve" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">',
+        f'<line class="pb-rule" x1="20" y1="{bottom}" x2="{_WIDTH - 20}" y2="{bottom}"/>',
+        f'<polyline class="pb-path" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>',
+    ]
     for i, (name, value, shown) in enumerate(points):
         x, y = at(i, value if value is not None else 0.0)
-        out.append(f'<circle class="pb-effect" cx="{x:.1f}" cy="{y:.1f}" r="5"/>' if value is not None else "")
-        out.append(f'<text x="{x:.1f}" y="{y - 12:.1f}" text-anchor="middle">{attribute(shown)}</text>')
-        out.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{attribute(name)}</text>')
+        out += [
+            f'<circle class="pb-effect" cx="{x:.1f}" cy="{y:.1f}" r="5"/>' if value is not None else "",
+            f'<text x="{x:.1f}" y="{y - 12:.1f}" text-anchor="middle">{attribute(shown)}</text>',
+            f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{attribute(name)}</text>',
+        ]
     return "".join([*out, "</svg>"])
 
 
@@ -141,17 +142,19 @@ def contrasts(rows: Sequence[tuple[str, float, float, float]]) -> str:
         return f"{axis_px + (value - min(edges)) / span * (_WIDTH - axis_px - 90):.1f}"
 
     words = "; ".join(f"{n}: {percent(e)}, interval {percent(a)} to {percent(b)}" for n, e, a, b in rows)
-    out = [f'<svg class="pb-contrasts" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">']
-    out.append(f'<line class="pb-zero" x1="{x(0.0)}" y1="8" x2="{x(0.0)}" y2="{height - 22}"/>')
-    out.append(f'<text x="{x(0.0)}" y="{height - 8}" text-anchor="middle">no difference</text>')
+    out = [
+        f'<svg class="pb-contrasts" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">',
+        f'<line class="pb-zero" x1="{x(0.0)}" y1="8" x2="{x(0.0)}" y2="{height - 22}"/>',
+        f'<text x="{x(0.0)}" y="{height - 8}" text-anchor="middle">no difference</text>',
+    ]
     for i, (name, effect, low, high) in enumerate(rows):
         y = line * i + 20
-        out.append(f'<text x="{axis_px - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>')
-        out.append(
-            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/>'
-            f'<circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
-        )
-        out.append(f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>')
+        out += [
+            f'<text x="{axis_px - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>',
+            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/>',
+            f'<circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>',
+            f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>',
+        ]
     return "".join([*out, "</svg>"])
 
 

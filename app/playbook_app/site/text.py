@@ -53,10 +53,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *([line[i] for i in used] for line in lines)])
 
 
-def link(label: str, target: str, *classes: str) -> str:
+def link(label: str, target: str) -> str:
     """A Markdown link; `label` is Markdown already."""
-    marks = "{ " + " ".join("." + c for c in classes) + " }" if classes else ""
-    return f"[{label}]({target}){marks}"
+    return f"[{label}]({target})"
 
 
 def badge(status: str, label: str | None = None) -> str:
@@ -68,8 +67,7 @@ def badge(status: str, label: str | None = None) -> str:
 def front_matter(title: str, *, search: str = "", **fields: str) -> str:
     """A page's front matter; `search` is a setting of the page's place in the search, such as `exclude: true` or `boost: 2`."""
     lines = [f"{k}: {_quoted(v)}" for k, v in {"title": title, **fields}.items()]
-    lines += [f"search:\n  {search}"] if search else []
-    return "---\n" + "\n".join(lines) + "\n---\n"
+    return "---\n" + "\n".join([*lines, *([f"search:\n  {search}"] if search else [])]) + "\n---\n"
 
 
 def _quoted(value: str) -> str:
@@ -124,6 +122,11 @@ def percent(share: float) -> str:
 def milliseconds(value: float) -> str:
     """Milliseconds for a table."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def signed(ms: float) -> str:
+    """A difference in milliseconds for a table."""
+    return ("+" if ms > 0 else "−" if ms < 0 else "") + milliseconds(abs(ms))
 
 
 def mapping(values: Mapping[str, Any]) -> str:

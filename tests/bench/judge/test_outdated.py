@@ -178,6 +178,6 @@ def test_every_reader_is_told(tmp_path, monkeypatch, capsys):
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
     assert any(wanted in " ".join(v["stale"]) for v in shown if v["machine"] == machine)
     answered = claim_answer(library_here(), home, claim.id).verdicts[claim.id]
-    assert any(wanted in (v.stale or "") for v in answered if v.machine == machine)
+    assert any(wanted in (v["stale"] or "") for v in answered if v["machine"] == machine)
     page = next(r for r in read([data_root("results")], shelf, Present(case_changes=receipt.case_changes)) if r.id == speaking.id)
     assert page.stale(date(2026, 1, 1), claim) == wanted

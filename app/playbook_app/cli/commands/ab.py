@@ -14,9 +14,8 @@ from rich.text import Text
 from playbook.errors import LaunchError, PlaybookError
 from playbook.paths import default_results
 from playbook.records.commands import Steps
-from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
+from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands, to_seconds, to_share
+from playbook_app.cli.outcomes import progress
 from playbook_app.cli.output import complain, print_json, print_walls, say
 from playbook_bench.machine import detect
 from playbook_bench.run import ab as two_commands
@@ -75,6 +74,8 @@ def ab(
 
     Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
     """
+    if work not in ("equal", "any"):
+        raise PlaybookError(f"--work is '{work[:40]}'; expected equal or any")
     question = two_commands.question(
         words,
         setting or [],
@@ -83,27 +84,24 @@ def ab(
         margin=to_share(margin, "--margin"),
         steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
         tokens=None if tokens is None else _both(tokens),
-        any_work=_any_work(work),
+        any_work=work == "any",
         loss=None if loss == "any" else to_share(loss, "--loss"),
         timeout_s=to_seconds(timeout, "--timeout") or 0.0,
     )
     machine = detect.detect()
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.LaunchLines(out)
     options = Options(machine.name, results or default_results(), pairs, to_seconds(budget), seed)
     try:
-        outcome, answer = two_commands.compare(question, options, progress, shlex.join(["playbook", *sys.argv[1:]]))
+        with progress(as_json, report.LaunchLines) as shown:
+            outcome, answer = two_commands.compare(question, options, shown, shlex.join(["playbook", *sys.argv[1:]]))
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
             print_json(two_commands.as_json(question, two_commands.AbAnswer("error"), "", str(e)))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
-    finally:
-        progress.close()
-    report.print_outcome(outcome, out, answer.verdict)
-    report.print_summary([outcome], out)
+    report.print_outcome(outcome, shown.out, answer.verdict)
+    report.print_summary([outcome], shown.out)
     if hint := two_commands.hint(outcome, answer):
-        out.print(Text(f"      {hint}"))
+        shown.out.print(Text(f"      {hint}"))
     walls = _walls(question, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
     if as_json:
         sentence = "; ".join(filter(None, [outcome.evidence.derived.verdict.sentence, hint]))
@@ -121,12 +119,6 @@ def _both(text: str) -> tuple[int, int]:
     if match is None:
         raise PlaybookError(f"--tokens is '{text[:40]}'; expected tokens of a step, such as 4096, or 4096,8192 for A and B")
     return int(match[1]), int(match[2] or match[1])
-
-
-def _any_work(text: str) -> bool:
-    if text not in ("equal", "any"):
-        raise PlaybookError(f"--work is '{text[:40]}'; expected equal or any")
-    return text == "any"
 
 
 def _walls(question: two_commands.CommandPair, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:

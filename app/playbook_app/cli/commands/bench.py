@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,8 +13,7 @@ from playbook.cards.model import by_claim
 from playbook.errors import ExitCode, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
-from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands
-from playbook_app.cli.options import seconds as to_seconds
+from playbook_app.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, Wide, commands, to_seconds
 from playbook_app.cli.output import (
     complain,
     print_difference,
@@ -34,15 +31,10 @@ from playbook_bench.run import store
 from playbook_bench.run.targets import tasks_of_card
 from playbook_bench.tune import record as tuning
 
-if TYPE_CHECKING:
-    from playbook_bench.run import aa
-
 app = commands()
-_bench_app = commands()
-app.add_typer(_bench_app, name="bench")
 
 
-@_bench_app.command("run")
+@app.command("run")
 def bench_run(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id, or the path of a case file.")],
     profile: Profile = None,
@@ -58,12 +50,19 @@ def bench_run(
     from playbook_app.cli import outcomes
     from playbook_bench.run import confirm, options
 
-    runs_by, finished_runs = outcomes.local_launcher(fork), outcomes.journal(journal, None, fork)
-    how = options.Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, finished_runs)
+    how = options.Options(
+        profile,
+        results or default_results(),
+        pairs,
+        to_seconds(budget),
+        seed,
+        outcomes.local_launcher(fork),
+        outcomes.journal(journal, None, fork),
+    )
     outcomes.show_outcomes(lambda progress: confirm.bench_run(case, how, progress), as_json)
 
 
-@_bench_app.command("list")
+@app.command("list")
 def bench_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the cases, with the claims that name them."""
     named: dict[str | None, list[str]] = {}
@@ -79,7 +78,7 @@ def bench_list(wide: Wide = False, as_json: AsJson = False) -> None:
     )
 
 
-@_bench_app.command("check")
+@app.command("check")
 def bench_check(
     cases: Annotated[list[str], typer.Argument(metavar="CASE", help="Ids of cases.")],
     profile: Profile = None,
@@ -105,7 +104,7 @@ def bench_check(
     raise typer.Exit(ExitCode.DONE if all(p.ok for p in proofs) else ExitCode.FAILED)
 
 
-@_bench_app.command("replay")
+@app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
     from playbook_bench.run import replay
@@ -128,7 +127,7 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
     raise typer.Exit(ExitCode.DONE if all(row["same"] for row in rows) else ExitCode.FAILED)
 
 
-@_bench_app.command("aa")
+@app.command("aa")
 def bench_aa(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
     profile: Profile = None,
@@ -140,27 +139,27 @@ def bench_aa(
 
     Exit code 3 where it is contaminated.
     """
+    from playbook_app.cli import outcomes
     from playbook_bench.run import aa, options, report
 
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.TerminalProgress(out)
-    try:
+    with outcomes.progress(as_json) as progress:
         noise = aa.run(case, options.Options(profile, results or default_results(), pairs), progress)
-    finally:
-        progress.close()
-    report.print_noise(noise, out)
+    report.print_noise(noise, progress.out)
     if as_json:
-        figures = {
-            "metric": noise.metric,
-            "mean": noise.mean_difference,
-            "deviation": noise.rms_difference,
-            "contaminated": noise.contaminated,
-        }
-        print_json({"case": noise.case, "machine": noise.machine, **figures})
+        print_json(
+            {
+                "case": noise.case,
+                "machine": noise.machine,
+                "metric": noise.metric,
+                "mean": noise.mean_difference,
+                "deviation": noise.rms_difference,
+                "contaminated": noise.contaminated,
+            }
+        )
     raise typer.Exit(ExitCode.UNDECIDED if noise.contaminated else ExitCode.DONE)
 
 
-@_bench_app.command("trace")
+@app.command("trace")
 def bench_trace(
     case: Annotated[str | None, typer.Argument(metavar="CASE", help="A case's id: both its variants are launched and traced.")] = None,
     file: Annotated[
@@ -194,12 +193,11 @@ def bench_trace(
         return
     if file is not None:
         answer = tracing.of_file(file)
+        seen, ranges = answer if isinstance(answer, tuple) else (answer, None)
+        told = asdict(seen)
         if isinstance(answer, tuple):
-            _show_file(asdict(answer[0]), answer[1].model_dump(mode="json") if answer[1] else None, as_json)
-        elif as_json:
-            print_json(asdict(answer))
-        else:
-            _SHOWN[type(answer).__name__](asdict(answer))
+            told["ranges"] = ranges.model_dump(mode="json") if ranges else None
+        print_json(told) if as_json else _SHOWN[type(seen).__name__](told)
         return
     assert case is not None
     result = tracing.run(case, profile=profile, results=results, progress=complain if as_json else say)
@@ -214,16 +212,5 @@ def bench_trace(
     raise typer.Exit(ExitCode.DONE if result.ok else ExitCode.FAILED)
 
 
-_SHOWN = {"Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
-"""What prints the answer for a file that is not the trace of one rank."""
-
-
-def _show_file(walls: Mapping[str, Any], ranges: Mapping[str, Any] | None, as_json: bool) -> None:
-    """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
-    if as_json:
-        print_json({**walls, "ranges": ranges})
-        return
-    print_walls(walls)
-    if ranges is not None:
-        say("\nby range")
-        print_trace(ranges)
+_SHOWN = {"Walls": print_walls, "Ranks": print_ranks, "Hang": print_hang, "Snapshot": print_snapshot}
+"""What prints the answer for a file: of one rank its walls, with the table of our ranges where they are in it."""

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.load import begin
 from playbook.cards.model import Card, Claim, by_claim, counted, guidance
 from playbook.cards.scope import note
 from playbook.errors import PlaybookError
@@ -24,11 +23,9 @@ from playbook_app.cli.output import print_findings, print_json, print_table, say
 from playbook_app.services.standing import as_shown, here, records_here, status_of, today
 
 app = commands()
-_cards_app = commands()
-app.add_typer(_cards_app, name="cards")
 
 
-@_cards_app.command("check")
+@app.command("check")
 def cards_check(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="PATH", help="Cards, or folders of cards; all that ship, if none is given.")
@@ -46,7 +43,7 @@ def cards_check(
     print_findings(findings, {"cards": len(cards.loaded), "cases": len(cases)}, read, strict=strict, as_json=as_json)
 
 
-@_cards_app.command("list")
+@app.command("list")
 def cards_list(
     claims: Annotated[bool, typer.Option("--claims", help="One line per claim, with its status.")] = False,
     wide: Wide = False,
@@ -71,14 +68,13 @@ def cards_list(
 def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """One row for each claim of a card and for each mechanism check, with its status."""
     for claim in card.claims:
-        shared = {"card": card.id, "kind": claim.kind}
-        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, records), "statement": claim.statement}
-        check = claim.mechanism_check
-        if check:
-            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, records), "statement": check.statement}
+        for each, of in ((claim, None), (claim.mechanism_check, claim.id)):
+            if each:
+                shared = {"id": each.id, "card": card.id, "kind": claim.kind, "mechanism_of": of}
+                yield {**shared, **status_of(each, records), "statement": each.statement}
 
 
-@_cards_app.command("show")
+@app.command("show")
 def cards_show(
     target: Annotated[str, typer.Argument(metavar="ID", help="A card's id, or one of its claims, such as moe-dispatcher-choice/W9 or W9.")],
     as_json: AsJson = False,
@@ -118,7 +114,7 @@ def _chosen(target: str, cards: Mapping[str, Card]) -> tuple[Card, Claim | None]
     return cards[named], of.get(claim)
 
 
-@_cards_app.command("init")
+@app.command("init")
 def cards_init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Id of the card and of its case: small letters, digits and -.")],
     folder: Annotated[Path, typer.Option(help="Where your own cards/ and cases/ lie.")] = Path(),
@@ -127,14 +123,14 @@ def cards_init(
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise PlaybookError(f"'{name}' is no id; expected small letters, digits and -, such as loader-workers")
     claim_ids = {claim.id for card in load.load_all().values() for claim in card.claims}
-    for path in begin(folder, name, claim_ids):
+    for path in load.begin(folder, name, claim_ids):
         say(f"wrote {path}")
     is_configured = any(card_folder.resolve() == (folder / "cards").resolve() for card_folder in folders("cards"))
     playbook = "playbook" if is_configured else f"playbook --cards {folder / 'cards'} --cases {folder / 'cases'}"
     say(f"next: change them, then {playbook} cards check {folder / 'cards'} and {playbook} confirm {name}")
 
 
-@_cards_app.command("rules")
+@app.command("rules")
 def rules(as_json: AsJson = False) -> None:
     """List the rules of `cards check`."""
     from playbook_app.services.check import rule_rows

@@ -22,11 +22,9 @@ TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
 
 app = commands()
-_config_app = commands()
-app.add_typer(_config_app, name="config")
 
 
-@_config_app.command("list")
+@app.command("list")
 def config_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the recipes: published configurations as files, with the GPUs that each is meant for."""
     rows = [{**r.model_dump(mode="json"), "file": str(_recipes() / r.file)} for r in recipes.index().recipes]
@@ -48,7 +46,7 @@ def _recipes() -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-@_config_app.command("export")
+@app.command("export")
 def config_export(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_30b_a3b_24l.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as parallel.ep=8.")] = None,

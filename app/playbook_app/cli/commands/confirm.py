@@ -17,7 +17,7 @@ from playbook.paths import default_results
 from playbook.records.evidence import Evidence
 from playbook.records.standing import untested_claims, untraced_verdicts
 from playbook.text import count
-from playbook_app.cli import jobs
+from playbook_app.cli import jobs, outcomes
 from playbook_app.cli.options import (
     AsJson,
     Budget,
@@ -34,10 +34,8 @@ from playbook_app.cli.options import (
     Results,
     Seed,
     commands,
+    to_seconds,
 )
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.outcomes import journal as journal_of
-from playbook_app.cli.outcomes import local_launcher, show_outcomes
 from playbook_app.cli.output import complain, say
 from playbook_app.services.standing import here, records_here, today
 from playbook_bench.launch.forked import ForkLauncher
@@ -99,24 +97,24 @@ def confirm(
     if launcher == "slurm":
         for target in chosen:
             tasks_of(target)  # a mistake is told now, not by a job that waited its turn
-        words = jobs.confirm_words(chosen, profile, pairs, budget, seed)
-        raise typer.Exit(jobs.confirm(words, results, request, journal))
-    runs_by = allocation or local_launcher(fork)
-    finished_runs = journal_of(journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork)
-    without_trace = untraced if trace else {}
+        given = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
+        raise typer.Exit(jobs.confirm(chosen, given, results, request, journal))
+    finished_runs = outcomes.journal(
+        journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork
+    )
     options = Options(
         profile,
         results or default_results(),
         pairs,
         seconds,
         seed,
-        runs_by,
+        allocation or outcomes.local_launcher(fork),
         finished_runs,
         campaign=untested,
         trace=trace,
-        untraced=without_trace,
+        untraced=untraced if trace else {},
     )
-    show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every)
+    outcomes.show_outcomes(lambda shown: harness.run(chosen, options, shown), as_json, counts=every)
 
 
 def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[list[str], Mapping[str, Evidence]]:
@@ -139,7 +137,6 @@ def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[
 DEMO = ("moe-dispatcher-choice/W9.m", "long-context-cp-sizing/L1.m", "vlm-real-data/V3", "vlm-real-data/T1")
 """Two claims that one count of bytes settles, then two about speed."""
 
-"""Exit codes that a demo ends with, too; other verdicts are its success."""
 _DEMO_S = 270.0
 """After so many seconds no launch is started any more, so that the demo ends within five minutes."""
 
@@ -171,27 +168,23 @@ def demo(
         complain(f"the demo trains a small model, and cannot: {lacking_packages[0].detail}")
         raise typer.Exit(ExitCode.INAPPLICABLE)
     chosen = targets or list(DEMO)
-    out = report.console()
     say(
         f"{count(len(chosen), 'claim')} of the cards, tested on this CPU in less than five minutes: a tiny model trains with and"
         " without one change."
     )
     say("Bytes are counted once, in seconds. Speed is noisy: a claim about it takes 18 launches or more, a minute or two in all.")
     say(f"To come: {', '.join(chosen)}")
-    progress = DemoProgress(out)
     options = Options(detect.CPU, results or default_results(), budget_s=_DEMO_S, launcher=ForkLauncher())
-    try:
-        outcomes = harness.run(chosen, options, progress)
-    finally:
-        progress.close()
+    with outcomes.progress(kind=DemoProgress) as shown:
+        found = harness.run(chosen, options, shown)
     lacking, total = count_inapplicable(detect.CPU)
     playbook = "playbook" if shutil.which("playbook") else os.path.relpath(sys.argv[0])
-    last = outcomes[-1]
+    last = found[-1]
     claim = last.evidence.measured.claim
     say(f"\n{lacking} of {total} claims need GPUs or another machine; there, `{playbook} confirm CARD` tests them in the same way.")
     say("Three things to do next:")
     say(f"  {playbook} search 'all-to-all takes a third of the step'   find the card for what you see")
     say(f"  {playbook} cards show {claim.card if claim else 'vlm-real-data'}   read what to set, why, and what was measured where")
     say(f"  {playbook} evidence show {last.path}   look at what the last verdict rests on")
-    code = harness.exit_code(outcomes)
+    code = harness.exit_code(found)
     raise typer.Exit(code if code in (ExitCode.FAILED, ExitCode.INAPPLICABLE) else 0)

@@ -32,8 +32,7 @@ from playbook.planner.time.cluster import Cluster
 from playbook.text import count, key_of, keys_of
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import print_json, print_table, say
-from playbook_app.cli.quantities import figure, machines, percent
-from playbook_app.cli.quantities import tokens as to_tokens
+from playbook_app.cli.quantities import figure, machines, percent, to_tokens
 from playbook_app.services.changes import changed
 from playbook_app.services.standing import stock_here
 from playbook_bench.logs import NoAdapter, read, rl_steps
@@ -144,11 +143,11 @@ def diagnose_run(
     number, kind = machines(gpus, hardware)
     if run is not None and not run.exists():
         raise LogError(f"{run}: there is no such file or folder; expected a log, or the folder of a run")
+    settings = [word for text in layout or [] for word in split_settings(text)]
     if run is not None and trace is None and (steps := rl_steps(run, log)):
-        step = answer(steps, model, number, kind, [word for text in layout or [] for word in split_settings(text)], seq)
-        print_json(step) if as_json else show(step)
+        step = answer(steps, model, number, kind, settings, seq)
+        print_json(step) if as_json else show_rl_step(step)
         return
-    settings = tuple(word for text in layout or [] for word in split_settings(text))
     request = _Request(model, number, kind, seq, gbs, (*settings, *cuts(layers, experts)), framework, network, imbalance)
     logged = _log(run, log) if run else None
     where = replace(_where(_with_log(request, logged), run), seen=parsed(saw or []))
@@ -267,17 +266,16 @@ def _agree(where: Setting, speed: Measured, log: _Log) -> None:
 
 def _where(request: _Request, run: Path | None) -> Setting:
     """The setting of the command line, or of a run's folder with what the command line says instead."""
-    ours = _ours(run) if run and request.model is None and (run / "config.yaml").is_file() else None
-    if request.model is None and ours is None:
+    is_ours = run is not None and request.model is None and (run / "config.yaml").is_file()
+    config, ran_on, device = _ours(run) if run and is_ours else (None, None, None)
+    if request.model is None and not is_ours:
         raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
-    gpus = request.gpus or (ours.gpus if ours else None)
-    hardware = request.hardware or (ours.device if ours else None)
-    if hardware is None or (gpus is None and (ours is not None or not any(w.startswith("gpus=") for w in request.settings))):
+    gpus = request.gpus or ran_on
+    hardware = request.hardware or device
+    if hardware is None or (gpus is None and (is_ours or not any(w.startswith("gpus=") for w in request.settings))):
         raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
-    if ours is not None and gpus is not None:
-        configured = _of_config(
-            ours.config, gpus, machine(hardware, request.network), request.framework or "playbook", _routing(request, run)
-        )
+    if is_ours and gpus is not None:
+        configured = _of_config(config, gpus, machine(hardware, request.network), request.framework or "playbook", _routing(request, run))
         return _again(configured, request) if request.settings or request.seq or request.gbs else configured
     model = request.model or ""
     path = Path(model)
@@ -329,7 +327,6 @@ def _log(path: Path, adapter: str | None) -> _Log:
     seconds = [s.seconds for s in steps]
     middle = None if log.clock == "none" else median(seconds)
     uneven = quantiles(seconds, n=20)[-1] / middle if middle and len(seconds) >= _FEW and log.every == 1 else None
-    notes = (f"{path}: {count(len(steps), 'step')} as {log.adapter} wrote them, the first fifth left out", *log.caveats)
     memory_bytes = [s.memory_bytes for s in steps if s.memory_bytes]
     first, last = (
         max(part, default=0.0)
@@ -338,7 +335,11 @@ def _log(path: Path, adapter: str | None) -> _Log:
     grown = (first, last) if first and last > (1 + _GROWTH) * first else None
     samples = _middle(s.samples for s in steps)
     facts = replace(log.facts, gbs=round(samples)) if samples else log.facts
-    notes += tuple(f"{path}: {unit.format(getattr(facts, key))}" for key, _, unit in _STATED if getattr(facts, key))
+    notes = (
+        f"{path}: {count(len(steps), 'step')} as {log.adapter} wrote them, the first fifth left out",
+        *log.caveats,
+        *(f"{path}: {unit.format(getattr(facts, key))}" for key, _, unit in _STATED if getattr(facts, key)),
+    )
     return _Log(
         middle, _middle(s.tokens for s in steps), _middle(s.tokens_per_s_per_gpu for s in steps), _middle(s.tokens_per_s for s in steps),
         _middle(s.flops_per_s for s in steps), facts, uneven, grown, notes,
@@ -351,19 +352,11 @@ def _middle(values: Iterable[float | None]) -> float | None:
     return median(positive) if positive else None
 
 
-@dataclass(frozen=True)
-class _Ours:
-    """A run of this trainer: its configuration, and its GPUs where its summary is there."""
-
-    config: Any
-    gpus: int | None
-    device: str | None
-
-
-def _ours(folder: Path) -> _Ours:
+def _ours(folder: Path) -> tuple[Any, int | None, str | None]:
+    """A run of this trainer: its configuration, and how many GPUs of which kind where its summary is there."""
     config, path = load(folder / "config.yaml"), folder / "summary.json"
     if not path.is_file():
-        return _Ours(config, None, None)
+        return config, None, None
     try:
         summary = json.loads(read_bytes(path, _MAX_SUMMARY))
         gpus, device = int(summary["world_size"]), str(summary["env"]["strict"]["device_name"])
@@ -371,26 +364,23 @@ def _ours(folder: Path) -> _Ours:
         raise ConfigError(f"{path}: no summary of a run ({type(e).__name__}: {str(e)[:80]}); remove it, or name --model") from e
     if device == "cpu":
         raise ConfigError(f"{folder}: a run on a CPU; expected one on GPUs: there is no prediction to compare it with")
-    return _Ours(config, gpus, device)
+    return config, gpus, device
 
 
 def _of_config(config: Any, gpus: int, hardware: Cluster, framework: str, routing: Routing | None) -> Setting:
     """The setting of a run of this trainer."""
     plan = plan_of(config, gpus)
-    torch = config.backend == "torch"
     options = plan.options
-    if torch:
+    if config.backend == "torch":
         options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
     stated_plan = replace(plan, options=options)
     other = ("gpus", "seq_len", "gbs", "backend", "loss")
     settings = [w for w in words(stated_plan) if (key := key_of(w)) not in other and not idle(stated_plan, [key])]
-    names = keys_of(settings)
-    settings += [
-        w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in names
-    ]  # a configuration leaves none open
+    # A configuration leaves none open.
+    usual = [w for w in (f"mbs={plan.mbs}", f"vpp={plan.vpp}", "recompute=none") if key_of(w) not in keys_of(settings)]
     return setting(
-        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=settings, framework=framework,
-        backend=config.backend, routing=routing,
+        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=[*settings, *usual],
+        framework=framework, backend=config.backend, routing=routing,
     )  # fmt: skip
 
 
@@ -431,16 +421,18 @@ def _show(diagnosis: Mapping[str, Any]) -> None:
     _show_obstacle(diagnosis["predicted"]["nothing_fits"])
     runs = diagnosis["published"]
     for row in runs["rows"][:_SHOWN] if runs else ():
+        planned = f"; the planner says {row['predicted']:,.0f}" if row["predicted"] else ""
         say(
             f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']}"
             f" {row['hardware']}, {row['precision']} {row['layout']}"
-            f" ({'; '.join(filter(None, (row['id'], row['other'])))}{_planned(row['predicted'])}) {row['link']}"
+            f" ({'; '.join(filter(None, (row['id'], row['other'])))}{planned}) {row['link']}"
         )
     say(f"so         {diagnosis['position']['sentence']}")
     walls = [w for w in diagnosis["walls"] if w["beyond"]] or diagnosis["walls"][:1]
     if walls:
         say(f"\nwall, from {diagnosis['walls_from']}")
-        print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
+        rows = [{**w, "wall": w["name"], "share": "?" if w["share"] is None else f"{w['share']:.0%}"} for w in walls]
+        print_table(rows, ("wall", "share", "sign"))
     else:
         say("\nwall       not known: name what you run with --layout, or what you saw with --saw or --trace")
     if diagnosis["how_to_tell"]:
@@ -454,10 +446,6 @@ def _show(diagnosis: Mapping[str, Any]) -> None:
         say(f"confidence {diagnosis['confidence']['level']}; not known: {', '.join(diagnosis['confidence']['unknown'])}")
     for words_ in diagnosis["assumptions"]:
         say(f"assumes    {words_}")
-
-
-def _planned(tokens: float | None) -> str:
-    return f"; the planner says {tokens:,.0f}" if tokens else ""
 
 
 def _show_obstacle(near: Mapping[str, Any] | None) -> None:
@@ -492,12 +480,6 @@ def _show_action(place: int, action: Mapping[str, Any]) -> None:
         say(f"   note   {action['note']}")
 
 
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{share:.0%}"
-
-
-_UNCOUNTED_STEPS = 5
-"""One of so many steps, the first ones, is not counted."""
 _MOST_TP = 64
 
 
@@ -509,7 +491,7 @@ def answer(
     Raises:
         ConfigError: the model, the GPUs or the layout is not known, or only a part of them is named.
     """
-    counted = steps[len(steps) // _UNCOUNTED_STEPS :]
+    counted = steps[len(steps) // _WARM_UP :]
     step = rl_step.diagnose(rl_step.middle(counted)) | {"steps": len(counted)}
     if model is None:
         return step
@@ -526,7 +508,7 @@ def _memory(model: str, gpus: int | None, hardware: str, layout: Sequence[str]) 
     return rl_plan.memory(memory.peak(parse(model, layout, gpus=gpus, shape=shape)), gpu_gib, tp, stored, tokens)
 
 
-def show(step_answer: Mapping[str, Any], basis: str = "") -> None:
+def show_rl_step(step_answer: Mapping[str, Any], basis: str = "") -> None:
     """The answer as lines; `basis` says what stands behind it where that is no log."""
     step = "of unknown length" if step_answer["step_s"] is None else f"{step_answer['step_s']:.4g} s a step"
     basis = basis or f"median of {step_answer['steps']}; what follows is arithmetic on the log"

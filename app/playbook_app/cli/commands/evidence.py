@@ -6,7 +6,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,11 +30,9 @@ _WIDEST = 100.0
 """A line that spans more than hundredfold shows nothing."""
 
 app = commands()
-_evidence_app = commands()
-app.add_typer(_evidence_app, name="evidence")
 
 
-@_evidence_app.command("list")
+@app.command("list")
 def evidence_list(
     claim: Annotated[
         str | None, typer.Argument(metavar="CLAIM", help="Only records of this claim, such as W9; of all, if not given.")
@@ -54,12 +52,21 @@ def evidence_list(
         (r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence) and claim in (None, r.claim)
     ]
     # The table says whether a verdict is stale, and one reason is enough for that.
-    rows = [{**verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in recorded]
+    rows = [
+        {
+            **verdict_row(r, claim_of(r, claims), reasons=None if as_json else 1),
+            "claim": r.claim_ref.id if r.claim_ref else None,
+            "card": r.claim_ref.card if r.claim_ref else None,
+            "case": content.measured.case.id if content.measured.case else None,
+            "expires": content.expires,
+        }
+        for r, content in recorded
+    ]
     columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns, ("created",), wide)
 
 
-@_evidence_app.command("show")
+@app.command("show")
 def evidence_show(
     file: Annotated[str, typer.Argument(metavar="FILE|CLAIM", help="An evidence file, a record's id, or a claim such as W9.")],
     as_json: AsJson = False,
@@ -157,13 +164,13 @@ def drawn(comparison: Comparison | None, margin: Quantity | None) -> list[str]:
     return [f"      {100 * least:+.3g} % [{''.join(line)}] {100 * most:+.3g} %", f"      {key}"]
 
 
-@_evidence_app.command("accept")
+@app.command("accept")
 def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
     """Copy a record that replays into bench/results/, to be committed."""
     say(str(_take_in(file)))
 
 
-@_evidence_app.command("import")
+@app.command("import")
 def evidence_import(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file from someone else's cluster.")],
     origin: Annotated[str, typer.Option("--from", metavar="NAME", help="Who measured it; shown with every verdict, as in h100x8@NAME.")],
@@ -183,7 +190,7 @@ def _take_in(file: Path, origin: str | None = None, results: Path | None = None)
     return replay.accept(file) if origin is None else replay.take_in(file, origin, results or default_results())
 
 
-@_evidence_app.command("table")
+@app.command("table")
 def evidence_table(
     form: Annotated[Literal["csv", "markdown", "parquet"], typer.Option("--format", help="Of the table.")] = "csv",
     steps: Annotated[bool, typer.Option("--steps", help="A row for each step, instead of each launch.")] = False,
@@ -214,14 +221,3 @@ def _stale(path: Path) -> str | None:
     claims = by_claim(load_all())
     record = read_file(path, claims, present(here()))
     return record.stale(today(), claim_of(record, claims))
-
-
-def _origin(content: Evidence) -> dict[str, Any]:
-    """What a list of records says of each beside its verdict."""
-    claim, case = content.measured.claim, content.measured.case
-    return {
-        "claim": claim.id if claim else None,
-        "card": claim.card if claim else None,
-        "case": case.id if case else None,
-        "expires": content.expires,
-    }

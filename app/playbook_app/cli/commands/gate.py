@@ -15,9 +15,8 @@ from playbook.errors import PlaybookError
 from playbook.files import replace
 from playbook.paths import default_results
 from playbook.records.case import load_case
-from playbook_app.cli.options import AsJson, Budget, MorePairs, Profile, Results, Slowdown, commands
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
+from playbook_app.cli.options import AsJson, Budget, Profile, Results, Slowdown, commands, to_seconds, to_share
+from playbook_app.cli.outcomes import progress
 from playbook_app.cli.output import print_json, say
 from playbook_bench.judge.slowdown import ALLOWABLE, UNKNOWN, Judged
 from playbook_bench.run import bisect as bisection
@@ -38,7 +37,7 @@ def gate(
     named: Annotated[str | None, typer.Option("--case", metavar="CASE", help="The same, as an option.")] = None,
     profile: Profile = None,
     results: Results = None,
-    pairs: MorePairs = None,
+    pairs: Annotated[int | None, typer.Option(help="At most this many pairs of launches; more than the case names add looks.")] = None,
     budget: Budget = None,
     limit: Slowdown = "3%",
     allow: Annotated[
@@ -68,15 +67,11 @@ def gate(
         raise PlaybookError("name one case: playbook gate --baseline REF CASE")
     if history is not None:
         report.history(history)  # what is no history is refused before anything runs
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.TerminalProgress(out)
     options = Options(profile, results or default_results(), pairs, to_seconds(budget))
     limits = harness.Limits(to_share(limit, "--limit"), dict(_allowance(text) for text in allow or []))
-    try:
-        result = harness.run(case or named or "", baseline, options, limits, progress, anchor=anchor)
-    finally:
-        progress.close()
-    report.print_gate(result, out)
+    with progress(as_json) as shown:
+        result = harness.run(case or named or "", baseline, options, limits, shown, anchor=anchor)
+    report.print_gate(result, shown.out)
     if junit is not None:
         replace(junit, report.junit(result))
     if markdown is not None:
@@ -132,31 +127,27 @@ def bisect(
         )
     if packages is None and (len(arguments) != 2 or case is None or requirements is not None):
         raise PlaybookError("expected two commits and a case: playbook bisect GOOD BAD --case CASE; or --packages and a command")
-    out = report.console(sys.stderr if as_json else None)
     options = Options(profile, results or default_results(), pairs)
     share = to_share(limit, "--limit")
     span = bisection.package_span(packages) if packages is not None else None
     loaded = load_case(case) if case is not None else None
     root = None if loaded is None else harness.repository_of(loaded, None)
-    progress = report.TerminalProgress(out) if loaded else report.LaunchLines(out)
 
     def name(candidate: str) -> str:
         return f"{span.name} {candidate}" if span else bisection.subject(candidate, root)
 
     def report_judged(judged: Judged, most_left: int) -> None:
-        out.print(f"{name(judged.commit)}: {judged.trouble}, at most {most_left} left  ({judged.sentence})", markup=False)
+        shown.out.print(f"{name(judged.commit)}: {judged.trouble}, at most {most_left} left  ({judged.sentence})", markup=False)
 
-    try:
+    with progress(as_json, report.TerminalProgress if loaded else report.LaunchLines) as shown:
         if span is not None:
             good, bad = span.good, span.bad
             line = shlex.join(["playbook", *sys.argv[1:]])
-            result = bisection.run_packages(arguments, span, requirements, options, progress, line, share, report_judged)
+            result = bisection.run_packages(arguments, span, requirements, options, shown, line, share, report_judged)
         else:
             assert loaded is not None
             good, bad = arguments
-            result = bisection.run(loaded, good, bad, options, progress, report_judged, limits=harness.Limits(share))
-    finally:
-        progress.close()
+            result = bisection.run(loaded, good, bad, options, shown, report_judged, limits=harness.Limits(share))
     kind = "version" if span else "commit"
     if as_json:
         print_json(bisection.as_json(result, kind))

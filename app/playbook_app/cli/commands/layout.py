@@ -24,8 +24,6 @@ from playbook_bench.trace.reports import memory_from_file
 _MIB = 1 << 20
 
 app = commands()
-_layout_app = commands()
-app.add_typer(_layout_app, name="layout")
 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="Degrees, batch and options, such as tp=1 ep=8 mbs=2 seq_len=4096.")
@@ -33,12 +31,10 @@ Settings = Annotated[
 Model = Annotated[
     str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
 ]
-Memory = Annotated[float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")]
-Hardware = Annotated[str | None, typer.Option("--hardware", help="Kind of GPU, such as h100, or a file of it: says whether the peak fits.")]
 _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
-@_layout_app.command("check")
+@app.command("check")
 def layout_check(
     model: Model,
     settings: Settings = None,
@@ -65,15 +61,19 @@ def layout_check(
         raise typer.Exit(ExitCode.USAGE)
 
 
-@_layout_app.command("memory")
+@app.command("memory")
 def layout_memory(
     model: Model,
     settings: Settings = None,
     gpus: _Gpus = None,
     layers: Layers = None,
     experts: Experts = None,
-    memory: Memory = None,
-    hardware: Hardware = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", help="Kind of GPU, such as h100, or a file of it: says whether the peak fits.")
+    ] = None,
     snapshot: Annotated[
         Path | None, typer.Option("--snapshot", help="A memory snapshot of PyTorch: what holds its peak, beside the estimate's parts.")
     ] = None,
@@ -91,21 +91,26 @@ def layout_memory(
     fit = None if memory is None else verdict(most.peak, memory)
     beside = _beside(snapshot, stages) if snapshot else None
     if as_json:
-        totals: dict[str, Any] = {
-            "peak": most.peak,
-            "stage": most.number,
-            "memory_gib": memory,
-            "verdict": fit,
-            **({"snapshot": beside} if beside else {}),
-        }
-        print_json({"layout": degrees(plan), "unit": "bytes", **totals, "stages": [s.row() for s in stages]})
-    else:
-        _show_memory(
-            plan,
-            stages,
-            most,
-            _unnamed(most.peak) if fit is None else f"{fit}: a GPU has {memory:g} GiB",
+        print_json(
+            {
+                "layout": degrees(plan),
+                "unit": "bytes",
+                "peak": most.peak,
+                "stage": most.number,
+                "memory_gib": memory,
+                "verdict": fit,
+                **({"snapshot": beside} if beside else {}),
+                "stages": [s.row() for s in stages],
+            }
         )
+    else:
+        say(_line(plan))
+        print_table([_row(s) for s in stages], tuple(_row(most)))
+        say(
+            f"peak {most.peak / GIB:.1f} GiB allocated on stage {most.number}, columns in GiB; reserved memory and the driver's are not in"
+            " it"
+        )
+        say(_unnamed(most.peak) if fit is None else f"{fit}: a GPU has {memory:g} GiB")
         if beside:
             say("")
             print_snapshot(beside)
@@ -137,14 +142,7 @@ def _unnamed(peak: float) -> str:
     return f"no GPU is named: {sentence}; --hardware or --memory says whether it fits"
 
 
-def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict: str) -> None:
-    say(_line(plan))
-    print_table([_row(s) for s in stages], tuple(_row(most)))
-    say(f"peak {most.peak / GIB:.1f} GiB allocated on stage {most.number}, columns in GiB; reserved memory and the driver's are not in it")
-    say(verdict)
-
-
-@_layout_app.command("traffic")
+@app.command("traffic")
 def layout_traffic(
     model: Model,
     settings: Settings = None,

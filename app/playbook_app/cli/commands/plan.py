@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +17,8 @@ from playbook.diagnosis import rl_plan, rl_step
 from playbook.diagnosis.claims import of_layout
 from playbook.diagnosis.published import Published, Row, of_plan
 from playbook.errors import ConfigError, ExitCode
-from playbook.planner.choice import plain_data
 from playbook.planner.choice.anchored import anchored
-from playbook.planner.choice.plain_data import PARTS, lost, next_run, pipeline_string, words
+from playbook.planner.choice.plain_data import PARTS, document, lost, next_run, pipeline_string, words
 from playbook.planner.choice.routing import measured
 from playbook.planner.choice.search import Answer, Choice, plan_layouts
 from playbook.planner.choice.space import Question
@@ -28,18 +27,17 @@ from playbook.planner.hardware import machine
 from playbook.planner.memory import AT_THE_LIMIT, GIB, at_the_limit
 from playbook.planner.models import find, named
 from playbook.planner.options import FRAMEWORKS
-from playbook.planner.plan import Plan, cut
+from playbook.planner.plan import cut
 from playbook.planner.runs import check as accuracy
 from playbook.planner.runs.predict import speed
 from playbook.planner.runs.published import one
 from playbook.planner.time.spread import crossing
 from playbook.planner.time.step import network_share
 from playbook.text import count
-from playbook_app.cli.commands.diagnose import show as show_rl_step
-from playbook_app.cli.commands.diagnose import split_settings
+from playbook_app.cli.commands.diagnose import show_rl_step, split_settings
 from playbook_app.cli.options import AsJson, Experts, Imbalance, Layers, Network, commands, cuts
 from playbook_app.cli.output import complain, print_json, print_table, say
-from playbook_app.cli.quantities import amount, machines, several, tokens
+from playbook_app.cli.quantities import amount, machines, several, to_tokens
 from playbook_app.cli.training import show_curve, takes
 from playbook_app.services.other_backend import other_backend, run_by
 from playbook_app.services.predicted_case import case_of, text_of
@@ -80,96 +78,78 @@ class _Plans(TyperGroup):  # type: ignore[misc]
         return parsed
 
 
-app = commands()
-_plan_app = commands()
-app.add_typer(_plan_app, name="plan", cls=_Plans)
+app = commands(_Plans)
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
 _Gpus = Annotated[str, typer.Option("--gpus", metavar="N", help="Number of GPUs, or both as 64xH100; with --goal gpus it is found.")]
 _Hardware = Annotated[
     str, typer.Option("--hardware", "--gpu", help="Kind of GPU, such as h100, or a file: a calibration, or a hardware file.")
 ]
-_Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
-_Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
-_Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
-_Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
-_Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
-_Backend = Annotated[
-    str, typer.Option("--backend", help="megatron, or torch (FSDP2); if not given, that of --framework or --export, else megatron.")
-]
-_Framework = Annotated[
-    str, typer.Option("--framework", help="The trainer that will run it, such as megatron-lm: decides its backend and its loss.")
-]
-_Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
-_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")]
-_Published = Annotated[
-    bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
-]
-_Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
-_Export = Annotated[
-    str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
-]
-_Slurm = Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")]
-_EmitCase = Annotated[
-    Path | None,
-    typer.Option("--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."),
-]
-_CaseGpus = Annotated[int, typer.Option("--case-gpus", min=1, max=1 << 20, help="GPUs at hand, to which --emit-case cuts the plans.")]
-_Against = Annotated[
-    list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
-]
-_Tokens = Annotated[
-    float | None,
-    typer.Option("--tokens", parser=amount, metavar="N", help="Say what training on so many takes, such as 1T: days, GPU hours, energy."),
-]
-_Price = Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU hour, for --tokens.")]
-_ByGpus = Annotated[
-    str, typer.Option("--scale", metavar="8,16,32", help="The fastest plan for each of these numbers of GPUs, instead of one answer.")
-]
-_Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
-_OfRuns = Annotated[
-    str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
-]
-_Scale = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
-_LeaveOut = Annotated[
-    bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
-]
-_LeaveSource = Annotated[bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")]
 
 
-@_plan_app.callback()
+@app.callback()
 def plan() -> None:
     """The fastest layouts of a model (`playbook plan MODEL`), and how predictions compare with runs."""
 
 
-@_plan_app.command(_DEFAULT)
+@app.command(_DEFAULT)
 def plan_for(
     model: _Model,
     gpus: _Gpus = "",
     hardware: _Hardware = "",
     network: Network = "",
     imbalance: Imbalance = "",
-    seq: _Seq = 4096,
-    gbs: _Gbs = 0,
-    goal: _Goal = "tokens/s",
-    memory: _Memory = _MEMORY,
-    fix: _Fix = None,
-    backend: _Backend = "",
-    framework: _Framework = "",
-    allow: _Allow = "",
-    anchor: _Anchor = None,
-    published: _Published = True,
-    top: _Top = 5,
+    seq: Annotated[
+        int, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")
+    ] = 4096,
+    gbs: Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")] = 0,
+    goal: Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")] = "tokens/s",
+    memory: Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")] = _MEMORY,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="megatron, or torch (FSDP2); if not given, that of --framework or --export, else megatron.")
+    ] = "",
+    framework: Annotated[
+        str, typer.Option("--framework", help="The trainer that will run it, such as megatron-lm: decides its backend and its loss.")
+    ] = "",
+    allow: Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")] = "",
+    anchor: Annotated[
+        Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them too.")
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published/--no-published", help="Scale predictions to published runs of their kind, and show the nearest.")
+    ] = True,
+    top: Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")] = 5,
     layers: Layers = None,
     experts: Experts = None,
-    export: _Export = None,
-    slurm: _Slurm = False,
-    emit_case: _EmitCase = None,
-    case_gpus: _CaseGpus = 1,
-    against: _Against = None,
-    total: _Tokens = None,
-    price: _Price = None,
-    scale: _ByGpus = "",
+    export: Annotated[
+        str | None, typer.Option("--export", help="Print the best plan as a script: megatron-lm, megatron-bridge, playbook and others.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Make the script of --export one for sbatch.")] = False,
+    emit_case: Annotated[
+        Path | None,
+        typer.Option(
+            "--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."
+        ),
+    ] = None,
+    case_gpus: Annotated[
+        int, typer.Option("--case-gpus", min=1, max=1 << 20, help="GPUs at hand, to which --emit-case cuts the plans.")
+    ] = 1,
+    against: Annotated[
+        list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
+    ] = None,
+    total: Annotated[
+        float | None,
+        typer.Option(
+            "--tokens", parser=amount, metavar="N", help="Say what training on so many takes, such as 1T: days, GPU hours, energy."
+        ),
+    ] = None,
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU hour, for --tokens.")] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", metavar="8,16,32", help="The fastest plan for each of these numbers of GPUs, instead of one answer.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Search every layout for the fastest that fits: speed with its 80 % interval, memory by stage, and why the next one lost.
@@ -181,11 +161,21 @@ def plan_for(
     trainer = framework or (export if export in FRAMEWORKS and not backend else "") or ""
     backend, fixed = plans.trained_by(trainer, backend or "megatron", split_settings(",".join(fix or [])))
     fixed = fixed if export is None else plans.kept(export, backend, fixed)
-    allowed = frozenset(a for a in allow.split(",") if a)
     number, kind = machines(gpus or None, hardware or None)
     routing = measured(imbalance) if imbalance else None
     question = Question(
-        shape, name, machine(kind or _KIND, network), number or _GPUS, seq, gbs, goal, memory, backend, fixed, allowed, routing
+        shape,
+        name,
+        machine(kind or _KIND, network),
+        number or _GPUS,
+        seq,
+        gbs,
+        goal,
+        memory,
+        backend,
+        fixed,
+        frozenset(a for a in allow.split(",") if a),
+        routing,
     )
     _refuse(
         {
@@ -216,7 +206,12 @@ def plan_for(
     elif as_json or answer.choices:
         whole = training(answer.choices[0], question.cluster, total, price) if total and answer.choices else None
         runs, other = of_plan(answer) if published else None, other_backend(answer, with_published=published)
-        _answer(answer, _Beside(runs, other, _claims(answer), whole, published), as_json=as_json)
+        claims = of_layout(stock_here(), answer.choices[0].plan, answer.question.cluster) if answer.choices else []
+        if as_json:
+            told = document(answer, runs.beside(answer) if runs else None) | {"other_backend": other, "claims": claims}
+            print_json(told | ({"training": asdict(whole)} if whole else {}))
+        else:
+            _show(answer, runs, other, claims, whole, published=published)
     else:
         _explain(answer)
     if not answer.choices:
@@ -227,33 +222,6 @@ def _refuse(contradictions: Mapping[str, bool]) -> None:
     """Options that contradict each other, by what is said of them."""
     for message in (text for text, wrong in contradictions.items() if wrong):
         raise ConfigError(message)
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """What stands beside the plans: published runs and whether they were asked for, the other backend's best, claims, and a training."""
-
-    runs: Published | None
-    other: dict[str, Any] | None
-    claims: list[dict[str, Any]]
-    whole: Training | None
-    published: bool
-
-
-def _claims(answer: Answer) -> list[dict[str, Any]]:
-    """What GPUs have measured of the first plan's layout."""
-    if not answer.choices:
-        return []
-    return of_layout(stock_here(), answer.choices[0].plan, answer.question.cluster)
-
-
-def _answer(answer: Answer, beside: _Beside, *, as_json: bool) -> None:
-    if as_json:
-        document = plain_data.document(answer, beside.runs.beside(answer) if beside.runs else None)
-        document |= {"other_backend": beside.other, "claims": beside.claims}
-        print_json(document | ({"training": asdict(beside.whole)} if beside.whole else {}))
-    else:
-        _show(answer, beside)
 
 
 def _exported(best: Choice, target: str, implied: Sequence[str]) -> str:
@@ -275,10 +243,18 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
     case = case_of(answer, path.stem, gpus, against)
-    options = {"--gpus": q.gpus, "--hardware": q.cluster.option, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
-    options |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
-    options |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
-    options |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
+    options = {
+        "--gpus": q.gpus,
+        "--hardware": q.cluster.option,
+        "--seq": q.seq_len,
+        "--gbs": q.gbs,
+        "--backend": q.backend,
+        "--memory": "" if q.memory_share == _MEMORY else f"{q.memory_share:g}",
+        "--goal": "" if q.goal == "tokens/s" else q.goal,
+        "--fix": ",".join(q.fixed),
+        "--allow": ",".join(sorted(q.allow)),
+        "--against": ",".join(against),
+    }
     words = " ".join(f"{k} {v}" for k, v in options.items() if v)
     text = text_of(case, f"playbook plan {q.model} {words} --emit-case {path.name} --case-gpus {gpus}")
     try:
@@ -291,18 +267,27 @@ def _emit(answer: Answer, path: Path, gpus: int, against: list[str]) -> None:
     say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
-def _show(answer: Answer, beside: _Beside) -> None:
-    """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions."""
-    q, best, runs = answer.question, answer.choices[0], beside.runs
+def _show(
+    answer: Answer,
+    runs: Published | None,
+    other: dict[str, Any] | None,
+    claims: list[dict[str, Any]],
+    whole: Training | None,
+    *,
+    published: bool,
+) -> None:
+    """Print the answer as tables and lines: plans, published runs, parts of the step, memory, ties and assumptions; beside it the other
+    backend's best, claims on the first plan's layout that GPUs have measured, and a training.
+    """
+    q, best = answer.question, answer.choices[0]
     say(
         f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}"
         f"{'' if q.gbs else ' (four million tokens; --gbs names yours)'}: {answer.counts.enumerated:,}"
         f" combinations, {answer.counts.legal:,} legal layouts, {answer.counts.fitting:,} fit {q.capacity / GIB:.1f} GiB,"
         f" {answer.counts.timed:,} plans timed"
     )
-    rows = [_line(i, c, answer) for i, c in enumerate(answer.choices)]
     ahead = runs.ahead(q.gpus, best.speed) if runs and q.goal == "tokens/s" else None
-    rows = [*([_measured(ahead)] if ahead else []), *rows]
+    rows = [*([_measured(ahead)] if ahead else []), *(_line(i, c, answer) for i, c in enumerate(answer.choices))]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
     if ahead:
         say(f"\npublished is faster than plan 1 is predicted to be: {_foretold(ahead)}; start from what its page says")
@@ -312,8 +297,8 @@ def _show(answer: Answer, beside: _Beside) -> None:
         f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
         f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
     )
-    if beside.whole:
-        say(f"train    {takes(beside.whole, q.cluster)}")
+    if whole:
+        say(f"train    {takes(whole, q.cluster)}")
     sent = network_share(best.plan, q.cluster)
     if sent is not None:
         over = "".join(f"; {name} crosses it in every layer" for name in crossing(best.plan, q.cluster))
@@ -327,7 +312,7 @@ def _show(answer: Answer, beside: _Beside) -> None:
     shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
     near = f"; within {AT_THE_LIMIT:.0%} of the limit of {q.capacity / GIB:.1f}, as far as estimates err"
     say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage{near if at_the_limit(best.peak, q.capacity) else ''}")
-    for line in _against(answer, beside):
+    for line in _against(answer, other, claims):
         say(line)
     measure = next_run(answer)
     if measure:
@@ -337,23 +322,23 @@ def _show(answer: Answer, beside: _Beside) -> None:
         )
     if answer.anchored:
         say(f"anchored {answer.anchored}")
-    if beside.published:
+    if published:
         _ran(q, runs, fp8=bool(best.plan.options.fp8))
     for assumption in best.time.assumptions:
         say(f"assumes  {assumption}")
-    say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
-    trainers = dict.fromkeys([*run_by(best.plan, q.cluster.name), *((beside.other or {}).get("trainers") or [])])
+    say(f"check    playbook layout memory --model {q.model} {' '.join(words(best.plan))}")
+    trainers = dict.fromkeys([*run_by(best.plan, q.cluster.name), *((other or {}).get("trainers") or [])])
     if trainers:
         say(f"start    add --export TRAINER to this command for a script of the best layout that TRAINER takes: {', '.join(trainers)}")
 
 
-def _against(answer: Answer, beside: _Beside) -> Iterator[str]:
+def _against(answer: Answer, other: dict[str, Any] | None, claims: list[dict[str, Any]]) -> Iterator[str]:
     """What the first plan is set against: the second, the other backend's best, and what was measured."""
     if len(answer.choices) > 1 and answer.question.goal == "tokens/s":
         yield f"second   {lost(answer.choices[0], answer.choices[1])}"
-    if beside.other:
-        yield f"other    {beside.other['sentence']}"
-    for claim in beside.claims:
+    if other:
+        yield f"other    {other['sentence']}"
+    for claim in claims:
         yield f"claim    {claim['words']}"
 
 
@@ -365,19 +350,20 @@ def _ran(q: Question, runs: Published | None, *, fp8: bool) -> None:
         say(f"ran      {row.words(q)} {row.link}")
 
 
-def _settings(plan: Plan) -> str:
-    return " ".join(words(plan))
-
-
 def _line(place: int, choice: Choice, answer: Answer) -> dict[str, str]:
     """One plan as a row of the table; a star marks plans that cannot be told apart."""
     plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
     tied = len(answer.tied_indices) > 1 and place in answer.tied_indices
     o = plan.options
-    extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
-    extra += ["Megatron-FSDP, slower than predicted where measured (M1.s)" if o.sharding == "fsdp" else ""]
-    extra += ["optimizer on host" if o.optimizer_offload else "", f"recompute {'+'.join(o.recompute)}" if o.recompute else ""]
-    extra += ["memory at the limit" if at_the_limit(choice.peak, answer.question.capacity) else ""]
+    extra = [
+        o.dispatcher if o.dispatcher not in ("", "alltoall") else "",
+        "overlap" if o.ep_overlap else "",
+        o.fp8,
+        "Megatron-FSDP, slower than predicted where measured (M1.s)" if o.sharding == "fsdp" else "",
+        "optimizer on host" if o.optimizer_offload else "",
+        f"recompute {'+'.join(o.recompute)}" if o.recompute else "",
+        "memory at the limit" if at_the_limit(choice.peak, answer.question.capacity) else "",
+    ]
     degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "vpp": plan.vpp, "ep": plan.ep, "etp": plan.etp, "dp": plan.dp, "mbs": plan.mbs}
     return {
         "": f"{place + 1}{'*' if tied else ''}",
@@ -422,7 +408,7 @@ def _explain(answer: Answer) -> None:
         f"nothing fits: {answer.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under"
         f" {q.capacity / GIB:.1f} GiB"
     )
-    say(f"nearest  {_settings(near.plan)}")
+    say(f"nearest  {' '.join(words(near.plan))}")
     stage, gib = near.stage, {k: v / GIB for k, v in near.stage.row().items() if isinstance(v, float)}
     say(
         f"needs    {stage.peak / GIB:.1f} GiB on stage {stage.number}, {(stage.peak - q.capacity) / GIB:.1f} too many: parameters"
@@ -434,14 +420,21 @@ def _explain(answer: Answer) -> None:
     )
 
 
-@_plan_app.command("check")
+@app.command("check")
 def plan_check(
-    runs: _Runs,
-    hardware: _OfRuns = "",
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", "--gpu", help="A kind of GPU or a file of it, for the rows that name that kind or none.")
+    ] = "",
     network: Network = "",
-    anchor: _Scale = None,
-    leave_one_out: _LeaveOut = False,
-    leave_source_out: _LeaveSource = False,
+    anchor: Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")] = None,
+    leave_one_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out."),
+    ] = False,
+    leave_source_out: Annotated[
+        bool, typer.Option("--leave-source-out", help="The same, with everything of the row's own source left out.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
@@ -458,7 +451,7 @@ def plan_check(
         _show_runs(rows)
 
 
-@_plan_app.command("rl")
+@app.command("rl")
 def plan_rl(
     model: _Model,
     gpus: _Gpus = "",
@@ -466,11 +459,11 @@ def plan_rl(
     network: Network = "",
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a step.")] = 128,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Responses of a prompt.")] = 8,
-    prompt: Annotated[int, typer.Option("--prompt", parser=tokens, metavar="TOKENS", help="Tokens of a prompt.")] = 512,
-    mean: Annotated[int, typer.Option("--mean", parser=tokens, metavar="TOKENS", help="Tokens of a response, on average.")] = 2048,
+    prompt: Annotated[int, typer.Option("--prompt", parser=to_tokens, metavar="TOKENS", help="Tokens of a prompt.")] = 512,
+    mean: Annotated[int, typer.Option("--mean", parser=to_tokens, metavar="TOKENS", help="Tokens of a response, on average.")] = 2048,
     longest: Annotated[
         int | None,
-        typer.Option("--longest", parser=tokens, metavar="TOKENS", help="Tokens of the longest; by default four times the mean."),
+        typer.Option("--longest", parser=to_tokens, metavar="TOKENS", help="Tokens of the longest; by default four times the mean."),
     ] = None,
     passes: Annotated[int, typer.Option("--passes", min=0, max=4, help="Forward passes for old and reference log-probabilities.")] = 2,
     as_json: AsJson = False,
@@ -499,7 +492,7 @@ def plan_rl(
     show_rl_step(answer, "by arithmetic: rollout and transfer by bandwidth alone, the rest by the planner, without rewards")
 
 
-@_plan_app.command("run")
+@app.command("run")
 def plan_run(
     name: Annotated[str, typer.Argument(metavar="ID", help="A published run, as plans and diagnoses name it, such as r294.")],
     as_json: AsJson = False,

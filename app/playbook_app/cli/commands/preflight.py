@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from playbook.errors import NO_TORCH, ConfigError, ExitCode, PlaybookError
 from playbook.planner.hardware import machine as named
 from playbook.planner.time.cluster import Cluster
 from playbook.text import count
-from playbook_app.cli.options import commands
+from playbook_app.cli.options import AsJson, commands
 from playbook_app.cli.output import complain, print_json, print_table, say
 from playbook_bench.machine import detect
 from playbook_bench.machine import preflight as judge
@@ -28,7 +28,7 @@ def preflight(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="How long the product runs; the whole check takes about five times as long.")
     ] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check every GPU of this machine, or of all nodes of a job of Slurm (`srun --ntasks-per-node=8 playbook preflight`): products,
     memory, host, copies and links beside what this kind of GPU reaches, and beside one another. Exit code 1 if one is slow.
@@ -46,8 +46,8 @@ def preflight(
     healthy = judge.expected(kind) if kind else {}
     faults = judge.faults(readings, healthy, cpu=not machine.gpus)
     if as_json:
-        document: dict[str, Any] = {"schema": "preflight/1", "hardware": kind.name if kind else None, "expected": healthy, "faults": faults}
-        print_json(document | {"readings": found})
+        hardware = kind.name if kind else None
+        print_json({"schema": "preflight/1", "hardware": hardware, "expected": healthy, "faults": faults, "readings": found})
     else:
         rows = judge.table(readings)
         print_table(rows, tuple(dict.fromkeys(column for row in rows for column in row)))

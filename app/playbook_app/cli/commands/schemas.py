@@ -21,14 +21,11 @@ from playbook_app.cli.output import complain, say
 from playbook_bench.launch.slurm import Cluster
 from playbook_bench.tune.knobs import Knobs
 from playbook_trainer.config import tree
-from playbook_trainer.config.tree import TrainerConfig
 
 app = commands()
-_schemas_app = commands()
-app.add_typer(_schemas_app, name="schemas")
 
 
-@_schemas_app.command("export")
+@app.command("export")
 def schemas_export(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
 ) -> None:
@@ -65,5 +62,5 @@ def schema_models() -> dict[str, type[BaseModel]]:
         "knobs": Knobs,
         "machine": Machine,
         "run": Run,
-        "trainer": TrainerConfig,
+        "trainer": tree.TrainerConfig,
     }

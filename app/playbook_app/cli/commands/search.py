@@ -10,7 +10,6 @@ import typer
 from playbook.cards import load
 from playbook.cards import search as engine
 from playbook.cards.model import Card, by_claim
-from playbook.cards.search import Hit, diagnosis_of, load_sections
 from playbook.cards.terms import stated
 from playbook.records.read import UNTESTED, with_status
 from playbook.records.standing import stands
@@ -46,14 +45,14 @@ def search(
     """Find the cards that answer a question; where they do not cover it or none applies to the stated machine, why, and what is nearest."""
     run = stated(hardware, model, gpus)
     cards = load.load_all()
-    only = None if status is None else _with_status(cards, status)
-    answer = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
+    only = None if status is None else with_status(cards, records_here(cards, here()), today(), status)
+    answer = engine.search(engine.index(cards, engine.load_sections()), query, run, only=only, limit=limit)
     standing = _standing(answer.hits, cards, run.hardware)
     if as_json:
         row = answer.as_row()
         print_json({**row, "hits": [{**hit, "standing": {i: standing[i] for i in hit["claims"]}} for hit in row["hits"]]})
         return
-    speed = diagnosis_of(query, run)
+    speed = engine.diagnosis_of(query, run)
     if speed:
         say(f"how fast it should be, and what to try: {speed}")
     if answer.none:
@@ -76,13 +75,8 @@ def search(
         say(f"settings and all claims: playbook cards show {answer.hits[0].id}")
 
 
-def _standing(hits: Sequence[Hit], cards: Mapping[str, Card], gpus: Sequence[str]) -> dict[str, list[str]]:
+def _standing(hits: Sequence[engine.Hit], cards: Mapping[str, Card], gpus: Sequence[str]) -> dict[str, list[str]]:
     """Where each claim of what was found stands, in words, on the GPUs named first; empty where nobody has tested it."""
     claims, claim_ids = by_claim(cards), [i for hit in hits for i in hit.claims]
     records = records_here(cards, here()) if claim_ids else []
     return {i: stands(records, claims[i][1], today(), gpus) for i in claim_ids}
-
-
-def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
-    """Ids of the claims with this status, by the records of this folder and of the repository."""
-    return with_status(cards, records_here(cards, here()), today(), status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from playbook_app.cli.output import say
 from playbook_app.services.check import RECIPES
 from playbook_app.services.standing import present
 from playbook_app.site import build
-from playbook_app.site.build import Reference
 from playbook_app.site.reference import CommandHelp, field_docs
 from playbook_bench import metrics
 from playbook_trainer.config import recipes, sections
@@ -32,11 +31,9 @@ from playbook_trainer.export.render import change
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
-_site_app = commands()
-app.add_typer(_site_app, name="site")
 
 
-@_site_app.command("build")
+@app.command("build")
 def site_build(
     out: Annotated[Path | None, typer.Option(help="The folder of the pages; docs/ of this repository, if not given.")] = None,
     results: Results = None,
@@ -52,16 +49,14 @@ def site_build(
     say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {evidence}")
 
 
-def reference() -> Reference:
+def reference() -> build.Reference:
     """Metrics, commands and configuration keys of the trainer as plain data, for the pages of the site."""
-    tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
-    schema = schemas.schema("trainer", trainer.TrainerConfig)
     docs = {k: v for m in (trainer, sections) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()}
-    return Reference(
+    return build.Reference(
         metrics=rows,
-        commands=list(walk(tree, "playbook")),
-        schema=schema,
+        commands=list(walk(typer.main.get_command(root.app), "playbook")),
+        schema=schemas.schema("trainer", trainer.TrainerConfig),
         field_docs=docs,
         present=present(None),
         recipes=recipe_rows(),
@@ -132,8 +127,3 @@ def peak_gib(report: Report) -> float:
 def _word(value: Any) -> str:
     """A value in the notation of `key=value` on a command line."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
-
-
-def fits(row: Mapping[str, Any]) -> bool:
-    """Whether the recipe fits on each stated number of GPUs, and its small version as well."""
-    return bool(max(row["peaks_gib"].values()) < row["memory_gib"] and row["small_peak_gib"] < row["small_memory_gib"])

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards.load import load_all
-from playbook.errors import ExitCode
 from playbook.paths import data_root
 from playbook.records.case import list_cases
 from playbook.skills.export import export
@@ -18,16 +17,14 @@ from playbook.skills.model import INDEX, Accepted, Known, check, choose, index, 
 from playbook.text import count
 from playbook_app.cli import app as root
 from playbook_app.cli.options import AsJson, Wide, commands
-from playbook_app.cli.output import complain, print_json, print_table, say
+from playbook_app.cli.output import print_findings, print_json, print_table, say
 from playbook_app.services.standing import stock_here
 from playbook_trainer.config.tree import trainer_keys
 
 app = commands()
-_skills_app = commands()
-app.add_typer(_skills_app, name="skills")
 
 
-@_skills_app.command("list")
+@app.command("list")
 def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the skills that come with Playbook, with the question that each answers; in full with --wide, or in a pipe."""
     skills = load_skills(data_root("skills")).values()
@@ -43,7 +40,7 @@ def skills_list(wide: Wide = False, as_json: AsJson = False) -> None:
         say("left out for want of room: cards, description; --wide shows all")
 
 
-@_skills_app.command("check")
+@app.command("check")
 def skills_check(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="A folder of skills; those that ship, if not given.")] = None,
     as_json: AsJson = False,
@@ -56,18 +53,17 @@ def skills_check(
     findings += [f for s in skills for f in check(s, references)]
     if not findings:
         findings = index_findings(place, skills, required=place.resolve() == home.resolve())
-    if as_json:
-        rows = [{"file": f.file, "line": f.line, "column": f.column, "message": f.message} for f in findings]
-        print_json({"skills": [s.name for s in skills], "findings": rows})
-    for finding in findings:
-        complain(f"{finding}")
-    if findings:
-        raise typer.Exit(ExitCode.USAGE)
-    if not as_json:
-        say(f"{count(len(skills), 'skill')}: no findings")
+    print_findings(
+        findings,
+        {"skills": [s.name for s in skills]},
+        count(len(skills), "skill"),
+        strict=True,
+        as_json=as_json,
+        keys=("file", "line", "column", "message"),
+    )
 
 
-@_skills_app.command("index")
+@app.command("index")
 def skills_index() -> None:
     """Write skills/README.md, the index of the skills."""
     folder = data_root("skills")
@@ -75,7 +71,7 @@ def skills_index() -> None:
     say(str(folder / INDEX))
 
 
-@_skills_app.command("export")
+@app.command("export")
 def skills_export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folders go; none of them may exist.")],
     skill: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this skill; may be given several times.")] = None,

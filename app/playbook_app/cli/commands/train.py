@@ -118,15 +118,16 @@ def _show_dry_run(
     fits = verdict(most.peak, on.memory_gib) if on else None
     if as_json:
         speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
-        stages = [s.row() for s in report.stages]
-        totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak": most.peak, "stage": most.number}
         print_json(
             {
                 "legal": True,
                 "layout": report.layout,
-                **totals,
+                "num_parameters": report.num_parameters,
+                "unit": "bytes",
+                "peak": most.peak,
+                "stage": most.number,
                 **speed,
-                "stages": stages,
+                "stages": [s.row() for s in report.stages],
                 **({"built": {**asdict(built), "stage": built.stage + 1}} if built else {}),
             }
         )

@@ -20,10 +20,8 @@ from playbook.paths import default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
-from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands
-from playbook_app.cli.options import seconds as to_seconds
-from playbook_app.cli.options import share as to_share
-from playbook_app.cli.outcomes import local_launcher
+from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands, to_seconds, to_share
+from playbook_app.cli.outcomes import local_launcher, progress
 from playbook_app.cli.output import complain, print_json, say
 from playbook_app.services import tuning
 from playbook_app.services.ready_knobs import ready
@@ -33,10 +31,8 @@ from playbook_bench.machine import detect
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import replace
-from playbook_bench.tune import knobs as files
 from playbook_bench.tune import session
-from playbook_bench.tune.knobs import Knobs, Ranked
-from playbook_bench.tune.session import Session
+from playbook_bench.tune.knobs import Knobs, Ranked, load_knobs
 from playbook_bench.tune.subject import goal as metric_of
 from playbook_bench.variants.resolve import resolve
 
@@ -108,9 +104,11 @@ def tune(
     command = shlex.join(["playbook", *sys.argv[1:]])
     if claims and not folders("cards")[1:]:
         raise ConfigError("--emit-claims writes into your own cards, and there are none; name their folder: playbook --cards DIR tune ...")
-    request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), _seed(seed, resume), trace)
+    # A command that goes on needs the seed that it began with, which it has if it is always the same.
+    drawn = 0 if seed is None and resume else seed
+    request = tuning.Request(goal, _chance(false_keep), None if loss == "any" else to_share(loss, "--loss"), drawn, trace)
     metric, _ = metric_of(goal)
-    if _is_case(words):
+    if len(words) == 1 and (words[0].endswith((".yaml", ".yml")) or is_shipped(words[0])):
         case, chosen = tuning.case_named(words[0], machine, metric, profile)
     else:
         told = Steps(log=log, file=log_file, count=steps, warm_up=warm_up)
@@ -119,7 +117,7 @@ def tune(
     if fork and case.command:
         raise ConfigError("--fork forks ranks of our trainer, and this tunes a command, which is started as it stands; leave out --fork")
     if knobs:
-        chosen_knobs = files.load_knobs(Path(knobs))
+        chosen_knobs = load_knobs(Path(knobs))
     else:
         chosen_knobs = ready(case, resolve(case, "baseline", chosen), stock_here(), machine, goal)
     if knobs == "":
@@ -129,16 +127,13 @@ def tune(
     if explain:
         _explain(order, as_json)
         return
-    out = report.console(sys.stderr if as_json else None)
-    progress = report.LaunchLines(out)
+    options = Options(chosen, place, None, to_seconds(budget), plan.setup.seed, local_launcher(fork))
     try:
-        options = Options(chosen, place, None, to_seconds(budget), plan.setup.seed, local_launcher(fork))
-        found = session.run(plan, options, progress, resume=resume)
+        with progress(as_json, report.LaunchLines) as shown:
+            found = session.run(plan, options, shown, resume=resume)
     except LaunchError as e:
         complain(f"error: {e}")
         raise typer.Exit(5) from e
-    finally:
-        progress.close()
     record = session.write_record(found)
     answer = {**session.answer(found), "record": str(record)}
     if figure := _ladder(answer):
@@ -146,25 +141,15 @@ def tune(
     _show(
         found,
         answer,
-        out,
+        shown.out,
         "the same command" + ("" if resume else " with --resume" + (f" --seed {plan.setup.seed}" if seed is None else "")),
     )
     is_borne_out = not answer["kept"] or (answer["final"] or {}).get("verdict") == "faster"
     if claims and is_borne_out and (card := tuning.emit_claims(plan, answer, machine, datetime.now(UTC).strftime("%Y-%m-%d"))):
-        out.print(f"claims    {card}", markup=False, highlight=False)
+        shown.out.print(f"claims    {card}", markup=False, highlight=False)
     if as_json:
         print_json(answer)
     raise typer.Exit(EXIT_CODES[found.ended])
-
-
-def _is_case(words: Sequence[str]) -> bool:
-    """Whether the one word names a case."""
-    return len(words) == 1 and (words[0].endswith((".yaml", ".yml")) or is_shipped(words[0]))
-
-
-def _seed(seed: int | None, resume: bool) -> int | None:
-    """A command that goes on needs the seed that it began with, which it has if it is always the same."""
-    return 0 if seed is None and resume else seed
 
 
 def _chance(text: str) -> float:
@@ -203,7 +188,7 @@ def _explain(order: Sequence[Ranked], as_json: bool) -> None:
         out.print(Text(f"{'never' if row.skipped else number:>5}  {f'{row.knob}={row.value}':<{width}}  {expected:>8}  {row.why}"))
 
 
-def _show(found: Session, answer: Mapping[str, Any], out: Console, again: str) -> None:
+def _show(found: session.Session, answer: Mapping[str, Any], out: Console, again: str) -> None:
     """The answer in lines: what is kept with its interval, what is not and why, and the comparison on fresh launches.
 
     `again` names the command that goes on from here.
@@ -217,7 +202,8 @@ def _show(found: Session, answer: Mapping[str, Any], out: Console, again: str) -
     for row in answer["kept"]:
         line(f"kept      {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}")
     for row in answer["refused"]:
-        line(f"refused   {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}{_looked(row['looked_percent'])}")
+        looked = "" if row["looked_percent"] is None else f" (looked like {row['looked_percent']:+.1f} %)"
+        line(f"refused   {row['knob']}={row['value']}  {_interval(row['effect_percent'], row['reason'])}{looked}")
     for row in answer["never"]:
         line(f"never     {row['knob']}={row['value']}  {row['reason']}")
     for row in answer["undecided"]:
@@ -270,7 +256,3 @@ def _interval(effect: Mapping[str, float] | None, reason: str) -> str:
     if effect is None or effect["low"] is None:
         return reason
     return f"{effect['value']:+.1f} % [{effect['low']:.1f}, {effect['high']:.1f}]{f', {reason}' if reason else ''}"
-
-
-def _looked(percent: float | None) -> str:
-    return "" if percent is None else f" (looked like {percent:+.1f} %)"
