@@ -181,32 +181,35 @@ def _knee(rule: ClaimRule, bounds: Sequence[_Bounds]) -> Status:
 
 def claim_problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
     """Why a claim cannot be put to a case with these variants, one line for each reason."""
-    reasons = []
-    at = variant_names(expect.at)
-    if expect.op == "inside" and (expect.margin is not None or expect.infeasible):
-        reasons.append("op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run")
+    op, at = expect.op, variant_names(expect.at)
     unknown = [n for n in [*at, *variant_names(expect.infeasible)] if n not in names]
-    if unknown:
-        reasons.append(f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}")
-    if expect.op in ("best", "not_best", "reaches") and not at:
-        reasons.append(f"op '{expect.op}' needs 'at': the value that it speaks of")
-    if expect.op == "reaches" and len(at) > 1:
-        reasons.append(f"op 'reaches' has one reference, found {len(at)}")
-    if expect.op == "reaches" and at and at[0] == names[-1]:
-        reasons.append("op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last")
-    if expect.op in ("best", "not_best") and at and set(at) >= set(names):
-        reasons.append(f"op '{expect.op}' needs a value beside those of 'at'")
-    if expect.op in ("rising", "knee", "reaches") and len(names) < 3:
-        reasons.append(f"op '{expect.op}' needs at least 3 values, the case has {len(names)}")
-    if expect.op == "knee" and (ends := {names[0], names[-1]} & set(at)):
-        reasons.append(f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one")
-    if at and expect.op not in ("best", "not_best", "knee", "reaches"):
-        reasons.append(f"op '{expect.op}' has no 'at'")
-    if expect.op == "excludes" and not expect.infeasible:
-        reasons.append("op 'excludes' needs 'infeasible': the variants that cannot run")
-    if kind == "interaction" and expect.infeasible and expect.op != "excludes":
-        reasons.append("an interaction needs all four cells; only op 'excludes' has 'infeasible'")
-    return reasons
+    ends = {names[0], names[-1]} & set(at)
+    reasons = (
+        (
+            op == "inside" and (expect.margin is not None or expect.infeasible),
+            "op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run",
+        ),
+        (unknown, f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}"),
+        (op in ("best", "not_best", "reaches") and not at, f"op '{op}' needs 'at': the value that it speaks of"),
+        (op == "reaches" and len(at) > 1, f"op 'reaches' has one reference, found {len(at)}"),
+        (
+            op == "reaches" and at[:1] == [names[-1]],
+            "op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last",
+        ),
+        (op in ("best", "not_best") and at and set(at) >= set(names), f"op '{op}' needs a value beside those of 'at'"),
+        (op in ("rising", "knee", "reaches") and len(names) < 3, f"op '{op}' needs at least 3 values, the case has {len(names)}"),
+        (
+            op == "knee" and ends,
+            f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one",
+        ),
+        (at and op not in ("best", "not_best", "knee", "reaches"), f"op '{op}' has no 'at'"),
+        (op == "excludes" and not expect.infeasible, "op 'excludes' needs 'infeasible': the variants that cannot run"),
+        (
+            kind == "interaction" and expect.infeasible and op != "excludes",
+            "an interaction needs all four cells; only op 'excludes' has 'infeasible'",
+        ),
+    )
+    return [text for applies, text in reasons if applies]
 
 
 _CARRY_ALPHA = 0.01
@@ -273,19 +276,15 @@ def measure(
     planned = max(len(contrasts), len(_planned_contrasts(case, expect, list(case.variants))))
     n = len(blocks)
     alpha = None if exact else rules.level(plan.looks, plan.alpha, n) / planned
-    values = [[required(metric, b[v]) for v in names] for b in blocks]
+    values = [{v: required(metric, b[v]) for v in names} for b in blocks]
     predictions = {v.name: v.predicted.value for v in case.values if v.predicted} if expect and expect.op == "inside" else {}
     intervals: list[statistics.Interval] = []
     if n >= 2 and alpha is not None:
         rows = [
-            [
-                guards.compare(metric, predictions.get(v, row[0] if rules.has_aa else values[0][0]), x)
-                for v, x in zip(names, row, strict=True)
-            ]
+            [guards.compare(metric, predictions.get(v, (row if rules.has_aa else values[0])[names[0]]), x) for v, x in row.items()]
             for row in values
         ]
         intervals = rules.intervals(rows, launches(runs, blocks), [[a.weights.get(v, 0.0) for v in names] for a in contrasts], alpha, noise)
-    labelled = [dict(zip(names, row, strict=True)) for row in values]
     return Curve(
         metric=metric.name,
         unit=metric.unit,
@@ -293,7 +292,7 @@ def measure(
         design="deterministic" if exact else "launches_blocks",
         scale=metric.scale,
         points=points(runs, case, metric, blocks),
-        contrasts=[_contrast(metric, a, labelled, predictions, intervals[i] if intervals else None) for i, a in enumerate(contrasts)],
+        contrasts=[_contrast(metric, a, values, predictions, intervals[i] if intervals else None) for i, a in enumerate(contrasts)],
         blocks=n,
         look=plan.looks.index(n) + 1 if n in plan.looks and not exact else None,
         alpha_contrast=alpha,
@@ -501,7 +500,10 @@ def _as_effect(metric: Metric, value: float) -> float:
 
 def show(curve: Curve, between: bool = False) -> str:
     """The contrasts in words, such as `2 over 4 -2.7 % [-3.5, -1.8]`, and what did not run; `between` as in `show_effect`."""
-    parts = [_show_contrast(curve, c, between) for c in curve.contrasts]
+    parts = [
+        f"{c.name} {'without bound as a ratio' if c.effect is None else _in_words(curve, c.effect, c.low, c.high, between)}"
+        for c in curve.contrasts
+    ]
     parts += [f"{p.variant} {'did not fit' if p.outcome == 'oom' else 'was refused'}" for p in curve.points if p.outcome != "ok"]
     return "; ".join(parts)
 
@@ -510,13 +512,6 @@ def show_predicted(case: Case, metric: Metric) -> str:
     """What a case predicts, such as `winner 11500 [9700, 13800] tokens/s`."""
     predictions = [(v.name, v.predicted) for v in case.values if v.predicted]
     return ", ".join(f"{name} {p.value:g} [{p.low:g}, {p.high:g}]" for name, p in predictions) + f" {metric.unit}"
-
-
-def _show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
-    """One contrast in words."""
-    if c.effect is None:
-        return f"{c.name} without bound as a ratio"
-    return f"{c.name} {_in_words(curve, c.effect, c.low, c.high, between)}"
 
 
 def show_effect(comparison: Comparison, between: bool = False) -> str:
