@@ -17,7 +17,7 @@ from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
 from playbook_bench import metrics
-from playbook_bench.judge import effects, guards, receipt, verdict_rules
+from playbook_bench.judge import effects, guards, receipt, statistics, verdict_rules
 from playbook_bench.judge.guards import Block, Pair
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.metrics import METRICS, OUTSIDE, WALL_STEP, Metric
@@ -346,12 +346,10 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
 
 def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
     """The verdict if a launch's figures cannot be used or its receipt breaks a rule, else None."""
-    for run in runs:
-        problem = None if run.role == "burn_in" else guards.complete(run, metric)
-        if problem:
-            return _verdict("run_error", f"a run cannot be used: {problem}")
-    dead = next((c for c in checks if not c.ok), None)
-    if dead is not None:
+    problems = (guards.complete(run, metric) for run in runs if run.role != "burn_in")
+    if problem := next(filter(None, problems), None):
+        return _verdict("run_error", f"a run cannot be used: {problem}")
+    if dead := next((c for c in checks if not c.ok), None):
         return _verdict("not_activated", receipt.in_words(dead, f"the {dead.variant} did not run as configured: "))
     return None
 
@@ -513,9 +511,7 @@ def _inside(run: Run) -> float:
 
 def _certain(values: Sequence[float]) -> tuple[float, float]:
     """The interval of a mean that holds it in all but `_DOUBT` of series."""
-    from scipy import stats as sps  # start-up time: reports of all commands import this module
-
-    half = float(sps.t.ppf(1 - _DOUBT / 2, len(values) - 1)) * plain.stdev(values) / math.sqrt(len(values))
+    half = statistics.t_quantile(_DOUBT, len(values) - 1) * plain.stdev(values) / math.sqrt(len(values))
     return plain.fmean(values) - half, plain.fmean(values) + half
 
 
