@@ -8,6 +8,7 @@ a slowdown as large as the limit passes at most once in a thousand series, and i
 from __future__ import annotations
 
 import math
+import operator
 import statistics as plain
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ _REPEATS = 4.0
 _ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
 """Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
 _REPORTED = ("loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes")
-_MEMORY = 0.02
+MEMORY = 0.02
+"""Share by which peak memory may grow, where nothing else is said."""
 _MOVED = 0.01
 """A change of speed above it, in either direction, makes verdicts from before it stale."""
 
@@ -62,16 +64,9 @@ class Slowdown:
 
 def judge_slowdown(worse: design.Estimate, pairs: int, limit: float, looks: Sequence[int]) -> Slowdown:
     """Judge at one look whether the newer commit is slower by more than the limit. `worse` is positive where it is slower, after so many
-    pairs.
-
-    Raises:
-        ValueError: fewer than two pairs, or a value that is not finite.
+    pairs: at least two, of finite values, which `design.contrast` sees to.
     """
     mean, error, freedom = float(worse.value), float(worse.standard_error), float(worse.degrees_of_freedom)
-    if pairs < 2:
-        raise ValueError(f"a slowdown needs at least 2 pairs of commits, found {pairs}")
-    if not (math.isfinite(mean) and math.isfinite(error)):
-        raise ValueError("a difference is not finite")
     low = mean - statistics.t_quantile(2 * _rate(_REGRESSION_ERROR, looks, pairs), freedom) * error
     high = mean + statistics.t_quantile(2 * _rate(_PASS_ERROR, looks, pairs), freedom) * error
     deviation = error * math.sqrt(pairs)
@@ -153,11 +148,6 @@ def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[s
     return [_skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
 
 
-def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
-    """A cost that a step's time does not show: peak memory."""
-    return [_memory(pairs, runs, allowed.get("memory", _MEMORY))]
-
-
 def overhead_rows(blocks: Sequence[guards.Block], reference: str, strict: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
     """What each launch takes beside its timed steps, as a share of the mean launch of the older commit, `reference`. Shape: [blocks,
     variants].
@@ -197,7 +187,7 @@ def _skipped(pairs: Sequence[Pair]) -> Condition:
 
 def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed: float | None) -> Condition:
     """Whether a quantity agrees at every step, within a multiple of what launches of the older commit differed by up to that step."""
-    read: Callable[[Sample], float | None] = lambda sample: getattr(sample, name)  # noqa: E731
+    read: Callable[[Sample], float | None] = operator.attrgetter(name)
     repeats = [r for r in runs if r.variant == "baseline" and r.outcome == "ok"]
     least, alone = _ROUNDING[name]
     spread, worst, where = 0.0, 0.0, 0
@@ -214,7 +204,8 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
                 worst, where = over, step
     if worst <= 1:
         return Condition(name=name, ok=True)
-    before, after = (read(r.samples[where]) for r in next(p for p in pairs if _differs(p, where, read)))
+    compared = ([read(run.samples[where]) for run in pair] for pair in pairs)
+    before, after = next(values for values in compared if values[0] != values[1])
     return Condition(
         name=name,
         ok=False,
@@ -222,12 +213,10 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
     )
 
 
-def _differs(pair: Pair, step: int, read: Callable[[Sample], float | None]) -> bool:
-    return read(pair[0].samples[step]) != read(pair[1].samples[step])
-
-
-def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
-    """Whether the median peak memory exceeds the highest of any launch of the older commit by more than the allowance."""
+def same_memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
+    """A cost that a step's time does not show: whether the median peak memory exceeds the highest of any launch of the older commit by more
+    than the allowance.
+    """
     before = [max((s.peak_memory_bytes for s in timed(r)), default=0) for r in runs if r.variant == "baseline" and r.outcome == "ok"]
     after = [max((s.peak_memory_bytes for s in timed(b)), default=0) for _, b in pairs]
     if not before or not max(before):
