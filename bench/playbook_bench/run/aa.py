@@ -23,7 +23,8 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.metrics import Metric
 from playbook_bench.run import schedule, series
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Request, Series, Silent, threads_per_rank
+from playbook_bench.run.progress import Progress
+from playbook_bench.run.series import Series, threads_per_rank
 from playbook_bench.variants import checkout
 from playbook_bench.variants.resolve import Resolved, Runnable, resolve, resolve_all
 
@@ -65,8 +66,9 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     journal = options.journal_of(["bench aa", case.id, str(pairs)], code)
     variants = resolve_all(case, chosen)
     deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
-    request = Request(f"{case.id}-aa", case, chosen, machine, variants, options, progress or Silent(), journal=journal, deadline=deadline)
-    with local.interruptible(resumes=journal is not None), Series.open(request) as running:
+    name, shown = f"{case.id}-aa", progress or Progress()
+    opened = Series.open(name, case, chosen, machine, variants, options, shown, journal=journal, deadline=deadline)
+    with local.interruptible(resumes=journal is not None), opened as running:
         running.expected = 1 + 2 * pairs
         running.progress.series(f"{case.id} A/A", running.expected)
         first = next(iter(case.variants))

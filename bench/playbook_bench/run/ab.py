@@ -25,8 +25,8 @@ from playbook_bench import metrics
 from playbook_bench.launch.local import LocalLauncher, interruptible
 from playbook_bench.machine import detect
 from playbook_bench.run import confirm, schedule
-from playbook_bench.run.confirm import Progress
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.store import Outcome
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import Tail, Walls, walls

@@ -28,9 +28,9 @@ from playbook.records.case import Case, load_case
 from playbook_bench.judge.slowdown import NONE, SLOWER, UNKNOWN, BisectResult, Judged, search
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
-from playbook_bench.run import ab, confirm, gate
+from playbook_bench.run import ab, gate
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress
+from playbook_bench.run.progress import Progress
 from playbook_bench.variants import checkout
 
 _ANY = 9.99
@@ -176,7 +176,7 @@ def run_packages(
     package: PackageSpan,
     requirements: Path | None,
     options: Options,
-    progress: confirm.Progress,
+    progress: Progress,
     command: str,
     margin: float,
     on_judged: Callable[[Judged, int], None] | None = None,

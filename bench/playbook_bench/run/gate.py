@@ -26,7 +26,8 @@ from playbook_bench.metrics import Metric
 from playbook_bench.run import schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Request, Series, Silent
+from playbook_bench.run.progress import Progress
+from playbook_bench.run.series import Series
 from playbook_bench.variants import checkout
 from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
@@ -115,7 +116,7 @@ def run(
         ConfigError: a reference or the case does not fit.
         LaunchError: git cannot write a commit's files.
     """
-    options, limits, progress = options or Options(), limits or Limits(), progress or Silent()
+    options, limits, progress = options or Options(), limits or Limits(), progress or Progress()
     if options.pairs is not None and options.pairs > slowdown.MOST_PAIRS:
         raise ConfigError(f"--pairs is {options.pairs}; expected at most {slowdown.MOST_PAIRS}")
     case = case_id if isinstance(case_id, Case) else load_case(case_id)
@@ -166,19 +167,10 @@ def _run(
             progress.note(warning)
         journal = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
         deadline = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
-        request = Request(
-            f"{case.id}-gate",
-            case,
-            profile,
-            machine,
-            variants,
-            options,
-            progress,
-            journal=journal,
-            deadline=deadline,
-            looks=_looks(case, options.pairs),
-        )
-        with Series.open(request) as running:
+        name, looks = f"{case.id}-gate", _looks(case, options.pairs)
+        with Series.open(
+            name, case, profile, machine, variants, options, progress, journal=journal, deadline=deadline, looks=looks
+        ) as running:
             _measure(running, metric, limits)
     if journal and options.journal is None and running.plan.stopped != "budget":
         journal.remove()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from playbook.errors import ConfigError
 from playbook.paths import default_results
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect
-from playbook_bench.run import journal, schedule
+from playbook_bench.run import journal
 from playbook_bench.run.journal import Journal
 
 
@@ -51,7 +53,10 @@ class Options:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        schedule.check_limits(self.pairs, self.budget_s)
+        if self.pairs is not None and self.pairs < 1:
+            raise ConfigError(f"--pairs is {self.pairs}; expected at least 1")
+        if self.budget_s is not None and not 0 < self.budget_s < math.inf:
+            raise ConfigError(f"--budget is {self.budget_s:g} s; expected more than 0, and an end")
         object.__setattr__(self, "results", Path(self.results).resolve())
 
     @property

@@ -27,6 +27,7 @@ from playbook.text import count, in_markdown, plain
 from playbook_bench import metrics
 from playbook_bench.judge import effects, receipt
 from playbook_bench.run import schedule
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import Outcome
 
@@ -76,7 +77,7 @@ def console(stream: TextIO | None = None) -> Console:
     return Lines(file=stream or sys.stdout, highlight=False, soft_wrap=True)
 
 
-class TerminalProgress:
+class TerminalProgress(Progress):
     """One line that is redrawn while a series runs; without a terminal nothing is drawn, and verdicts alone are printed."""
 
     def __init__(self, out: Console | None = None, counts: bool = False) -> None:

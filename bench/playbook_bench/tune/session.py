@@ -27,10 +27,10 @@ from playbook_bench.launch.forked import closing
 from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import ab, confirm, store
-from playbook_bench.run.confirm import Progress
 from playbook_bench.run.journal import Journal, SealedLines
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Request, Series
+from playbook_bench.run.progress import Progress
+from playbook_bench.run.series import Series
 from playbook_bench.tune.knobs import Ranked
 from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
 from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
@@ -111,23 +111,13 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
         "forks": options.forks,
     }
     journal, session = _open_journal(folder, header, plan, resume=resume)
-    request = Request(
-        CASE_ID,
-        plan.subject.case,
-        plan.subject.profile,
-        machine,
-        {},
-        replace(options, seed=plan.setup.seed),
-        progress,
-        None,
-        options.deadline,
-    )
+    case, profile, seeded = plan.subject.case, plan.subject.profile, replace(options, seed=plan.setup.seed)
     progress.machine(machine)
     try:
         with local.interruptible(resumes=True), closing(options.launcher):
-            if warning := detect.claim(requirements.restrict(machine, plan.subject.profile)):
+            if warning := detect.claim(requirements.restrict(machine, profile)):
                 progress.note(warning)
-            with Series.open(request) as running:
+            with Series.open(CASE_ID, case, profile, machine, {}, seeded, progress, deadline=options.deadline) as running:
                 _launched(session, running, journal, options.deadline, leaves_out=not resume)
         if session.tuning.problem:
             session.ended = "failed"

@@ -16,8 +16,9 @@ from playbook.records.case import Activation, Case, Receipt
 from playbook.records.evidence import Run, digest
 from playbook_bench import metrics
 from playbook_bench.judge import guards, receipt
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.series import Progress, Series, Silent
+from playbook_bench.run.series import Series
 from playbook_bench.tune import knobs
 from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.procedure import Launch, Observation, Settings
@@ -94,7 +95,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Told(Silent):
+class Told(Progress):
     """Progress of a series in which a launch is called by what it tries."""
 
     of: Progress
