@@ -485,6 +485,11 @@ def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[Blo
     return out
 
 
+def percent(share: float | None) -> float | None:
+    """A share as a percentage with four decimals, as answers in JSON have it."""
+    return None if share is None else round(100 * share, 4)
+
+
 def required(metric: Metric, run: Run) -> float:
     """The metric's value of a launch that must have one."""
     value = metric.value(run)

@@ -22,6 +22,7 @@ from playbook import __version__, files
 from playbook.errors import ConfigError, StoreError
 from playbook.records.evidence import Run, digest
 from playbook.records.machine import kind
+from playbook_bench.judge.effects import percent
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import closing
 from playbook_bench.launch.local import Interrupted
@@ -33,13 +34,12 @@ from playbook_bench.run.progress import Progress
 from playbook_bench.run.series import Series
 from playbook_bench.tune.knobs import Ranked
 from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
-from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
+from playbook_bench.tune.record import SCHEMA, decision_row, event_of, plain
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
 
 _JOURNAL, _FINAL = "events.jsonl", "final"
 _DISCARDED = 2
 """Launches of the final comparison, one of each side."""
-_ALL_DAY_MINUTES = 1440.0
 
 Ended = Literal["complete", "budget", "interrupted", "failed"]
 
@@ -79,7 +79,7 @@ class Session:
     ended: Ended = "budget"
     seconds: float = 0.0
     """Of all launches, those of earlier commands included."""
-    final: ab.Answer | None = None
+    final: ab.AbAnswer | None = None
     """The final set against the start, on launches of its own."""
     record: str = ""
     """Path of the final comparison's record."""
@@ -278,7 +278,7 @@ def _compare(session: Session, options: Options, progress: Progress) -> None:
     """The final set against the start, as any two commands are compared."""
     plan = session.plan
     case = plan.subject.with_settings(session.tuning.best)
-    case = case.model_copy(update={"budget": case.budget.model_copy(update={"minutes": _ALL_DAY_MINUTES}), "metric": plan.metric})
+    case = case.model_copy(update={"budget": case.budget.model_copy(update={"minutes": ab.ALL_DAY_MINUTES}), "metric": plan.metric})
     journal = Journal(session.folder / _FINAL, detect.place(), detect.exported())
     settled = replace(
         options,
@@ -299,7 +299,7 @@ def _compare(session: Session, options: Options, progress: Progress) -> None:
 
 def answer(session: Session) -> dict[str, Any]:
     """What came out, as plain data (`tune/1`)."""
-    tuning, plan = session.tuning, session.plan
+    tuning, plan, final = session.tuning, session.plan, session.final
     complete = tuning.due is None
     rows = list(tuning.decisions.values())
     return {
@@ -309,7 +309,15 @@ def answer(session: Session) -> dict[str, Any]:
         "refused": [decision_row(d) for d in rows if not d.kept],
         "never": [{"knob": row.knob, "value": row.value, "reason": row.why} for row in plan.never],
         "undecided": [] if complete else [{"knob": k, "value": v} for k, v in plan.setup.candidates if (k, v) not in tuning.decisions],
-        "final": None if session.final is None else _final(session),
+        "final": None
+        if final is None
+        else {
+            "verdict": final.verdict,
+            "effect_percent": {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)},
+            "pairs": final.pairs,
+            "record": session.record,
+            "sentence": session.sentence,
+        },
         "false_keep_percent": percent(plan.setup.alpha),
         "noise_percent": None if math.isnan(tuning.noise) else percent(tuning.noise),
         "provable_percent": None if math.isnan(tuning.noise) else percent(tuning.provable),
@@ -320,19 +328,6 @@ def answer(session: Session) -> dict[str, Any]:
         "settings": dict(tuning.best) if complete else {},
         "run": plan.subject.in_words(tuning.best) if complete else "",
         "command": plan.command,
-    }
-
-
-def _final(session: Session) -> dict[str, Any]:
-    final = session.final
-    assert final is not None
-    figures = {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)}
-    return {
-        "verdict": final.verdict,
-        "effect_percent": figures,
-        "pairs": final.pairs,
-        "record": session.record,
-        "sentence": session.sentence,
     }
 
 
