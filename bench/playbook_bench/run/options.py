@@ -85,9 +85,8 @@ class Options:
 
     def command(self, words: Sequence[str]) -> str:
         """The command line of a command with these options."""
-        pairs = None if self.pairs is None else str(self.pairs)
         budget = None if self.budget_s is None else f"{self.budget_s:g}s"
-        return _line(words, {"--profile": self.profile, "--pairs": pairs, "--budget": budget}, self.forks)
+        return _line(words, {"--profile": self.profile, "--pairs": self.pairs, "--budget": budget}, self.forks)
 
     def repeated(self, measured: Measured) -> str:
         """The command line that tests this claim alone, without limits; how ranks start matters only where there are runs."""
@@ -96,6 +95,6 @@ class Options:
         return _line(words, {"--profile": measured.profile}, bool(measured.runs) and self.forks)
 
 
-def _line(words: Sequence[str], values: Mapping[str, str | None], fork: bool) -> str:
-    flags = [word for flag, value in values.items() if value is not None for word in (flag, value)]
+def _line(words: Sequence[str], values: Mapping[str, str | int | None], fork: bool) -> str:
+    flags = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
     return shlex.join(["playbook", *words, *flags, *["--fork"] * fork])
