@@ -128,7 +128,6 @@ class Decision:
     """Of a kept one: with the chance of its round on either side. Of one that was asked in a round and not kept: the same."""
     looked: float | None = None
     """What it looked like in the race, as a share; chosen among many, so it says little."""
-    launches: int = 0
 
 
 @dataclass(eq=False)
@@ -139,7 +138,6 @@ class Racer:
     value: str
     gains: list[float] = field(default_factory=list)
     """Logarithms of how much better its launches were than those of the best settings around them."""
-    launches: int = 0
     asked_again: bool = False
     """Whether it had lost before others were adopted."""
 
@@ -261,7 +259,10 @@ class Tuning:
                 yield from self._together(picked, after)
             if not self.waiting:
                 self._ask_again()
-        self._leave_untried()
+        for racer in self.waiting:
+            if (racer.knob, racer.value) not in self.decisions:
+                self._refuse(racer, "not tried to the end: the time was up")
+        self.waiting.clear()
 
     def _ask_again(self) -> None:
         """Let those that were dropped run beside what was adopted since, which may have freed memory, or be what they need. One that lost
@@ -299,7 +300,6 @@ class Tuning:
             if isinstance(event, Hurry):
                 self.waiting.append(racer)
                 continue
-            racer.launches += 1
             if problem := self._problem_of(event):
                 self._refuse(racer, problem)
                 if event.outcome == "oom":
@@ -408,13 +408,7 @@ class Tuning:
 
     def _decide(self, racer: Racer, proven: bool, reason: str, effect: proof.Effect | None) -> None:
         looked = math.expm1(racer.gain) if racer.gains else None
-        self.decisions[racer.knob, racer.value] = Decision(racer.knob, racer.value, proven, reason, effect, looked, racer.launches)
-
-    def _leave_untried(self) -> None:
-        for racer in self.waiting:
-            if (racer.knob, racer.value) not in self.decisions:
-                self._refuse(racer, "not tried to the end: the time was up")
-        self.waiting.clear()
+        self.decisions[racer.knob, racer.value] = Decision(racer.knob, racer.value, proven, reason, effect, looked)
 
     @property
     def noise(self) -> float:
@@ -466,7 +460,7 @@ class Tuning:
             sets = [self.best, *(without[knob] for knob in due)]
             values: list[list[tuple[float, float]]] = [[] for _ in sets]
             sizes = self._sizes([self.adopted[knob].gain for knob in due])
-            for which in proof.drawn(_seed(self.setup.seed, self.round, number), sizes):
+            for which in proof.drawn((self.setup.seed * 64 + self.round) * 2 + number, sizes):
                 if which and due[which - 1] in decided:
                     continue
                 value = yield from self._running(sets[which], "proof")
@@ -558,7 +552,3 @@ def _share(value: float | None, others: Sequence[float | None]) -> float:
 
 def _value(effect: proof.Effect | None) -> float:
     return -math.inf if effect is None else effect.value
-
-
-def _seed(seed: int, round_: int, look: int) -> int:
-    return (seed * 64 + round_) * 2 + look

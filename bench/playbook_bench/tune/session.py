@@ -146,17 +146,14 @@ def _open_journal(folder: Path, header: Mapping[str, Any], plan: Plan, *, resume
     journal = SealedLines(folder / _JOURNAL)
     rows = journal.read() if resume else []
     session = Session(plan, folder, Tuning(plan.setup))
-    if not rows:
-        journal.replace([dict(header)])
-        return journal, session
-    if differ := [f"{k}: {_difference(rows[0].get(k), header[k])}" for k in header if rows[0].get(k) != header[k]]:
+    then = rows[0] if rows else header
+    if differ := [f"{k}: {_difference(then.get(k), header[k])}" for k in header if then.get(k) != header[k]]:
         raise StoreError(f"the tuning in {folder} was begun with another {'; another '.join(differ)}; leave out --resume to begin again")
     for row in rows[1:]:
         _replay_event(session, row)
+    if not rows or session.tuning.problem:  # its cause may be mended by now
+        rows, session = [dict(header)], Session(plan, folder, Tuning(plan.setup))
     journal.replace(rows)
-    if session.tuning.problem:  # its cause may be mended by now
-        journal.replace([dict(header)])
-        return journal, Session(plan, folder, Tuning(plan.setup))
     return journal, session
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -146,15 +144,9 @@ class Launcher:
         if run.outcome != "ok":
             line = next((line.strip() for line in run.message.splitlines() if line.strip()), "")
             return Observation(run.outcome, problem=line[:_MESSAGE])
-        steps, metric = metrics.timed(run), metrics.get(self.metric)
-        losses = [s.loss for s in steps if s.loss is not None]
-        return Observation(
-            "ok",
-            metric.value(run),
-            statistics.fmean(losses) if losses else None,
-            math.fsum(s.useful_tokens for s in steps) / max(1, len(steps)) or None,
-            self._problem(case, run, variant)[:_MESSAGE],
-        )
+        value = metrics.get(self.metric).value(run)
+        problem = self._problem(case, run, variant)[:_MESSAGE]
+        return Observation("ok", value, guards.mean_loss(run), guards.tokens_per_step(run) or None, problem)
 
     def _problem(self, case: Case, run: Run, variant: str) -> str:
         """Why a run cannot be compared with the start, by the same guards that a pair has."""

@@ -20,6 +20,7 @@ from playbook.paths import default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
+from playbook.yaml_files import load
 from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands
 from playbook_app.cli.options import seconds as to_seconds
 from playbook_app.cli.options import share as to_share
@@ -33,7 +34,6 @@ from playbook_bench.machine import detect
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import replace
-from playbook_bench.tune import knobs as files
 from playbook_bench.tune import session
 from playbook_bench.tune.knobs import Knobs, Ranked
 from playbook_bench.tune.session import Session
@@ -119,7 +119,7 @@ def tune(
     if fork and case.command:
         raise ConfigError("--fork forks ranks of our trainer, and this tunes a command, which is started as it stands; leave out --fork")
     if knobs:
-        chosen_knobs = files.load_knobs(Path(knobs))
+        chosen_knobs, _ = load(Path(knobs), Knobs)
     else:
         chosen_knobs = ready(case, resolve(case, "baseline", chosen), stock_here(), machine, goal)
     if knobs == "":
