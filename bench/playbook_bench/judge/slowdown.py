@@ -233,20 +233,19 @@ def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Seq
     direction, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
     shown = f"{metric.name}: {direction} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
     above = f"a slowdown above {100 * limit:g} {unit}"
-    if slowdown.answer == "regression":
-        return f"{shown}: {above} is certain", None
-    if slowdown.answer == "pass":
-        refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
-        return f"{shown}: {above} is ruled out{refresh if high < -100 * limit else ''}", None
-    if slowdown.answer == "too_noisy":
-        cause = cause_of_noise(runs, slowdown.deviation)
-        return f"{shown}: too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit", None
-    need = slowdown.pairs_needed
+    refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
+    cause, need = cause_of_noise(runs, slowdown.deviation), slowdown.pairs_needed
     excluded = f"one above {math.ceil(high)} {unit} is ruled out" if log else ""
     settles = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)"
     at_the_limit = "it lies so near that no number of pairs tells: a person decides, or another --limit"
     rest = "; ".join(filter(None, (excluded, settles if need else at_the_limit)))
-    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {rest}", need
+    words = {
+        "regression": f"{above} is certain",
+        "pass": f"{above} is ruled out{refresh if high < -100 * limit else ''}",
+        "undecided": f"{above} is neither shown nor ruled out after {pairs} pairs; {rest}",
+        "too_noisy": f"too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit",
+    }
+    return f"{shown}: {words[slowdown.answer]}", need if slowdown.answer == "undecided" else None
 
 
 def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = False) -> str:
@@ -270,7 +269,6 @@ def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = F
 
 NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
 """What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
-EXIT_CODES = {"found": ExitCode.DONE, "suspects": ExitCode.UNDECIDED, "no_trouble": ExitCode.UNDECIDED}
 
 
 @dataclass(frozen=True)
@@ -299,7 +297,7 @@ class BisectResult:
     @property
     def exit_code(self) -> int:
         """0 found; 3 otherwise."""
-        return EXIT_CODES[self.status]
+        return ExitCode.DONE if self.status == "found" else ExitCode.UNDECIDED
 
 
 def search(history: Sequence[str], judge: Callable[[str], Judged], on_judged: Callable[[Judged, int], None] | None = None) -> BisectResult:
