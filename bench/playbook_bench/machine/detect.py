@@ -291,10 +291,8 @@ def versions() -> dict[str, str]:
     """Versions of what can move a step time, for packages that are installed."""
     out = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             out[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return out
 
 
