@@ -273,25 +273,22 @@ def _timed(
             f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
         )
 
-    def open_claims() -> list[Derived]:
-        """What is said so far of each claim that is not settled yet."""
-        out = []
+    def all_settled() -> bool:
+        """Whether each claim has its verdict; those that have none are judged by the launches so far."""
         for i, record in enumerate(records):
             if i not in settled:
                 judged = _judge(running, record)
                 if _settles(judged, suffices):
                     settled[i] = judged
-                else:
-                    out.append(judged.derived)
-        return out
+        return len(settled) == len(records)
 
     # The first run of each variant shows whether they can be compared and ran what they should; if not, no pair is spent on them.
-    if not _burn_in(running) or not open_claims():
+    if not _burn_in(running) or all_settled():
         return
     series.note_if_short(running)
 
     def enough(s: Series, pairs: int) -> bool:
-        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or not open_claims())
+        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or all_settled())
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):

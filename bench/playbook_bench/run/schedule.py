@@ -93,11 +93,9 @@ def least_shown(measured: Measured, comparison: Comparison) -> str:
     explains what launches differ by.
     """
     plan = measured.plan
-    if plan is None or comparison.deviation is None or comparison.scale != "log_ratio" or comparison.alpha_look is None:
+    if plan is None or not comparison.deviation or comparison.pairs < 2 or comparison.scale != "log_ratio" or comparison.alpha_look is None:
         return ""
-    n, last = comparison.pairs, last_pair(plan.looks, plan.pairs_limit)
-    if n < 2 or comparison.deviation == 0:
-        return ""
+    last = last_pair(plan.looks, plan.pairs_limit)
     alpha = verdict.rules_of(plan).level(plan.looks, plan.alpha, last)
     least = judge.least_effect(last, comparison.deviation, alpha)
     return (

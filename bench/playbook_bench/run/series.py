@@ -219,10 +219,9 @@ class Series:
 
     def measured(self) -> Measured:
         """The record so far, without a claim."""
-        content = CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case)
-        candidate = list(self.variants.values())[-1]
+        *_, candidate = self.variants.values()
         return Measured(
-            case=content,
+            case=CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case),
             machine=self.machine,
             profile=self.profile,
             facts=candidate.facts(self.machine),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards import load as cards
-from playbook.cards import load as validate
 from playbook.cards import model
 from playbook.errors import ConfigError, FileError
 from playbook.records.case import LAUNCHED_KINDS, Case, beside, load_case
@@ -46,8 +45,8 @@ def tasks_of(target: str) -> list[Task]:
     """
     if target.endswith((".yaml", ".yml")):
         return _tasks_of_file(Path(target))
-    by_id = validate.load_all()
-    card = validate.card_of(target, by_id)
+    by_id = cards.load_all()
+    card = cards.card_of(target, by_id)
     match = _TARGET.match(f"{card}/{target}" if card else target)
     if match is None:
         raise ConfigError(
@@ -86,7 +85,7 @@ def _shared(claim: model.Claim | model.MechanismCheck) -> dict[str, Any]:
 def _tasks_of_file(path: Path) -> list[Task]:
     """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
     tasks, card = [], load(path, model.Card)[0]
-    if clash := validate.clashes(path):
+    if clash := cards.clashes(path):
         raise FileError(clash)
     for task in tasks_of_card(card):
         beside_card = beside(path, task.case) if task.case else None
