@@ -120,12 +120,13 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     packages = len({fill(case.command[0], delta) for delta in case.variants.values()}) > 1 if case.command else False
     if case.delta.ranks:
         free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}
-    views = []
-    for run in runs:
-        if run.strict_sha not in strict:
-            return Condition(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
-        settings = flatten(strict[run.strict_sha])
-        views.append({k: v for k, v in settings.items() if k not in free and not (packages and k.split(".")[0] in _INTERPRETER)})
+    if silent := [run.run_id for run in runs if run.strict_sha not in strict]:
+        return Condition(name=name, ok=False, detail=f"run {silent[0]} does not say in which environment it ran")
+
+    def counts(key: str) -> bool:
+        return key not in free and not (packages and key.split(".")[0] in _INTERPRETER)
+
+    views = [{k: v for k, v in flatten(strict[run.strict_sha]).items() if counts(k)} for run in runs]
     keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
     return Condition(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
 

@@ -109,10 +109,8 @@ def summarize(lines: Sequence[str], start: float, end: float) -> dict[str, Any]:
         if len(fields) != 1 + len(_NAMES) + 1 or not start <= _when(fields[0]) <= end:
             continue
         for name, text in zip(_NAMES, fields[1:], strict=False):
-            try:
+            with contextlib.suppress(ValueError):
                 columns[name].append(float(text))
-            except ValueError:
-                continue
         reasons[fields[-1]] += 1
     out: dict[str, Any] = {name: _percentiles(values) for name, values in columns.items() if values}
     return out | {"throttle_reasons": sorted(reasons), "limited_percent": _limited(reasons)} if out else {}
@@ -122,10 +120,8 @@ def _limited(reasons: Counter[str]) -> dict[str, float]:
     """Of the readings whose reasons can be read, the percentage in which each limit held; nothing where none can."""
     read: Counter[int] = Counter()
     for text, times in reasons.items():
-        try:
+        with contextlib.suppress(ValueError):
             read[int(text, 16)] += times
-        except ValueError:
-            continue
     every = read.total()
     return {name: round(100 * sum(n for r, n in read.items() if r & bits) / every, 1) for name, bits in _LIMITS.items()} if every else {}
 

@@ -473,12 +473,10 @@ def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Seq
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
     """Why the figures cannot be used, or nothing."""
-    bad = next((r for r in runs if r.outcome != "ok"), None)
-    if bad is not None:
+    if bad := next((r for r in runs if r.outcome != "ok"), None):
         return f"a {bad.variant} run ended as {bad.outcome}: {bad.message[:500]}"
-    for each in runs:
-        if problem := guards.complete(each, metric):
-            return f"a run cannot be used: {problem}"
+    if problem := next(filter(None, (guards.complete(each, metric) for each in runs)), None):
+        return f"a run cannot be used: {problem}"
     dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "measure")) if not c.ok), None)
     return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
 

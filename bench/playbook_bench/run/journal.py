@@ -7,6 +7,7 @@ Each line is sealed together with the one before it, like a record: what was cha
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -289,9 +290,7 @@ def _whole_groups(runs: Sequence[EarlierRun], variants: int) -> list[EarlierRun]
     if not runs:
         return []
     last = runs[-1].run
-    count = 0
-    while count < len(runs) and (runs[-1 - count].run.role, runs[-1 - count].run.pair) == (last.role, last.pair):
-        count += 1
+    count = sum(1 for _ in itertools.takewhile(lambda k: (k.run.role, k.run.pair) == (last.role, last.pair), reversed(runs)))
     # A variant that does not fit, as its claim says, is not launched again: later blocks are whole without it.
     dead = {k.run.variant for k in runs[:-count] if k.run.outcome != "ok"}
     size = {"aa": 2, "measure": max(1, variants - len(dead))}.get(last.role, 1)

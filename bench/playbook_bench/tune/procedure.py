@@ -183,8 +183,7 @@ class Tuning:
         self._round_began = 0
         """How many launches there were before it."""
         self._steps = self._all()
-        self.due: Launch | None = None
-        self._resume(None)
+        self.due: Launch | None = next(self._steps, None)
 
     def add(self, event: Event) -> None:
         """Take what the due launch gave, or that there is no more time for candidates.
@@ -200,11 +199,8 @@ class Tuning:
                 return  # what is being launched is of use in any case
         else:
             self.launched.append((self.due, event))
-        self._resume(event)
-
-    def _resume(self, event: Event | None) -> None:
         try:
-            self.due = self._steps.send(event) if event is not None else next(self._steps)
+            self.due = self._steps.send(event)
         except StopIteration:
             self.due = None
 
@@ -291,12 +287,9 @@ class Tuning:
         """Launch each once. Those that do not run, or are not the same training, are refused here."""
         values: list[tuple[Racer, float]] = []
         for racer in group:
-            if self.hurried:
-                self.waiting.append(racer)
-                continue
             self._group_gains = [before - value for _, value in values]
             settings = changed(self.best, self.choices[racer.knob], racer.value)
-            event = yield Launch(settings, "candidate", (racer.knob, racer.value))
+            event = Hurry() if self.hurried else (yield Launch(settings, "candidate", (racer.knob, racer.value)))
             if isinstance(event, Hurry):
                 self.waiting.append(racer)
                 continue
@@ -334,8 +327,7 @@ class Tuning:
         for racer in (racer for _, racer in staying if racer not in picked):
             if picked:
                 racer.gains.clear()  # they were against other settings
-                self.waiting.appendleft(racer)
-            elif len(racer.gains) < len(_DROPPED):
+            if len(racer.gains) < len(_DROPPED):
                 self.waiting.appendleft(racer)
             else:
                 self._refuse(racer, "a gain, if there is one, is too small to prove at this noise")
