@@ -39,7 +39,6 @@ from playbook.planner.memory import GIB
 from playbook.records.case import Case
 from playbook.records.evidence import Comparison, Condition, Contrast, Curve, Plan, PointFigure, Run, Variant
 from playbook_bench.judge import design, guards, statistics
-from playbook_bench.judge.guards import Block
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.metrics import Metric
 
@@ -259,7 +258,7 @@ def measure(
     metric: Metric,
     expect: Expect | None,
     plan: Plan,
-    blocks: Sequence[Block],
+    blocks: Sequence[guards.Block],
     noise: Sequence[float],
 ) -> Curve:
     """The contrasts that a claim's rule asks for, each with its interval; against the first variant where there is no claim.
@@ -302,7 +301,7 @@ def measure(
     )
 
 
-def launches(runs: Sequence[Run], blocks: Sequence[Block]) -> list[design.Launch]:
+def launches(runs: Sequence[Run], blocks: Sequence[guards.Block]) -> list[design.Launch]:
     """The launches of blocks in the order in which they were made."""
     names = list(blocks[0])
     variant_at = {r.position: r.variant for r in runs}
@@ -311,7 +310,7 @@ def launches(runs: Sequence[Run], blocks: Sequence[Block]) -> list[design.Launch
     return [design.Launch(v, block, index.get(variant_at.get(at - 1, "")), at) for at, block, v in placed]
 
 
-def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
+def rows_of(metric: Metric, blocks: Sequence[guards.Block]) -> list[list[float]]:
     """How much better each launch is than the first one, on the metric's scale. Shape: [blocks, variants].
 
     Raises:
@@ -322,7 +321,7 @@ def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
     return [[guards.compare(metric, values[0][0], x) for x in row] for row in values]
 
 
-def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[Block], margin: float) -> tuple[Condition | None, str]:
+def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[guards.Block], margin: float) -> tuple[Condition | None, str]:
     """What launches leave behind for the next one, by the two variants that differ most in it; and a remark where that is certain and more
     than a third of the margin.
 
@@ -459,7 +458,7 @@ def _contrast(
     )
 
 
-def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[Block]) -> list[PointFigure]:
+def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[guards.Block]) -> list[PointFigure]:
     """What each variant measured, or how it failed."""
     out: list[PointFigure] = []
     first = next(iter(blocks[0]), None) if blocks else None

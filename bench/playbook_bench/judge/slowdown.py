@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 from playbook.errors import ExitCode
 from playbook.records.evidence import Comparison, Condition, Run, Sample
-from playbook_bench import metrics
 from playbook_bench.judge import design, effects, guards, receipt, statistics
-from playbook_bench.judge.guards import Pair
 from playbook_bench.judge.verdict_rules import Rules
-from playbook_bench.metrics import timed
+from playbook_bench.metrics import EXACT, Metric, timed
 
 LIMIT = 0.03
 """A slowdown above 3 % is a regression, where nothing else is said."""
@@ -137,13 +135,13 @@ def unraised(comparison: Comparison, runs: Sequence[Run], strict: Mapping[str, M
     )
 
 
-def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allowed: float) -> bool:
+def exact_worse(metric: Metric, baseline: float, candidate: float, allowed: float) -> bool:
     """Whether an exact metric got worse by more than the allowance that was stated, as a share of the baseline."""
     loss = baseline - candidate if metric.better == "higher" else candidate - baseline
-    return loss > allowed * abs(baseline) + metrics.EXACT * max(abs(baseline), abs(candidate))
+    return loss > allowed * abs(baseline) + EXACT * max(abs(baseline), abs(candidate))
 
 
-def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
+def same_training(pairs: Sequence[guards.Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
     """Two commits with one seed train alike: no step more is skipped, and losses and gradient norms agree step by step."""
     return [_skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
 
@@ -164,7 +162,7 @@ def _overhead_s(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> float:
     return run.wall_s - every * math.fsum(s.seconds for s in timed(run))
 
 
-def same_fields(pairs: Sequence[Pair]) -> Condition:
+def same_fields(pairs: Sequence[guards.Pair]) -> Condition:
     """What every launch of the older commit tells, the newer one tells too: a figure that is no longer logged is not one that stayed as it
     was.
     """
@@ -179,13 +177,13 @@ def _fields(run: Run) -> set[str]:
     return names | {name for name, value in run.metrics.items() if value is not None}
 
 
-def _skipped(pairs: Sequence[Pair]) -> Condition:
+def _skipped(pairs: Sequence[guards.Pair]) -> Condition:
     most = [max(sum(s.nan or s.loss is None for s in run.samples) for run in side) for side in zip(*pairs, strict=True)]
     ok = most[1] <= most[0]
     return Condition(name="skipped_steps", ok=ok, detail="" if ok else f"{most[1]} steps without a finite loss, {most[0]} before")
 
 
-def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed: float | None) -> Condition:
+def _step_by_step(name: str, pairs: Sequence[guards.Pair], runs: Sequence[Run], allowed: float | None) -> Condition:
     """Whether a quantity agrees at every step, within a multiple of what launches of the older commit differed by up to that step."""
     read: Callable[[Sample], float | None] = operator.attrgetter(name)
     repeats = [r for r in runs if r.variant == "baseline" and r.outcome == "ok"]
@@ -213,7 +211,7 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
     )
 
 
-def same_memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
+def same_memory(pairs: Sequence[guards.Pair], runs: Sequence[Run], allowed: float) -> Condition:
     """A cost that a step's time does not show: whether the median peak memory exceeds the highest of any launch of the older commit by more
     than the allowance.
     """
@@ -225,7 +223,7 @@ def same_memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> C
     return Condition(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
 
 
-def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
+def in_words(slowdown: Slowdown, metric: Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
     """The answer as a sentence, and how many pairs would settle it; `limit` is a share."""
     log = metric.scale == "log_ratio"
     mean, low, high = (100 * (math.expm1(v) if log else v) for v in (slowdown.mean, slowdown.low, slowdown.high))

@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 
 from playbook_bench.judge import design, statistics
-from playbook_bench.judge.design import Launch
-from playbook_bench.judge.statistics import Interval
 
 VERSION = 3
 
@@ -33,11 +31,11 @@ class Rules:
     def intervals(
         self,
         rows: Sequence[Sequence[float]],
-        launches: Sequence[Launch],
+        launches: Sequence[design.Launch],
         weights: Sequence[Sequence[float]],
         alpha: float,
         noise: Sequence[float],
-    ) -> list[Interval]:
+    ) -> list[statistics.Interval]:
         """A two-sided interval of error rate `alpha` for each contrast `weights` of the variants.
 
         Shapes: rows [blocks, variants], launches [blocks x variants] in their order, weights [contrasts, variants]; `noise` are
@@ -54,7 +52,7 @@ class Rules:
             half = statistics.t_quantile(alpha, float(estimate.degrees_of_freedom)) * error
             used = half * math.sqrt(n) / statistics.t_quantile(alpha, common)
             deviation = error * math.sqrt(n)
-            out.append(Interval(mean, mean - half, mean + half, deviation, used, deviation, common))
+            out.append(statistics.Interval(mean, mean - half, mean + half, deviation, used, deviation, common))
         return out
 
 
@@ -71,11 +69,11 @@ class RulesV2(Rules):
     def intervals(
         self,
         rows: Sequence[Sequence[float]],
-        launches: Sequence[Launch],
+        launches: Sequence[design.Launch],
         weights: Sequence[Sequence[float]],
         alpha: float,
         noise: Sequence[float],
-    ) -> list[Interval]:
+    ) -> list[statistics.Interval]:
         """Intervals of paired differences.
 
         `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a launch is pooled over both: one degree of
@@ -107,7 +105,7 @@ class RulesV2(Rules):
             shared = math.sqrt(math.fsum(w * w for w in weight)) * launch
             used = max(shared, t_own / t * deviation) if _is_noisier(deviation, weight, aa) else shared
             half = t * used / math.sqrt(n)
-            out.append(Interval(mean, mean - half, mean + half, deviation, used, max(shared, deviation), freedom))
+            out.append(statistics.Interval(mean, mean - half, mean + half, deviation, used, max(shared, deviation), freedom))
         return out
 
 

@@ -16,15 +16,12 @@ from playbook.records.evidence import Check, Observed, Run, Variant
 from playbook_bench import metrics
 from playbook_bench.judge import guards, statistics
 from playbook_bench.judge.receipt import alike, judge_run
-from playbook_bench.launch import local
 from playbook_bench.launch.local import LocalLauncher, interruptible
 from playbook_bench.launch.outcome import read_run
 from playbook_bench.machine import detect, requirements
-from playbook_bench.metrics import Metric
 from playbook_bench.run import schedule, series
 from playbook_bench.run.options import Options
 from playbook_bench.run.progress import Progress
-from playbook_bench.run.series import Series, threads_per_rank
 from playbook_bench.variants import checkout
 from playbook_bench.variants.resolve import Resolved, Runnable, resolve, resolve_all
 
@@ -67,8 +64,8 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     variants = resolve_all(case, chosen)
     deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
     name, shown = f"{case.id}-aa", progress or Progress()
-    opened = Series.open(name, case, chosen, machine, variants, options, shown, journal=journal, deadline=deadline)
-    with local.interruptible(resumes=journal is not None), opened as running:
+    opened = series.Series.open(name, case, chosen, machine, variants, options, shown, journal=journal, deadline=deadline)
+    with interruptible(resumes=journal is not None), opened as running:
         running.expected = 1 + 2 * pairs
         running.progress.series(f"{case.id} A/A", running.expected)
         first = next(iter(case.variants))
@@ -83,7 +80,7 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     return Noise(case.id, machine.name, runs, row.name, deviation, mean, contaminated)
 
 
-def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
+def measure(running: series.Series, metric: metrics.Metric, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
     """A/A launches; where one stands out, its pair is set aside, which takes its number, and one more pair is measured in its place.
 
     One bad launch in four pairs makes their deviation three times what the rest of them say. Where one stands out of the ten as well, all
@@ -105,7 +102,7 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     return cleaned
 
 
-def _check(runs: Sequence[Run], pairs: int, metric: Metric) -> None:
+def _check(runs: Sequence[Run], pairs: int, metric: metrics.Metric) -> None:
     if bad := next((r for r in runs if r.outcome != "ok"), None):
         raise LaunchError(f"the A/A stopped: run {bad.run_id} ended as {bad.outcome}: {bad.message[:500]}")
     if problem := next(filter(None, (guards.complete(r, metric) for r in runs)), ""):
@@ -164,7 +161,7 @@ def prove(
         for i, (case, chosen, resolved) in enumerate(todo):
             machine = requirements.restrict(whole_machine, chosen)
             environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
-            threads = threads_per_rank(machine, [resolved])
+            threads = series.threads_per_rank(machine, [resolved])
             proofs.append(_launch(case, resolved, environment, threads, Path(folder) / str(i)))
             ended = [p for p in proofs if p.case == case.id and p.outcome == "ok"]
             more = alike(case, ended, [c for p in ended for c in p.checks])  # the launches so far may meet each other's rules too

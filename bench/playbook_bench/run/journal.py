@@ -26,7 +26,6 @@ from playbook.records.case import Case
 from playbook.records.evidence import ClaimRef, Derived, Measured, Run, RunOutcome, digest
 from playbook_bench.run import store
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import Task
 
 _SETTLED = "settled.jsonl"
@@ -203,12 +202,12 @@ class Journal:
         """Note where the records of a case's claims lie, relative to the journal: both folders may be moved together."""
         self._settled.add({key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
-    def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[Outcome]:
+    def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[store.Outcome]:
         """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still
         there.
         """
         paths = [self.settled.get(task.name) for task in tasks]
-        stored = [Outcome(store.load(p), p, t.counts) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
+        stored = [store.Outcome(store.load(p), p, t.counts) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
         current = [answers(o.evidence.measured, t.claim, case, profile, pairs) for o, t in zip(stored, tasks, strict=False)]
         return stored if len(current) == len(tasks) and all(current) else []
 

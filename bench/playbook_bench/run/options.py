@@ -16,8 +16,7 @@ from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect
-from playbook_bench.run import journal
-from playbook_bench.run.journal import Journal
+from playbook_bench.run.journal import Journal, of_command
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Options:
         if code is None:
             return None
         hosts = self.launcher.allocation.hosts if isinstance(self.launcher, SrunLauncher) else detect.place()
-        return journal.of_command(self.results, [*words, *code], [*hosts, *["fork"] * self.forks], detect.exported())
+        return of_command(self.results, [*words, *code], [*hosts, *["fork"] * self.forks], detect.exported())
 
     def command(self, words: Sequence[str]) -> str:
         """The command line of a command with these options."""

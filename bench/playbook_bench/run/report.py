@@ -28,7 +28,6 @@ from playbook_bench import metrics
 from playbook_bench.judge import effects, receipt
 from playbook_bench.run import schedule
 from playbook_bench.run.progress import Progress
-from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import Outcome
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class TerminalProgress(Progress):
             self._live = Live(Text(label), console=self.out, refresh_per_second=4, transient=True, auto_refresh=False)
             self._live.start()
 
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+    def launch(self, number: int, total: int, spec: schedule.RunSpec) -> None:
         """Show the launch."""
         self._number, self._total = number, total
         unit = "pair" if spec.variant in schedule.PAIR else "block"
@@ -149,7 +148,7 @@ class TerminalProgress(Progress):
 class LaunchLines(TerminalProgress):
     """One line that is redrawn; without a terminal, a line for each launch. The answer is printed by the command."""
 
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+    def launch(self, number: int, total: int, spec: schedule.RunSpec) -> None:
         """Show the launch."""
         super().launch(number, total, spec)
         if not self.out.is_terminal:

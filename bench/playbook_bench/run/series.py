@@ -29,8 +29,6 @@ from playbook.records.evidence import (
 )
 from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.launch import local, outcome
-from playbook_bench.launch.local import Launcher
-from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
@@ -50,7 +48,7 @@ class Series:
     machine: Machine
     variants: Mapping[Variant, Runnable]
     plan: Plan
-    launcher: Launcher
+    launcher: local.Launcher
     work: Path
     cache: Path
     progress: Progress
@@ -233,7 +231,7 @@ class Series:
             failed_before=dict(self.journal.failed) if self.journal else {},
         )
 
-    def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
+    def _meanwhile(self, result: outcome.Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
         """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs
         mostly idle.
         """
@@ -243,7 +241,13 @@ class Series:
         return (readings | {"over": over} if readings else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
     def _record(
-        self, spec: RunSpec, resolved: Runnable, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
+        self,
+        spec: RunSpec,
+        resolved: Runnable,
+        folder: Path,
+        result: outcome.Result,
+        environment: Mapping[str, str],
+        meanwhile: Mapping[str, Any],
     ) -> Run:
         """The `Run` of a launch that has ended, from the files in its folder; files that cannot be read make it a crash."""
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}

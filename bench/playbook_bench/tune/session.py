@@ -25,7 +25,6 @@ from playbook.records.machine import kind
 from playbook_bench.judge.effects import percent
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import closing
-from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import ab, confirm, store
 from playbook_bench.run.journal import Journal, SealedLines
@@ -125,7 +124,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
             session.ended = "complete"
             if session.tuning.kept:
                 _compare(session, options, progress)
-    except Interrupted:
+    except local.Interrupted:
         session.ended = "interrupted"
     return session
 
