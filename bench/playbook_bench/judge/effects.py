@@ -121,36 +121,24 @@ def _interaction_contrasts(rule: ClaimRule) -> list[RuleContrast]:
     raise ConfigError(f"'{rule.op}' is no rule for an interaction; playbook_bench.judge.effects lists them")
 
 
-def decide(rule: ClaimRule, bounds: Sequence[_Bounds], interaction: bool = False) -> Status:
-    """Whether the claim holds, by the intervals of the contrasts that `asked` names, in that order. None if they leave it open."""
-    margin = rule.margin
-    if rule.op in (">=", "<=", "within"):
-        return _one(rule.op, margin, *bounds[0])
-    if interaction or rule.op == "rising":
-        return _all([low >= margin for low, _ in bounds], [high < margin for _, high in bounds])
-    if rule.op == "inside":
-        both = list(zip(bounds, rule.bands, strict=True))
-        return _all([a <= low and high <= b for (low, high), (a, b) in both], [low > b or high < a for (low, high), (a, b) in both])
-    if rule.op == "band":
-        return _all([-margin <= low and high <= margin for low, high in bounds], [low > margin or high < -margin for low, high in bounds])
+def decide(rule: ClaimRule, bounds: Sequence[_Bounds]) -> Status:
+    """Whether the claim holds, by the intervals of the contrasts that `rule_contrasts` names, in that order. None if they leave it open.
+
+    But for `best` and `knee` a rule says from where to where each contrast may lie.
+    """
     if rule.op in ("best", "not_best"):
         return _best(rule, dict(zip((a.name for a in rule_contrasts(rule)), bounds, strict=True)))
     if rule.op == "knee":
         return _knee(rule, bounds)
-    *earlier, last = bounds
-    return _all([*(low >= margin for low, _ in earlier), last[1] <= margin], [*(high < margin for _, high in earlier), last[0] > margin])
-
-
-def _one(op: str, m: float, low: float, high: float) -> Status:
-    if op == ">=":
-        return True if low >= m else False if high < m else None
-    if op == "<=":
-        return True if high <= m else False if low > m else None
-    return True if -m <= low and high <= m else False if low > m or high < -m else None
-
-
-def _all(holds: Sequence[bool], fails: Sequence[bool]) -> Status:
-    return False if any(fails) else True if all(holds) else None
+    margin, at_most = rule.margin, (-math.inf, rule.margin)
+    each = {"<=": at_most, "within": (-margin, margin), "band": (-margin, margin)}.get(rule.op, (margin, math.inf))
+    claimed = list(rule.bands) if rule.op == "inside" else [each] * len(bounds)
+    if rule.op == "reaches":
+        claimed[-1] = at_most
+    both = list(zip(bounds, claimed, strict=True))
+    if any(low > most or high < least for (low, high), (least, most) in both):
+        return False
+    return True if all(least <= low and high <= most for (low, high), (least, most) in both) else None
 
 
 def _best(rule: ClaimRule, bounds: Mapping[str, _Bounds]) -> Status:

@@ -222,19 +222,19 @@ class _JudgedSeries:
         margin = effects.threshold(self.metric, expect.margin)
         bands = effects.bands(self.case, self.metric)
         rule = effects.claim_rule(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
-        claimed, interaction = f"claimed {in_words(expect, self.case.kind)}", self.case.kind == "interaction"
+        claimed = f"claimed {in_words(expect, self.case.kind)}"
         if expect.op == "inside":
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
         if curve.design == "deterministic":
-            holds = effects.decide(rule, _allowing(self.metric.within, curve, bounds, margin), interaction)
+            holds = effects.decide(rule, _allowing(self.metric.within, curve, bounds, margin))
             if holds is None and self.metric.within > metrics.EXACT:
                 return _verdict("power", f"{shown}; {claimed}; too near to it for launches that repeat to {100 * self.metric.within:g} %")
             return _verdict("exact", f"{shown}; {claimed}", bool(holds))
         if curve.look is None or n < 2:
             need = next((look for look in looks if look > n), looks[-1])
             return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
-        holds = effects.decide(rule, bounds, interaction)
+        holds = effects.decide(rule, bounds)
         if holds is not None:
             return _verdict("margin", f"{shown}; {claimed}", holds)
         more = "" if needed is None else f"; about {needed} {self.unit}s would settle it"
