@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,15 +42,11 @@ def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iter
     command goes on with them.
     """
     names = list(variants)
-    counted: Counter[int] = Counter()
-    drawn = design.order(seed, len(names), looks)
+    drawn = design.launched(design.order(seed, len(names), looks), len(names))
     for at in range(0, len(drawn), len(names)):
         group = drawn[at : at + len(names)]
-        specs = []
-        for v in group:
-            specs.append(RunSpec(names[v], "measure", counted[v]))
-            counted[v] += 1
-        yield "".join("AB"[v] for v in group) if tuple(names) == PAIR else " ".join(names[v] for v in group), specs
+        label = "".join("AB"[x.variant] for x in group) if tuple(names) == PAIR else " ".join(names[x.variant] for x in group)
+        yield label, [RunSpec(names[x.variant], "measure", x.block) for x in group]
 
 
 def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:

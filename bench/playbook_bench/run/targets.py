@@ -66,20 +66,17 @@ def tasks_of(target: str) -> list[Task]:
 
 def tasks_of_card(card: model.Card) -> list[Task]:
     """Each claim of a card, followed by its mechanism check."""
-    sha = digest(card.model_dump(mode="json"), 16)
-    out = []
+    sha, out = digest(card.model_dump(mode="json"), 16), []
+
+    def named(claim: model.Claim | model.MechanismCheck, **more: Any) -> Task:
+        fields = {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
+        return Task(ClaimRef(card=card.id, card_sha=sha, **fields, **more), claim.case)
+
     for claim in card.claims:
-        fields: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
-        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **fields), claim.case))
-        check = claim.mechanism_check
-        if check is not None:
-            ref = ClaimRef(card=card.id, card_sha=sha, **_shared(check), kind="pair", mechanism_of=claim.id)
-            out.append(Task(ref, check.case))
+        out.append(named(claim, kind=claim.kind, scope=claim.scope, label=claim.label, cpu_scope=claim.cpu_scope))
+        if claim.mechanism_check is not None:
+            out.append(named(claim.mechanism_check, kind="pair", mechanism_of=claim.id))
     return out
-
-
-def _shared(claim: model.Claim | model.MechanismCheck) -> dict[str, Any]:
-    return {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
 
 
 def _tasks_of_file(path: Path) -> list[Task]:
