@@ -170,7 +170,7 @@ def claim_problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]
     """Why a claim cannot be put to a case with these variants, one line for each reason."""
     op, at = expect.op, variant_names(expect.at)
     unknown = [n for n in [*at, *variant_names(expect.infeasible)] if n not in names]
-    ends = {names[0], names[-1]} & set(at)
+    ends = {*names[:1], *names[-1:]} & set(at)
     reasons = (
         (
             op == "inside" and (expect.margin is not None or expect.infeasible),
@@ -180,7 +180,7 @@ def claim_problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]
         (op in ("best", "not_best", "reaches") and not at, f"op '{op}' needs 'at': the value that it speaks of"),
         (op == "reaches" and len(at) > 1, f"op 'reaches' has one reference, found {len(at)}"),
         (
-            op == "reaches" and at[:1] == [names[-1]],
+            op == "reaches" and at and at[0] in names[-1:],
             "op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last",
         ),
         (op in ("best", "not_best") and at and set(at) >= set(names), f"op '{op}' needs a value beside those of 'at'"),
