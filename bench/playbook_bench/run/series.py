@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -146,8 +146,10 @@ class Series:
             if not any(work.iterdir()):
                 shutil.rmtree(work, ignore_errors=True)
 
-    def run(self, spec: RunSpec) -> Run:
-        """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again."""
+    def run(self, spec: RunSpec, words: str = "") -> Run:
+        """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again. `words` say
+        to whoever watches what it tries, if its variant's name does not.
+        """
         resolved = self.variants[spec.variant]
         if self.journal and (earlier := self.journal.take(spec, resolved.sha)):
             return self._again(earlier, resolved)
@@ -155,7 +157,7 @@ class Series:
         settings = resolved.settings(threads_per_rank(self.machine, list(self.variants.values())), self.cache)
         environment = {**detect.visible_devices(self.machine, self.profile), **settings, **resolved.environment}
         number = len(self.launched) + 1
-        self.progress.launch(number, max(self.expected, number), spec)
+        self.progress.launch(number, max(self.expected, number), replace(spec, variant=words or spec.variant))
         before = ticks()
         result = resolved.ready(self.cache, proves=spec.role == "burn_in").launch(
             self.launcher, folder, environment, self.case.budget.launch_timeout_s, lambda step: self.progress.step(step, resolved.steps)

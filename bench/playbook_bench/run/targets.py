@@ -147,18 +147,22 @@ def record_of(task: Task, case: Case | None, machine: Machine, requested: str | 
             offered = f"profile {requested}" if requested else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {offered}; it has {', '.join(case.profiles)}"))
         else:
-            variants = resolve_all(case, profile).values()
+            variants = list(resolve_all(case, profile).values())
             missing += [m for m in dict.fromkeys(m for v in variants for m in v.missing()) if m not in missing]
-            *_, last = variants
-            run_facts = last.facts(restricted)
+            run_facts = variants[-1].facts(restricted)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == detect.CPU
         missing = requirements.unmet_scope(task.claim.scope, run_facts, waive) + missing
     if case is None and not missing:
         missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
-    content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
     return Measured(
-        claim=task.claim, case=content, machine=restricted, profile=profile, facts=run_facts, missing=missing, context=dict(context)
+        claim=task.claim,
+        case=None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
+        machine=restricted,
+        profile=profile,
+        facts=run_facts,
+        missing=missing,
+        context=dict(context),
     )
 
 

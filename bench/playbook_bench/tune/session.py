@@ -211,7 +211,7 @@ def _replay_event(session: Session, row: Mapping[str, Any]) -> None:
 
 def _launched(session: Session, running: Series, journal: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
     """Launch what is due until nothing is, or the time is up."""
-    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric, running.progress)
+    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric)
     if session.start is not None:
         running.launched.append(session.start)  # the guards compare with it, and it says how many steps a launch has
     running.progress.series(CASE_ID, len(session.events) + expected(tuning))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from playbook.records.case import Activation, Case, Receipt
 from playbook.records.evidence import Run, digest
 from playbook_bench import metrics
 from playbook_bench.judge import guards, receipt
-from playbook_bench.run.progress import Progress
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.series import Series
 from playbook_bench.tune import knobs
@@ -92,26 +91,6 @@ class Subject:
         return Case.model_validate({**content, "candidate": sides["candidate"], "trace": None})
 
 
-@dataclass(frozen=True)
-class Told(Progress):
-    """Progress of a series in which a launch is called by what it tries."""
-
-    of: Progress
-    words: str
-
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
-        """By its words."""
-        self.of.launch(number, total, replace(spec, variant=self.words))
-
-    def step(self, step: int, steps: int) -> None:
-        """As it is."""
-        self.of.step(step, steps)
-
-    def note(self, text: str) -> None:
-        """As it is."""
-        self.of.note(text)
-
-
 @dataclass
 class Launcher:
     """Launches settings within one series, and says what each launch gave."""
@@ -119,7 +98,6 @@ class Launcher:
     subject: Subject
     series: Series
     metric: str
-    progress: Progress
     names: dict[Settings, str] = field(default_factory=dict)
 
     def launch(self, due: Launch, words: str) -> tuple[Observation, Run]:
@@ -135,8 +113,7 @@ class Launcher:
         if name not in self.series.variants:
             runnable = resolve(case, variant, self.subject.profile, self.subject.here)
             self.series.variants = {**self.series.variants, name: runnable}
-        self.series.progress = Told(self.progress, words)
-        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure"))
+        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure"), words)
         return self.observation(case, run, variant), run
 
     def observation(self, case: Case, run: Run, variant: str) -> Observation:
