@@ -292,8 +292,7 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
     unmet = (check for check in judge_case(today, then.runs) if not check.ok)
     yield from (in_words(check, f"{check.variant}: its proof wants ", " ") for check in unmet)
-    for key in sorted(settings):
-        texts = settings[key]
+    for _, texts in sorted(settings.items()):
         common = len(texts) == len(variants) and all(a == b for a, b in pairwise(texts.values()))
         yield from [next(iter(texts.values()))] if common else [f"{name}: {text}" for name, text in texts.items()]
 

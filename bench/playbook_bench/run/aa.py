@@ -63,8 +63,9 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     journal = options.journal_of(["bench aa", case.id, str(pairs)], code)
     variants = resolve_all(case, chosen)
     deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
-    name, shown = f"{case.id}-aa", progress or Progress()
-    opened = series.Series.open(name, case, chosen, machine, variants, options, shown, journal=journal, deadline=deadline)
+    opened = series.Series.open(
+        f"{case.id}-aa", case, chosen, machine, variants, options, progress or Progress(), journal=journal, deadline=deadline
+    )
     with interruptible(resumes=journal is not None), opened as running:
         running.expected = 1 + 2 * pairs
         running.progress.series(f"{case.id} A/A", running.expected)

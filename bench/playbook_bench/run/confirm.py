@@ -217,9 +217,17 @@ def claims(
     judged: Iterator[SettledClaim] = iter(())
     if launched and case is not None and (profile := launched[0].profile) is not None:
         # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
-        minutes, variants = case.budget.minutes, resolve_all(case, profile)
         with Series.open(
-            case.id, case, profile, machine, variants, options, progress, journal=journal, deadline=options.deadline, own_s=60 * minutes
+            case.id,
+            case,
+            profile,
+            machine,
+            resolve_all(case, profile),
+            options,
+            progress,
+            journal=journal,
+            deadline=options.deadline,
+            own_s=60 * case.budget.minutes,
         ) as running:
             judged = iter(_by_runs(running, launched, options.settles))
     return [next(judged) if targets.is_launched(record) else SettledClaim(record, derive(record)) for record in records]
