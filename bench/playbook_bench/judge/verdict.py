@@ -189,8 +189,7 @@ class _JudgedSeries:
         curve = effects.measure(self.rules, self.measured.runs, self.case, self.metric, self.expect, self.plan, blocks, noise)
         pair = effects.as_pair(curve) if self.case.kind == "pair" else None
         shown = effects.show_effect(pair) if pair else effects.show(curve)
-        more = pair.pairs_needed if pair else curve.blocks_needed
-        verdict = bad or self._verdict(curve, shown, more)
+        verdict = bad or self._verdict(curve, shown)
         if curve.design != "deterministic" and not self.rules.has_aa:
             margin = effects.threshold(self.metric, self.expect.margin) if self.expect else 0.0
             carried, remark = effects.carry_over(self.measured.runs, self.metric, blocks, margin)
@@ -214,14 +213,14 @@ class _JudgedSeries:
         missing = ", ".join([*names, *([f"single steps (a line covers {every})"] if every > 1 else [])])
         return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
 
-    def _verdict(self, curve: Curve, shown: str, needed: int | None) -> Verdict:
-        """What the intervals of a curve, `shown` in words, say of the claim; `needed`: about how many blocks would settle it."""
+    def _verdict(self, curve: Curve, shown: str) -> Verdict:
+        """What the intervals of a curve, `shown` in words, say of the claim."""
         expect, looks, n = self.expect, self.plan.looks, curve.blocks
         if expect is None:
             return _verdict("no_claim", shown)
         margin = effects.threshold(self.metric, expect.margin)
-        bands = effects.bands(self.case, self.metric)
-        rule = effects.claim_rule(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
+        ran = [p.variant for p in curve.points if p.outcome == "ok"]
+        rule = effects.claim_rule(expect, ran, margin, effects.bands(self.case, self.metric))
         claimed = f"claimed {in_words(expect, self.case.kind)}"
         if expect.op == "inside":
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
@@ -237,7 +236,7 @@ class _JudgedSeries:
         holds = effects.decide(rule, bounds)
         if holds is not None:
             return _verdict("margin", f"{shown}; {claimed}", holds)
-        more = "" if needed is None else f"; about {needed} {self.unit}s would settle it"
+        more = "" if curve.blocks_needed is None else f"; about {curve.blocks_needed} {self.unit}s would settle it"
         if n < looks[-1]:
             return _verdict("budget", f"{shown}; {claimed}; undecided after {n} of {looks[-1]} {self.unit}s{more}")
         return _verdict("power", f"{shown}; {claimed}; undecided after all {n} {self.unit}s{more}")
@@ -262,14 +261,13 @@ class _JudgedSeries:
             words = {v: "was refused" if r.outcome == "refused" else "was out of memory" for v, r in out.items()}
             failures = "; ".join(f"{v} {words[v]}: {_first_line(r.message)}" for v, r in out.items())
             verdict = _verdict("exact", f"{failures}; {', '.join(ran)} ran", holds=True)
-        metric = self.metric
         curve = Curve(
-            metric=metric.name,
-            unit=metric.unit,
-            better=metric.better,
+            metric=self.metric.name,
+            unit=self.metric.unit,
+            better=self.metric.better,
             design="deterministic",
-            scale=metric.scale,
-            points=effects.points(self.measured.runs, self.case, metric, blocks),
+            scale=self.metric.scale,
+            points=effects.points(self.measured.runs, self.case, self.metric, blocks),
             contrasts=[],
             blocks=len(blocks),
         )

@@ -177,8 +177,9 @@ def _launch(case: Case, run: Runnable, environment: dict[str, str], threads: int
     if isinstance(run, Resolved):
         environment = {"OMP_NUM_THREADS": str(threads), **environment}
         run = _shortened(run)
-    launched = run.ready(folder.parent / "cache", proves=True)
-    ended = launched.launch(LocalLauncher(), folder, environment, case.budget.launch_timeout_s, lambda step: None)
+    ended = run.ready(folder.parent / "cache", proves=True).launch(
+        LocalLauncher(), folder, environment, case.budget.launch_timeout_s, lambda step: None
+    )
     if ended.outcome != "ok":
         return Proof(case.id, run.variant, ended.outcome, ended.message, [], None)
     try:

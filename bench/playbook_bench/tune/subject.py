@@ -73,22 +73,28 @@ class Subject:
             words = [*case.command, *start.pop("arguments", [])]
             changed = {side: knobs.words_of(words, self.knobs, of, self._copies(of)) for side, of in both.items()}
             command = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*changed.values(), strict=False))]
-            for side, each in changed.items():
-                sides[side] = {**start, **({"arguments": each[len(command) :]} if each[len(command) :] else {})}
-                if variables[side]:
-                    sides[side]["environment"] = {**start.get("environment", {}), **variables[side]}
+            sides = {
+                side: {
+                    **start,
+                    **({"arguments": each[len(command) :]} if each[len(command) :] else {}),
+                    **({"environment": {**start.get("environment", {}), **variables[side]}} if variables[side] else {}),
+                }
+                for side, each in changed.items()
+            }
         delta = case.delta.model_copy(update={"environment": environment, "reason": case.delta.reason or "the settings that were tuned"})
         rules = [rule for name, _ in settings for rule in self.knobs.knobs[name].require]
         activation = Activation(candidate=Receipt(require=rules), every=case.activation.every)
-        content = {
-            **case.model_dump(),
-            **sides,
-            "id": CASE_ID,
-            "command": command,
-            "delta": delta.model_dump(),
-            "activation": activation.model_dump(),
-        }
-        return Case.model_validate({**content, "candidate": sides["candidate"], "trace": None})
+        return Case.model_validate(
+            {
+                **case.model_dump(),
+                **sides,
+                "id": CASE_ID,
+                "command": command,
+                "delta": delta.model_dump(),
+                "activation": activation.model_dump(),
+                "trace": None,
+            }
+        )
 
 
 @dataclass
