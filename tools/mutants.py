@@ -51,7 +51,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "judge.guards": (),
     "run.gate": (
         "Limits", "GateResult", "_as_gate_case", "_resolve", "_differences", "_plan", "_measure", "_settled", "_against",
-        "_slowdown", "_judge_all", "_judge", "_effect", "_judge_exact", "_sentence", "_alike", "_problem", "as_json",
+        "_slowdowns", "_judge_all", "_judge", "_effect", "_judge_exact", "_sentence", "_alike", "_problem", "as_json",
     ),
 }  # fmt: skip
 """The modules that decide; of the gate, what decides in it."""

@@ -51,11 +51,17 @@ STATISTICS = ("bench/judge/test_stats.py",)
 
 FAULTS = (
     # Verdicts and their statistics.
-    Fault(JUDGE + "effects.py", "return True if low >= m else", "return True if high >= m else", "noise confirms a claim", VERDICTS),
     Fault(
         JUDGE + "effects.py",
-        "return True if -m <= low and high <= m else",
-        "return True if -m <= low or high <= m else",
+        "least <= low and high <= most",
+        "least <= high and high <= most",
+        "noise confirms a claim",
+        VERDICTS,
+    ),
+    Fault(
+        JUDGE + "effects.py",
+        "all(least <= low and high <= most",
+        "all(least <= low or high <= most",
         "unequal counts as equal",
         VERDICTS,
     ),

@@ -18,14 +18,15 @@ from playbook_app.site.evidence import evidence_page
 from playbook_app.site.text import NBSP
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
-from playbook_bench.run import confirm, replay, report
+from playbook_bench.run import replay, report
 from playbook_bench.run.journal import Journal, SealedLines
+from playbook_bench.run.progress import Progress
 
 STEPS = 16
 """With so many the planted noise of an uninterrupted series has no drift by chance, after which it would start over."""
 
 
-class Noting(confirm.Quiet):
+class Noting(Progress):
     """Keeps what is noted."""
 
     def __init__(self):

@@ -21,6 +21,7 @@ from playbook_app.cli.app import main
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, tracing
 from playbook_bench.run.journal import Journal
+from playbook_bench.run.progress import Progress
 
 CARDS = load_all()
 DAY = date(2026, 11, 24)
@@ -40,7 +41,7 @@ def undecided(records):
     }
 
 
-class Noting(confirm.Quiet):
+class Noting(Progress):
     """The claims in the order of their verdicts."""
 
     def __init__(self):

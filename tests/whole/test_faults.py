@@ -18,6 +18,7 @@ from playbook_bench.launch import outcome
 from playbook_bench.launch.local import Interrupted, LocalLauncher
 from playbook_bench.machine.telemetry import Ticks
 from playbook_bench.run import aa, confirm, replay, report, store
+from playbook_bench.run.progress import Progress
 
 
 @pytest.mark.full
@@ -240,7 +241,7 @@ def test_a_verdict_is_printed_before_it_is_stored_and_kept_where_storing_fails(c
     plant()
     events, real = [], store.write_once
 
-    class Told(confirm.Quiet):
+    class Told(Progress):
         def finished(self, outcome):
             events.append(outcome.status)
 

@@ -18,6 +18,7 @@ from playbook_bench.launch.local import LocalLauncher, Spec
 from playbook_bench.launch.outcome import Result
 from playbook_bench.run import confirm
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.store import Outcome
 from playbook_trainer.config.tree import load, parse_overrides
 
@@ -100,7 +101,7 @@ def test_what_a_run_gets_wrong_is_said_as_by_a_fresh_rank(launcher, tmp_path):
 def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(launcher, tmp_path, monkeypatch):
     """A series of forked ranks and fresh ones has no verdict."""
 
-    def series(name: str, progress: confirm.Quiet) -> Outcome:
+    def series(name: str, progress: Progress) -> Outcome:
         options = Options(results=tmp_path / name, profile="cpu", launcher=launcher)
         (found,) = confirm.bench_run("moe-dispatch-bytes", options, progress)
         assert all(r.outcome == "ok" for r in found.evidence.measured.runs)
@@ -111,14 +112,14 @@ def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(launcher, t
         (gate,) = [g for g in found.evidence.derived.gates if g.name == "environment"]
         return {s.get("launch") for s in found.evidence.measured.strict.values()}, gate.ok, gate.detail
 
-    class Gone(confirm.Quiet):
+    class Gone(Progress):
         """Takes the fork server away from the second launch on, so that its ranks cannot be forked."""
 
         def launch(self, number, total, spec):
             if number == 2:
                 monkeypatch.setattr(forked.ForkServer, "fork", lambda *_: None)
 
-    forks = series("forked", confirm.Quiet())
+    forks = series("forked", Progress())
     assert forks.status in ("confirmed", "refuted")
     assert environment(forks) == ({"fork"}, True, "")
     both = series("both", Gone())

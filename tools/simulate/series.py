@@ -19,7 +19,7 @@ import numpy as np
 from scipy.stats import norm
 from scipy.stats import t as student
 
-from playbook_bench.judge import design, statistics, verdict_rules
+from playbook_bench.judge import design, statistics
 from playbook_bench.judge.verdict import RULES
 from playbook_bench.judge.verdict_rules import VERSION
 
@@ -119,7 +119,7 @@ def former(kind: Kind, effect: float, count: int, seed: int) -> tuple[float, flo
         pairs = [(b - a) if second else (a - b) for a, b, second in zip(y[10::2], y[11::2], of[11::2], strict=True)]
         look = 0
         for look in BEFORE:
-            (interval,) = verdict_rules._pooled([(0.0, d) for d in pairs[:look]], [(-1.0, 1.0)], rules.level(BEFORE, ALPHA, look), aa)
+            (interval,) = rules.intervals([(0.0, d) for d in pairs[:look]], [], [(-1.0, 1.0)], rules.level(BEFORE, ALPHA, look), aa)
             if interval.low > 0 or interval.high < 0:
                 gains, losses = gains + (interval.low > 0), losses + (interval.high < 0)
                 break

@@ -39,7 +39,6 @@ from playbook.planner.memory import GIB
 from playbook.records.case import Case
 from playbook.records.evidence import Comparison, Condition, Contrast, Curve, Plan, PointFigure, Run, Variant
 from playbook_bench.judge import design, guards, statistics
-from playbook_bench.judge.guards import Block
 from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.metrics import Metric
 
@@ -122,36 +121,24 @@ def _interaction_contrasts(rule: ClaimRule) -> list[RuleContrast]:
     raise ConfigError(f"'{rule.op}' is no rule for an interaction; playbook_bench.judge.effects lists them")
 
 
-def decide(rule: ClaimRule, bounds: Sequence[_Bounds], interaction: bool = False) -> Status:
-    """Whether the claim holds, by the intervals of the contrasts that `asked` names, in that order. None if they leave it open."""
-    margin = rule.margin
-    if rule.op in (">=", "<=", "within"):
-        return _one(rule.op, margin, *bounds[0])
-    if interaction or rule.op == "rising":
-        return _all([low >= margin for low, _ in bounds], [high < margin for _, high in bounds])
-    if rule.op == "inside":
-        both = list(zip(bounds, rule.bands, strict=True))
-        return _all([a <= low and high <= b for (low, high), (a, b) in both], [low > b or high < a for (low, high), (a, b) in both])
-    if rule.op == "band":
-        return _all([-margin <= low and high <= margin for low, high in bounds], [low > margin or high < -margin for low, high in bounds])
+def decide(rule: ClaimRule, bounds: Sequence[_Bounds]) -> Status:
+    """Whether the claim holds, by the intervals of the contrasts that `rule_contrasts` names, in that order. None if they leave it open.
+
+    But for `best` and `knee` a rule says from where to where each contrast may lie.
+    """
     if rule.op in ("best", "not_best"):
         return _best(rule, dict(zip((a.name for a in rule_contrasts(rule)), bounds, strict=True)))
     if rule.op == "knee":
         return _knee(rule, bounds)
-    *earlier, last = bounds
-    return _all([*(low >= margin for low, _ in earlier), last[1] <= margin], [*(high < margin for _, high in earlier), last[0] > margin])
-
-
-def _one(op: str, m: float, low: float, high: float) -> Status:
-    if op == ">=":
-        return True if low >= m else False if high < m else None
-    if op == "<=":
-        return True if high <= m else False if low > m else None
-    return True if -m <= low and high <= m else False if low > m or high < -m else None
-
-
-def _all(holds: Sequence[bool], fails: Sequence[bool]) -> Status:
-    return False if any(fails) else True if all(holds) else None
+    margin, at_most = rule.margin, (-math.inf, rule.margin)
+    each = {"<=": at_most, "within": (-margin, margin), "band": (-margin, margin)}.get(rule.op, (margin, math.inf))
+    claimed = list(rule.bands) if rule.op == "inside" else [each] * len(bounds)
+    if rule.op == "reaches":
+        claimed[-1] = at_most
+    both = list(zip(bounds, claimed, strict=True))
+    if any(low > most or high < least for (low, high), (least, most) in both):
+        return False
+    return True if all(least <= low and high <= most for (low, high), (least, most) in both) else None
 
 
 def _best(rule: ClaimRule, bounds: Mapping[str, _Bounds]) -> Status:
@@ -181,32 +168,35 @@ def _knee(rule: ClaimRule, bounds: Sequence[_Bounds]) -> Status:
 
 def claim_problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
     """Why a claim cannot be put to a case with these variants, one line for each reason."""
-    reasons = []
-    at = variant_names(expect.at)
-    if expect.op == "inside" and (expect.margin is not None or expect.infeasible):
-        reasons.append("op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run")
+    op, at = expect.op, variant_names(expect.at)
     unknown = [n for n in [*at, *variant_names(expect.infeasible)] if n not in names]
-    if unknown:
-        reasons.append(f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}")
-    if expect.op in ("best", "not_best", "reaches") and not at:
-        reasons.append(f"op '{expect.op}' needs 'at': the value that it speaks of")
-    if expect.op == "reaches" and len(at) > 1:
-        reasons.append(f"op 'reaches' has one reference, found {len(at)}")
-    if expect.op == "reaches" and at and at[0] == names[-1]:
-        reasons.append("op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last")
-    if expect.op in ("best", "not_best") and at and set(at) >= set(names):
-        reasons.append(f"op '{expect.op}' needs a value beside those of 'at'")
-    if expect.op in ("rising", "knee", "reaches") and len(names) < 3:
-        reasons.append(f"op '{expect.op}' needs at least 3 values, the case has {len(names)}")
-    if expect.op == "knee" and (ends := {names[0], names[-1]} & set(at)):
-        reasons.append(f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one")
-    if at and expect.op not in ("best", "not_best", "knee", "reaches"):
-        reasons.append(f"op '{expect.op}' has no 'at'")
-    if expect.op == "excludes" and not expect.infeasible:
-        reasons.append("op 'excludes' needs 'infeasible': the variants that cannot run")
-    if kind == "interaction" and expect.infeasible and expect.op != "excludes":
-        reasons.append("an interaction needs all four cells; only op 'excludes' has 'infeasible'")
-    return reasons
+    ends = {*names[:1], *names[-1:]} & set(at)
+    reasons = (
+        (
+            op == "inside" and (expect.margin is not None or expect.infeasible),
+            "op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run",
+        ),
+        (unknown, f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}"),
+        (op in ("best", "not_best", "reaches") and not at, f"op '{op}' needs 'at': the value that it speaks of"),
+        (op == "reaches" and len(at) > 1, f"op 'reaches' has one reference, found {len(at)}"),
+        (
+            op == "reaches" and at and at[0] in names[-1:],
+            "op 'reaches' asks whether the last value reaches the reference, so the reference cannot be the last",
+        ),
+        (op in ("best", "not_best") and at and set(at) >= set(names), f"op '{op}' needs a value beside those of 'at'"),
+        (op in ("rising", "knee", "reaches") and len(names) < 3, f"op '{op}' needs at least 3 values, the case has {len(names)}"),
+        (
+            op == "knee" and ends,
+            f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one",
+        ),
+        (at and op not in ("best", "not_best", "knee", "reaches"), f"op '{op}' has no 'at'"),
+        (op == "excludes" and not expect.infeasible, "op 'excludes' needs 'infeasible': the variants that cannot run"),
+        (
+            kind == "interaction" and expect.infeasible and op != "excludes",
+            "an interaction needs all four cells; only op 'excludes' has 'infeasible'",
+        ),
+    )
+    return [text for applies, text in reasons if applies]
 
 
 _CARRY_ALPHA = 0.01
@@ -256,7 +246,7 @@ def measure(
     metric: Metric,
     expect: Expect | None,
     plan: Plan,
-    blocks: Sequence[Block],
+    blocks: Sequence[guards.Block],
     noise: Sequence[float],
 ) -> Curve:
     """The contrasts that a claim's rule asks for, each with its interval; against the first variant where there is no claim.
@@ -273,19 +263,15 @@ def measure(
     planned = max(len(contrasts), len(_planned_contrasts(case, expect, list(case.variants))))
     n = len(blocks)
     alpha = None if exact else rules.level(plan.looks, plan.alpha, n) / planned
-    values = [[required(metric, b[v]) for v in names] for b in blocks]
+    values = [{v: required(metric, b[v]) for v in names} for b in blocks]
     predictions = {v.name: v.predicted.value for v in case.values if v.predicted} if expect and expect.op == "inside" else {}
     intervals: list[statistics.Interval] = []
     if n >= 2 and alpha is not None:
         rows = [
-            [
-                guards.compare(metric, predictions.get(v, row[0] if rules.has_aa else values[0][0]), x)
-                for v, x in zip(names, row, strict=True)
-            ]
+            [guards.compare(metric, predictions.get(v, (row if rules.has_aa else values[0])[names[0]]), x) for v, x in row.items()]
             for row in values
         ]
         intervals = rules.intervals(rows, launches(runs, blocks), [[a.weights.get(v, 0.0) for v in names] for a in contrasts], alpha, noise)
-    labelled = [dict(zip(names, row, strict=True)) for row in values]
     return Curve(
         metric=metric.name,
         unit=metric.unit,
@@ -293,7 +279,7 @@ def measure(
         design="deterministic" if exact else "launches_blocks",
         scale=metric.scale,
         points=points(runs, case, metric, blocks),
-        contrasts=[_contrast(metric, a, labelled, predictions, intervals[i] if intervals else None) for i, a in enumerate(contrasts)],
+        contrasts=[_contrast(metric, a, values, predictions, intervals[i] if intervals else None) for i, a in enumerate(contrasts)],
         blocks=n,
         look=plan.looks.index(n) + 1 if n in plan.looks and not exact else None,
         alpha_contrast=alpha,
@@ -303,7 +289,7 @@ def measure(
     )
 
 
-def launches(runs: Sequence[Run], blocks: Sequence[Block]) -> list[design.Launch]:
+def launches(runs: Sequence[Run], blocks: Sequence[guards.Block]) -> list[design.Launch]:
     """The launches of blocks in the order in which they were made."""
     names = list(blocks[0])
     variant_at = {r.position: r.variant for r in runs}
@@ -312,7 +298,7 @@ def launches(runs: Sequence[Run], blocks: Sequence[Block]) -> list[design.Launch
     return [design.Launch(v, block, index.get(variant_at.get(at - 1, "")), at) for at, block, v in placed]
 
 
-def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
+def rows_of(metric: Metric, blocks: Sequence[guards.Block]) -> list[list[float]]:
     """How much better each launch is than the first one, on the metric's scale. Shape: [blocks, variants].
 
     Raises:
@@ -323,7 +309,7 @@ def rows_of(metric: Metric, blocks: Sequence[Block]) -> list[list[float]]:
     return [[guards.compare(metric, values[0][0], x) for x in row] for row in values]
 
 
-def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[Block], margin: float) -> tuple[Condition | None, str]:
+def carry_over(runs: Sequence[Run], metric: Metric, blocks: Sequence[guards.Block], margin: float) -> tuple[Condition | None, str]:
     """What launches leave behind for the next one, by the two variants that differ most in it; and a remark where that is certain and more
     than a third of the margin.
 
@@ -460,7 +446,7 @@ def _contrast(
     )
 
 
-def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[Block]) -> list[PointFigure]:
+def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[guards.Block]) -> list[PointFigure]:
     """What each variant measured, or how it failed."""
     out: list[PointFigure] = []
     first = next(iter(blocks[0]), None) if blocks else None
@@ -486,6 +472,11 @@ def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[Blo
     return out
 
 
+def percent(share: float | None) -> float | None:
+    """A share as a percentage with four decimals, as answers in JSON have it."""
+    return None if share is None else round(100 * share, 4)
+
+
 def required(metric: Metric, run: Run) -> float:
     """The metric's value of a launch that must have one."""
     value = metric.value(run)
@@ -501,7 +492,10 @@ def _as_effect(metric: Metric, value: float) -> float:
 
 def show(curve: Curve, between: bool = False) -> str:
     """The contrasts in words, such as `2 over 4 -2.7 % [-3.5, -1.8]`, and what did not run; `between` as in `show_effect`."""
-    parts = [_show_contrast(curve, c, between) for c in curve.contrasts]
+    parts = [
+        f"{c.name} {'without bound as a ratio' if c.effect is None else _in_words(curve, c.effect, c.low, c.high, between)}"
+        for c in curve.contrasts
+    ]
     parts += [f"{p.variant} {'did not fit' if p.outcome == 'oom' else 'was refused'}" for p in curve.points if p.outcome != "ok"]
     return "; ".join(parts)
 
@@ -510,13 +504,6 @@ def show_predicted(case: Case, metric: Metric) -> str:
     """What a case predicts, such as `winner 11500 [9700, 13800] tokens/s`."""
     predictions = [(v.name, v.predicted) for v in case.values if v.predicted]
     return ", ".join(f"{name} {p.value:g} [{p.low:g}, {p.high:g}]" for name, p in predictions) + f" {metric.unit}"
-
-
-def _show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
-    """One contrast in words."""
-    if c.effect is None:
-        return f"{c.name} without bound as a ratio"
-    return f"{c.name} {_in_words(curve, c.effect, c.low, c.high, between)}"
 
 
 def show_effect(comparison: Comparison, between: bool = False) -> str:

@@ -120,12 +120,13 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     packages = len({fill(case.command[0], delta) for delta in case.variants.values()}) > 1 if case.command else False
     if case.delta.ranks:
         free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}
-    views = []
-    for run in runs:
-        if run.strict_sha not in strict:
-            return Condition(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
-        settings = flatten(strict[run.strict_sha])
-        views.append({k: v for k, v in settings.items() if k not in free and not (packages and k.split(".")[0] in _INTERPRETER)})
+    if silent := [run.run_id for run in runs if run.strict_sha not in strict]:
+        return Condition(name=name, ok=False, detail=f"run {silent[0]} does not say in which environment it ran")
+
+    def counts(key: str) -> bool:
+        return key not in free and not (packages and key.split(".")[0] in _INTERPRETER)
+
+    views = [{k: v for k, v in flatten(strict[run.strict_sha]).items() if counts(k)} for run in runs]
     keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
     return Condition(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
 
@@ -162,11 +163,9 @@ def parameters(case: Case, pairs: Sequence[Pair]) -> Condition:
 
 def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Condition:
     """Both variants do equal work per step, unless the case declares otherwise and the metric is per unit of work."""
-    worst = 0.0
-    for a, b in pairs:
-        baseline, candidate = _tokens_per_step(a), _tokens_per_step(b)
-        worst = max(worst, abs(baseline - candidate) / max(baseline, candidate, 1.0))
-    if case.command and not any(_tokens_per_step(r) for pair in pairs for r in pair):
+    tokens = [(tokens_per_step(a), tokens_per_step(b)) for a, b in pairs]
+    worst = max((abs(before - after) / max(before, after, 1.0) for before, after in tokens), default=0.0)
+    if case.command and not any(before or after for before, after in tokens):
         return Condition(name="work", ok=True, detail="not compared: the log tells no tokens")
     equal = worst <= WORK_TOLERANCE
     if equal and case.command and any("step_tokens" in variant for variant in (case.baseline, case.candidate)):
@@ -182,11 +181,11 @@ def loss(case: Case, pairs: Sequence[Pair]) -> Condition:
     band = case.guardrails.loss.relative
     if band is None:
         return Condition(name="loss", ok=True, detail=f"not compared: {case.guardrails.loss.reason}")
-    if case.command and all(_mean_loss(r) is None for pair in pairs for r in pair):
+    if case.command and all(mean_loss(r) is None for pair in pairs for r in pair):
         return Condition(name="loss", ok=True, detail="not compared: the log tells no loss")
     worst = 0.0
     for a, b in pairs:
-        baseline, candidate = _mean_loss(a), _mean_loss(b)
+        baseline, candidate = mean_loss(a), mean_loss(b)
         if baseline is None or candidate is None:
             return Condition(name="loss", ok=False, detail="a run reported no loss in its timed window")
         worst = max(worst, abs(baseline - candidate) / max(abs(baseline), abs(candidate), 1e-12))
@@ -259,12 +258,14 @@ def complete(run: Run, metric: Metric) -> str | None:
     return None
 
 
-def _tokens_per_step(run: Run) -> float:
-    steps = metrics.timed(run)
+def tokens_per_step(run: Run) -> float:
+    """Useful tokens of a timed step; 0 where nothing tells them."""
+    steps = timed(run)
     return math.fsum(s.useful_tokens for s in steps) / max(len(steps), 1)
 
 
-def _mean_loss(run: Run) -> float | None:
+def mean_loss(run: Run) -> float | None:
+    """Of the timed steps that tell one."""
     losses = [s.loss for s in timed(run) if s.loss is not None]
     return math.fsum(losses) / len(losses) if losses else None
 

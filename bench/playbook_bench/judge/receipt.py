@@ -290,15 +290,11 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
         was = {**then.configs.get(run.config_sha, {}), "ranks": run.ranks}
         for key, a, b in _changed(was, {**now.dump, "ranks": now.ranks}):
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
-    yield from (_unmet(check) for check in judge_case(today, then.runs) if not check.ok)
-    for key in sorted(settings):
-        texts = settings[key]
+    unmet = (check for check in judge_case(today, then.runs) if not check.ok)
+    yield from (in_words(check, f"{check.variant}: its proof wants ", " ") for check in unmet)
+    for _, texts in sorted(settings.items()):
         common = len(texts) == len(variants) and all(a == b for a, b in pairwise(texts.values()))
         yield from [next(iter(texts.values()))] if common else [f"{name}: {text}" for name, text in texts.items()]
-
-
-def _unmet(check: Check) -> str:
-    return in_words(check, f"{check.variant}: its proof wants ", " ")
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -8,6 +8,7 @@ a slowdown as large as the limit passes at most once in a thousand series, and i
 from __future__ import annotations
 
 import math
+import operator
 import statistics as plain
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,9 @@ from typing import Any, Literal
 
 from playbook.errors import ExitCode
 from playbook.records.evidence import Comparison, Condition, Run, Sample
-from playbook_bench import metrics
 from playbook_bench.judge import design, effects, guards, receipt, statistics
-from playbook_bench.judge.guards import Pair
 from playbook_bench.judge.verdict_rules import Rules
-from playbook_bench.metrics import timed
+from playbook_bench.metrics import EXACT, Metric, timed
 
 LIMIT = 0.03
 """A slowdown above 3 % is a regression, where nothing else is said."""
@@ -37,7 +36,8 @@ _REPEATS = 4.0
 _ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
 """Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
 _REPORTED = ("loss", "grad_norm", "useful_tokens", "images", "peak_memory_bytes")
-_MEMORY = 0.02
+MEMORY = 0.02
+"""Share by which peak memory may grow, where nothing else is said."""
 _MOVED = 0.01
 """A change of speed above it, in either direction, makes verdicts from before it stale."""
 
@@ -62,16 +62,9 @@ class Slowdown:
 
 def judge_slowdown(worse: design.Estimate, pairs: int, limit: float, looks: Sequence[int]) -> Slowdown:
     """Judge at one look whether the newer commit is slower by more than the limit. `worse` is positive where it is slower, after so many
-    pairs.
-
-    Raises:
-        ValueError: fewer than two pairs, or a value that is not finite.
+    pairs: at least two, of finite values, which `design.contrast` sees to.
     """
     mean, error, freedom = float(worse.value), float(worse.standard_error), float(worse.degrees_of_freedom)
-    if pairs < 2:
-        raise ValueError(f"a slowdown needs at least 2 pairs of commits, found {pairs}")
-    if not (math.isfinite(mean) and math.isfinite(error)):
-        raise ValueError("a difference is not finite")
     low = mean - statistics.t_quantile(2 * _rate(_REGRESSION_ERROR, looks, pairs), freedom) * error
     high = mean + statistics.t_quantile(2 * _rate(_PASS_ERROR, looks, pairs), freedom) * error
     deviation = error * math.sqrt(pairs)
@@ -142,20 +135,15 @@ def unraised(comparison: Comparison, runs: Sequence[Run], strict: Mapping[str, M
     )
 
 
-def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allowed: float) -> bool:
+def exact_worse(metric: Metric, baseline: float, candidate: float, allowed: float) -> bool:
     """Whether an exact metric got worse by more than the allowance that was stated, as a share of the baseline."""
     loss = baseline - candidate if metric.better == "higher" else candidate - baseline
-    return loss > allowed * abs(baseline) + metrics.EXACT * max(abs(baseline), abs(candidate))
+    return loss > allowed * abs(baseline) + EXACT * max(abs(baseline), abs(candidate))
 
 
-def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
+def same_training(pairs: Sequence[guards.Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
     """Two commits with one seed train alike: no step more is skipped, and losses and gradient norms agree step by step."""
     return [_skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
-
-
-def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
-    """A cost that a step's time does not show: peak memory."""
-    return [_memory(pairs, runs, allowed.get("memory", _MEMORY))]
 
 
 def overhead_rows(blocks: Sequence[guards.Block], reference: str, strict: Mapping[str, Mapping[str, Any]]) -> list[list[float]]:
@@ -174,7 +162,7 @@ def _overhead_s(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> float:
     return run.wall_s - every * math.fsum(s.seconds for s in timed(run))
 
 
-def same_fields(pairs: Sequence[Pair]) -> Condition:
+def same_fields(pairs: Sequence[guards.Pair]) -> Condition:
     """What every launch of the older commit tells, the newer one tells too: a figure that is no longer logged is not one that stayed as it
     was.
     """
@@ -189,15 +177,15 @@ def _fields(run: Run) -> set[str]:
     return names | {name for name, value in run.metrics.items() if value is not None}
 
 
-def _skipped(pairs: Sequence[Pair]) -> Condition:
+def _skipped(pairs: Sequence[guards.Pair]) -> Condition:
     most = [max(sum(s.nan or s.loss is None for s in run.samples) for run in side) for side in zip(*pairs, strict=True)]
     ok = most[1] <= most[0]
     return Condition(name="skipped_steps", ok=ok, detail="" if ok else f"{most[1]} steps without a finite loss, {most[0]} before")
 
 
-def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed: float | None) -> Condition:
+def _step_by_step(name: str, pairs: Sequence[guards.Pair], runs: Sequence[Run], allowed: float | None) -> Condition:
     """Whether a quantity agrees at every step, within a multiple of what launches of the older commit differed by up to that step."""
-    read: Callable[[Sample], float | None] = lambda sample: getattr(sample, name)  # noqa: E731
+    read: Callable[[Sample], float | None] = operator.attrgetter(name)
     repeats = [r for r in runs if r.variant == "baseline" and r.outcome == "ok"]
     least, alone = _ROUNDING[name]
     spread, worst, where = 0.0, 0.0, 0
@@ -214,7 +202,8 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
                 worst, where = over, step
     if worst <= 1:
         return Condition(name=name, ok=True)
-    before, after = (read(r.samples[where]) for r in next(p for p in pairs if _differs(p, where, read)))
+    compared = ([read(run.samples[where]) for run in pair] for pair in pairs)
+    before, after = next(values for values in compared if values[0] != values[1])
     return Condition(
         name=name,
         ok=False,
@@ -222,12 +211,10 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
     )
 
 
-def _differs(pair: Pair, step: int, read: Callable[[Sample], float | None]) -> bool:
-    return read(pair[0].samples[step]) != read(pair[1].samples[step])
-
-
-def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
-    """Whether the median peak memory exceeds the highest of any launch of the older commit by more than the allowance."""
+def same_memory(pairs: Sequence[guards.Pair], runs: Sequence[Run], allowed: float) -> Condition:
+    """A cost that a step's time does not show: whether the median peak memory exceeds the highest of any launch of the older commit by more
+    than the allowance.
+    """
     before = [max((s.peak_memory_bytes for s in timed(r)), default=0) for r in runs if r.variant == "baseline" and r.outcome == "ok"]
     after = [max((s.peak_memory_bytes for s in timed(b)), default=0) for _, b in pairs]
     if not before or not max(before):
@@ -236,7 +223,7 @@ def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condi
     return Condition(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
 
 
-def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
+def in_words(slowdown: Slowdown, metric: Metric, limit: float, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
     """The answer as a sentence, and how many pairs would settle it; `limit` is a share."""
     log = metric.scale == "log_ratio"
     mean, low, high = (100 * (math.expm1(v) if log else v) for v in (slowdown.mean, slowdown.low, slowdown.high))
@@ -244,20 +231,19 @@ def in_words(slowdown: Slowdown, metric: metrics.Metric, limit: float, runs: Seq
     direction, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
     shown = f"{metric.name}: {direction} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
     above = f"a slowdown above {100 * limit:g} {unit}"
-    if slowdown.answer == "regression":
-        return f"{shown}: {above} is certain", None
-    if slowdown.answer == "pass":
-        refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
-        return f"{shown}: {above} is ruled out{refresh if high < -100 * limit else ''}", None
-    if slowdown.answer == "too_noisy":
-        cause = cause_of_noise(runs, slowdown.deviation)
-        return f"{shown}: too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit", None
-    need = slowdown.pairs_needed
+    refresh = "; it is faster by more than that: compare the next commits with this one, or one that loses it all passes"
+    cause, need = cause_of_noise(runs, slowdown.deviation), slowdown.pairs_needed
     excluded = f"one above {math.ceil(high)} {unit} is ruled out" if log else ""
     settles = f"about {need} pairs would settle it at this noise (--pairs {need}, and a --budget for them)"
     at_the_limit = "it lies so near that no number of pairs tells: a person decides, or another --limit"
     rest = "; ".join(filter(None, (excluded, settles if need else at_the_limit)))
-    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {rest}", need
+    words = {
+        "regression": f"{above} is certain",
+        "pass": f"{above} is ruled out{refresh if high < -100 * limit else ''}",
+        "undecided": f"{above} is neither shown nor ruled out after {pairs} pairs; {rest}",
+        "too_noisy": f"too noisy to see {above} even with {MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit",
+    }
+    return f"{shown}: {words[slowdown.answer]}", need if slowdown.answer == "undecided" else None
 
 
 def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = False) -> str:
@@ -281,7 +267,6 @@ def overhead_in_words(overhead: Slowdown, allowed: float, *, is_slower: bool = F
 
 NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
 """What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
-EXIT_CODES = {"found": ExitCode.DONE, "suspects": ExitCode.UNDECIDED, "no_trouble": ExitCode.UNDECIDED}
 
 
 @dataclass(frozen=True)
@@ -310,7 +295,7 @@ class BisectResult:
     @property
     def exit_code(self) -> int:
         """0 found; 3 otherwise."""
-        return EXIT_CODES[self.status]
+        return ExitCode.DONE if self.status == "found" else ExitCode.UNDECIDED
 
 
 def search(history: Sequence[str], judge: Callable[[str], Judged], on_judged: Callable[[Judged, int], None] | None = None) -> BisectResult:

@@ -7,6 +7,7 @@ at the looks, which share the error rate. `tools/simulate/series.py` shows what 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,18 +142,9 @@ def pairs_needed(distance: float, deviation: float, alpha: float) -> int | None:
     """The number of pairs that settle an effect `distance` from the margin, four times out of five; None where it is more than
     `_MAX_PAIRS`.
     """
-    if deviation == 0:
-        return 2
-    low, high = 2, _MAX_PAIRS
-    if least_effect(high, deviation, alpha) > abs(distance):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if least_effect(middle, deviation, alpha) <= abs(distance):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    counts = range(_MAX_PAIRS + 1)
+    pairs = bisect.bisect_left(counts, True, lo=2, key=lambda n: least_effect(n, deviation, alpha) <= abs(distance))
+    return pairs if pairs in counts else None
 
 
 def contaminated(differences: Sequence[float], stored_deviation: float | None, stored_pairs: int = 0) -> bool:
@@ -168,12 +160,9 @@ def contaminated(differences: Sequence[float], stored_deviation: float | None, s
     mean = math.fsum(differences) / n
     if abs(mean) <= CONTAMINATION_LEAST:
         return False
-    if stored_deviation is not None:
-        # The stored deviation is taken around zero, so it has as many degrees of freedom as pairs.
-        limit = _ppf(1 - _CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
-        return abs(mean) > limit
-    half = t_quantile(_CONTAMINATION_ALPHA, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
-    return abs(mean) > half
+    # The stored deviation is taken around zero, so it has as many degrees of freedom as pairs.
+    freedom, deviation = (n - 1, float(np.std(differences, ddof=1))) if stored_deviation is None else (stored_pairs, stored_deviation)
+    return abs(mean) > t_quantile(_CONTAMINATION_ALPHA, freedom) * deviation / math.sqrt(n)
 
 
 def stands_out(values: Sequence[float]) -> int | None:

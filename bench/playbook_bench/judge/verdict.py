@@ -17,7 +17,7 @@ from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
 from playbook_bench import metrics
-from playbook_bench.judge import effects, guards, receipt, verdict_rules
+from playbook_bench.judge import effects, guards, receipt, statistics, verdict_rules
 from playbook_bench.judge.guards import Block, Pair
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.metrics import METRICS, OUTSIDE, WALL_STEP, Metric
@@ -189,8 +189,7 @@ class _JudgedSeries:
         curve = effects.measure(self.rules, self.measured.runs, self.case, self.metric, self.expect, self.plan, blocks, noise)
         pair = effects.as_pair(curve) if self.case.kind == "pair" else None
         shown = effects.show_effect(pair) if pair else effects.show(curve)
-        more = pair.pairs_needed if pair else curve.blocks_needed
-        verdict = bad or self._verdict(curve, shown, more)
+        verdict = bad or self._verdict(curve, shown)
         if curve.design != "deterministic" and not self.rules.has_aa:
             margin = effects.threshold(self.metric, self.expect.margin) if self.expect else 0.0
             carried, remark = effects.carry_over(self.measured.runs, self.metric, blocks, margin)
@@ -214,30 +213,30 @@ class _JudgedSeries:
         missing = ", ".join([*names, *([f"single steps (a line covers {every})"] if every > 1 else [])])
         return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
 
-    def _verdict(self, curve: Curve, shown: str, needed: int | None) -> Verdict:
-        """What the intervals of a curve, `shown` in words, say of the claim; `needed`: about how many blocks would settle it."""
+    def _verdict(self, curve: Curve, shown: str) -> Verdict:
+        """What the intervals of a curve, `shown` in words, say of the claim."""
         expect, looks, n = self.expect, self.plan.looks, curve.blocks
         if expect is None:
             return _verdict("no_claim", shown)
         margin = effects.threshold(self.metric, expect.margin)
-        bands = effects.bands(self.case, self.metric)
-        rule = effects.claim_rule(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
-        claimed, interaction = f"claimed {in_words(expect, self.case.kind)}", self.case.kind == "interaction"
+        ran = [p.variant for p in curve.points if p.outcome == "ok"]
+        rule = effects.claim_rule(expect, ran, margin, effects.bands(self.case, self.metric))
+        claimed = f"claimed {in_words(expect, self.case.kind)}"
         if expect.op == "inside":
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
         if curve.design == "deterministic":
-            holds = effects.decide(rule, _allowing(self.metric.within, curve, bounds, margin), interaction)
+            holds = effects.decide(rule, _allowing(self.metric.within, curve, bounds, margin))
             if holds is None and self.metric.within > metrics.EXACT:
                 return _verdict("power", f"{shown}; {claimed}; too near to it for launches that repeat to {100 * self.metric.within:g} %")
             return _verdict("exact", f"{shown}; {claimed}", bool(holds))
         if curve.look is None or n < 2:
             need = next((look for look in looks if look > n), looks[-1])
             return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
-        holds = effects.decide(rule, bounds, interaction)
+        holds = effects.decide(rule, bounds)
         if holds is not None:
             return _verdict("margin", f"{shown}; {claimed}", holds)
-        more = "" if needed is None else f"; about {needed} {self.unit}s would settle it"
+        more = "" if curve.blocks_needed is None else f"; about {curve.blocks_needed} {self.unit}s would settle it"
         if n < looks[-1]:
             return _verdict("budget", f"{shown}; {claimed}; undecided after {n} of {looks[-1]} {self.unit}s{more}")
         return _verdict("power", f"{shown}; {claimed}; undecided after all {n} {self.unit}s{more}")
@@ -262,14 +261,13 @@ class _JudgedSeries:
             words = {v: "was refused" if r.outcome == "refused" else "was out of memory" for v, r in out.items()}
             failures = "; ".join(f"{v} {words[v]}: {_first_line(r.message)}" for v, r in out.items())
             verdict = _verdict("exact", f"{failures}; {', '.join(ran)} ran", holds=True)
-        metric = self.metric
         curve = Curve(
-            metric=metric.name,
-            unit=metric.unit,
-            better=metric.better,
+            metric=self.metric.name,
+            unit=self.metric.unit,
+            better=self.metric.better,
             design="deterministic",
-            scale=metric.scale,
-            points=effects.points(self.measured.runs, self.case, metric, blocks),
+            scale=self.metric.scale,
+            points=effects.points(self.measured.runs, self.case, self.metric, blocks),
             contrasts=[],
             blocks=len(blocks),
         )
@@ -346,12 +344,10 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
 
 def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
     """The verdict if a launch's figures cannot be used or its receipt breaks a rule, else None."""
-    for run in runs:
-        problem = None if run.role == "burn_in" else guards.complete(run, metric)
-        if problem:
-            return _verdict("run_error", f"a run cannot be used: {problem}")
-    dead = next((c for c in checks if not c.ok), None)
-    if dead is not None:
+    problems = (guards.complete(run, metric) for run in runs if run.role != "burn_in")
+    if problem := next(filter(None, problems), None):
+        return _verdict("run_error", f"a run cannot be used: {problem}")
+    if dead := next((c for c in checks if not c.ok), None):
         return _verdict("not_activated", receipt.in_words(dead, f"the {dead.variant} did not run as configured: "))
     return None
 
@@ -513,9 +509,7 @@ def _inside(run: Run) -> float:
 
 def _certain(values: Sequence[float]) -> tuple[float, float]:
     """The interval of a mean that holds it in all but `_DOUBT` of series."""
-    from scipy import stats as sps  # start-up time: reports of all commands import this module
-
-    half = float(sps.t.ppf(1 - _DOUBT / 2, len(values) - 1)) * plain.stdev(values) / math.sqrt(len(values))
+    half = statistics.t_quantile(_DOUBT, len(values) - 1) * plain.stdev(values) / math.sqrt(len(values))
     return plain.fmean(values) - half, plain.fmean(values) + half
 
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 
 from playbook_bench.judge import design, statistics
-from playbook_bench.judge.design import Launch
-from playbook_bench.judge.statistics import Interval
 
 VERSION = 3
 
@@ -33,11 +31,11 @@ class Rules:
     def intervals(
         self,
         rows: Sequence[Sequence[float]],
-        launches: Sequence[Launch],
+        launches: Sequence[design.Launch],
         weights: Sequence[Sequence[float]],
         alpha: float,
         noise: Sequence[float],
-    ) -> list[Interval]:
+    ) -> list[statistics.Interval]:
         """A two-sided interval of error rate `alpha` for each contrast `weights` of the variants.
 
         Shapes: rows [blocks, variants], launches [blocks x variants] in their order, weights [contrasts, variants]; `noise` are
@@ -54,7 +52,7 @@ class Rules:
             half = statistics.t_quantile(alpha, float(estimate.degrees_of_freedom)) * error
             used = half * math.sqrt(n) / statistics.t_quantile(alpha, common)
             deviation = error * math.sqrt(n)
-            out.append(Interval(mean, mean - half, mean + half, deviation, used, deviation, common))
+            out.append(statistics.Interval(mean, mean - half, mean + half, deviation, used, deviation, common))
         return out
 
 
@@ -71,54 +69,44 @@ class RulesV2(Rules):
     def intervals(
         self,
         rows: Sequence[Sequence[float]],
-        launches: Sequence[Launch],
+        launches: Sequence[design.Launch],
         weights: Sequence[Sequence[float]],
         alpha: float,
         noise: Sequence[float],
-    ) -> list[Interval]:
-        """Intervals of paired differences."""
-        return _pooled(rows, weights, alpha, noise)
+    ) -> list[statistics.Interval]:
+        """Intervals of paired differences.
 
+        `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a launch is pooled over both: one degree of
+        freedom from each A/A pair, and (k - 1)(n - 1) from n blocks of k variants. The A/A speaks for one variant alone. So where a
+        contrast varies more over the blocks than the A/A says, its own deviation is used if that gives the wider interval; a contrast with
+        a number (weights that do not add up to zero) always has its own where it is wider. Pairs that come out quiet by luck are thus held
+        to the machine's noise, and a noisier candidate to its own.
 
-def _pooled(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]) -> list[Interval]:
-    """A two-sided interval of error rate `alpha` for each contrast `weights` of the variants.
+        Source: randomised complete blocks: D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
+        """
+        import numpy as np
 
-    Shapes: rows [blocks, variants], weights [contrasts, variants], noise [A/A pairs].
-
-    `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a
-    launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks
-    for one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
-    the wider interval; a contrast with a number (weights that do not add up to zero) always has its own where it is wider. Pairs that come
-    out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
-
-    Raises:
-        ValueError: fewer than two blocks, or a value that is not finite.
-
-    Source: randomised complete blocks: D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
-    """
-    import numpy as np
-
-    y = np.asarray(rows, dtype=float)
-    n, k = y.shape
-    if n < 2:
-        raise ValueError(f"an interval needs at least 2 blocks, found {n}")
-    if not np.isfinite(y).all():
-        raise ValueError("a value is not finite")
-    residual = y - y.mean(axis=0) - y.mean(axis=1, keepdims=True) + y.mean()
-    freedom = (k - 1) * (n - 1) + len(noise)
-    # A difference of two launches has twice the variance of one.
-    launch = math.sqrt((float((residual**2).sum()) + math.fsum(d * d for d in noise) / 2) / freedom)
-    aa = statistics.aa_deviation(noise)
-    t, t_own = statistics.t_quantile(alpha, freedom), statistics.t_quantile(alpha, n - 1)
-    out = []
-    for weight in weights:
-        differences = y @ np.asarray(weight, dtype=float)
-        mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-        shared = math.sqrt(math.fsum(w * w for w in weight)) * launch
-        used = max(shared, t_own / t * deviation) if _is_noisier(deviation, weight, aa) else shared
-        half = t * used / math.sqrt(n)
-        out.append(Interval(mean, mean - half, mean + half, deviation, used, max(shared, deviation), freedom))
-    return out
+        y = np.asarray(rows, dtype=float)
+        n, k = y.shape
+        if n < 2:
+            raise ValueError(f"an interval needs at least 2 blocks, found {n}")
+        if not np.isfinite(y).all():
+            raise ValueError("a value is not finite")
+        residual = y - y.mean(axis=0) - y.mean(axis=1, keepdims=True) + y.mean()
+        freedom = (k - 1) * (n - 1) + len(noise)
+        # A difference of two launches has twice the variance of one.
+        launch = math.sqrt((float((residual**2).sum()) + math.fsum(d * d for d in noise) / 2) / freedom)
+        aa = statistics.aa_deviation(noise)
+        t, t_own = statistics.t_quantile(alpha, freedom), statistics.t_quantile(alpha, n - 1)
+        out = []
+        for weight in weights:
+            differences = y @ np.asarray(weight, dtype=float)
+            mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+            shared = math.sqrt(math.fsum(w * w for w in weight)) * launch
+            used = max(shared, t_own / t * deviation) if _is_noisier(deviation, weight, aa) else shared
+            half = t * used / math.sqrt(n)
+            out.append(statistics.Interval(mean, mean - half, mean + half, deviation, used, max(shared, deviation), freedom))
+        return out
 
 
 def _is_noisier(deviation: float, weight: Sequence[float], aa: float) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -21,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import playbook_trainer
 from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
@@ -291,10 +290,8 @@ def versions() -> dict[str, str]:
     """Versions of what can move a step time, for packages that are installed."""
     out = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             out[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return out
 
 
@@ -348,9 +345,7 @@ def commit(folder: Path | None = None) -> str | None:
 
 def trainer_digest() -> str:
     """A hash of the trainer's source files, by name, size and time: another one for any edit."""
-    spec = importlib.util.find_spec("playbook_trainer")
-    folders = [Path(f) for f in (spec.submodule_search_locations or [])] if spec else []
-    stats = [(path, path.stat()) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    stats = [(path, path.stat()) for path in sorted(Path(playbook_trainer.__file__).parent.rglob("*.py"))]
     return digest_of([f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats])
 
 

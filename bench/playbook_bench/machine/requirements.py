@@ -155,16 +155,14 @@ def unmet_requirements(requires: Sequence[str], trains: bool = True) -> list[Mis
     return out
 
 
-def unmet_by(configs: Iterable[TrainerConfig]) -> list[Missing]:
-    """What resolved configurations need and this machine lacks, whether or not their case says so."""
-    out: list[Missing] = []
-    for config in configs:
-        if config.backend == "megatron":
-            modules = BACKENDS["megatron"] if config.megatron.kernels != "local" else BACKENDS["megatron"][:1]
-            out += _absent(modules, "backend megatron: ")
-            if config.moe.dispatcher in DISPATCHERS and config.parallel.ep > 1:
-                out += _absent([DISPATCHERS[config.moe.dispatcher]], f"dispatcher {config.moe.dispatcher}: ")
-    return list(dict.fromkeys(out))
+def unmet_by(config: TrainerConfig) -> list[Missing]:
+    """What a resolved configuration needs and this machine lacks, whether or not its case says so."""
+    if config.backend != "megatron":
+        return []
+    out = _absent(BACKENDS["megatron"] if config.megatron.kernels != "local" else BACKENDS["megatron"][:1], "backend megatron: ")
+    if config.moe.dispatcher in DISPATCHERS and config.parallel.ep > 1:
+        out += _absent([DISPATCHERS[config.moe.dispatcher]], f"dispatcher {config.moe.dispatcher}: ")
+    return out
 
 
 def _absent(modules: Iterable[str], purpose: str = "") -> list[Missing]:

@@ -4,6 +4,7 @@ from it.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
@@ -66,8 +67,7 @@ class Telemetry:
     def __init__(self, machine: Machine, profile: str, folder: Path) -> None:
         self.devices = detect.device_ids(requirements.restrict(machine, profile))
         self.path = folder / "telemetry.csv"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._sampler: detect.Sampler | None = None
+        self._writer = contextlib.ExitStack()
 
     def __enter__(self) -> Telemetry:
         """Start the sampler, or nvidia-smi where NVML does not answer; neither is an error where it is missing."""
@@ -75,35 +75,20 @@ class Telemetry:
             return self
         sampler = detect.Sampler(self.devices, self.path)
         if sampler.start():
-            self._sampler = sampler
-        else:
-            try:
-                with self.path.open("wb") as out:
-                    command = [
-                        "nvidia-smi",
-                        "-i",
-                        ",".join(self.devices),
-                        f"--query-gpu={_QUERY}",
-                        "--format=csv,noheader,nounits",
-                        "-lms",
-                        "1000",
-                    ]
-                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
-            except OSError:
-                self._process = None
+            self._writer.callback(sampler.stop)
+            return self
+        which, query = ["-i", ",".join(self.devices)], [f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "1000"]
+        with contextlib.suppress(OSError), self.path.open("wb") as out:
+            process = subprocess.Popen(["nvidia-smi", *which, *query], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
+            self._writer.enter_context(process)
+            self._writer.callback(process.kill)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._writer.close()
 
     def between(self, start: float, end: float) -> dict[str, Any]:
         """What `summarize` makes of the readings between two times, seconds since the epoch."""
-        if self._process is None and self._sampler is None:
-            return {}
         try:
             lines = self.path.read_text(encoding="ascii", errors="replace").splitlines()
         except OSError:
@@ -124,10 +109,8 @@ def summarize(lines: Sequence[str], start: float, end: float) -> dict[str, Any]:
         if len(fields) != 1 + len(_NAMES) + 1 or not start <= _when(fields[0]) <= end:
             continue
         for name, text in zip(_NAMES, fields[1:], strict=False):
-            try:
+            with contextlib.suppress(ValueError):
                 columns[name].append(float(text))
-            except ValueError:
-                continue
         reasons[fields[-1]] += 1
     out: dict[str, Any] = {name: _percentiles(values) for name, values in columns.items() if values}
     return out | {"throttle_reasons": sorted(reasons), "limited_percent": _limited(reasons)} if out else {}
@@ -137,10 +120,8 @@ def _limited(reasons: Counter[str]) -> dict[str, float]:
     """Of the readings whose reasons can be read, the percentage in which each limit held; nothing where none can."""
     read: Counter[int] = Counter()
     for text, times in reasons.items():
-        try:
+        with contextlib.suppress(ValueError):
             read[int(text, 16)] += times
-        except ValueError:
-            continue
     every = read.total()
     return {name: round(100 * sum(n for r, n in read.items() if r & bits) / every, 1) for name, bits in _LIMITS.items()} if every else {}
 

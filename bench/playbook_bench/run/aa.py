@@ -16,14 +16,12 @@ from playbook.records.evidence import Check, Observed, Run, Variant
 from playbook_bench import metrics
 from playbook_bench.judge import guards, statistics
 from playbook_bench.judge.receipt import alike, judge_run
-from playbook_bench.launch import local
-from playbook_bench.launch.local import TRAINER, LocalLauncher, interruptible
+from playbook_bench.launch.local import LocalLauncher, interruptible
 from playbook_bench.launch.outcome import read_run
 from playbook_bench.machine import detect, requirements
-from playbook_bench.metrics import Metric
 from playbook_bench.run import schedule, series
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Request, Series, Silent, threads_per_rank
+from playbook_bench.run.progress import Progress
 from playbook_bench.variants import checkout
 from playbook_bench.variants.resolve import Resolved, Runnable, resolve, resolve_all
 
@@ -65,14 +63,16 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     journal = options.journal_of(["bench aa", case.id, str(pairs)], code)
     variants = resolve_all(case, chosen)
     deadline = time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS)
-    request = Request(f"{case.id}-aa", case, chosen, machine, variants, options, progress or Silent(), journal=journal, deadline=deadline)
-    with local.interruptible(resumes=journal is not None), Series.open(request) as running:
+    opened = series.Series.open(
+        f"{case.id}-aa", case, chosen, machine, variants, options, progress or Progress(), journal=journal, deadline=deadline
+    )
+    with interruptible(resumes=journal is not None), opened as running:
         running.expected = 1 + 2 * pairs
         running.progress.series(f"{case.id} A/A", running.expected)
         first = next(iter(case.variants))
         burn_in = running.run(schedule.burn_in([first])[0])
         runs = [burn_in] if burn_in.outcome != "ok" else measure(running, row, pairs, variant=first)
-    _check(runs, pairs, running)
+    _check(runs, pairs, row)
     if journal:
         journal.remove()
     differences = guards.aa_differences(runs, row)
@@ -81,7 +81,7 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     return Noise(case.id, machine.name, runs, row.name, deviation, mean, contaminated)
 
 
-def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
+def measure(running: series.Series, metric: metrics.Metric, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
     """A/A launches; where one stands out, its pair is set aside, which takes its number, and one more pair is measured in its place.
 
     One bad launch in four pairs makes their deviation three times what the rest of them say. Where one stands out of the ten as well, all
@@ -103,23 +103,16 @@ def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant
     return cleaned
 
 
-def _problem(runs: Sequence[Run], running: Series) -> str:
-    """Why a run cannot be used for the noise of the case's metric, or nothing."""
-    metric = metrics.get(running.case.metric or "")
-    return next((p for r in runs if (p := r.outcome if r.outcome != "ok" else guards.complete(r, metric))), "")
-
-
-def _check(runs: Sequence[Run], pairs: int, running: Series) -> None:
-    bad = next((r for r in runs if r.outcome != "ok"), None)
-    if bad is not None:
+def _check(runs: Sequence[Run], pairs: int, metric: metrics.Metric) -> None:
+    if bad := next((r for r in runs if r.outcome != "ok"), None):
         raise LaunchError(f"the A/A stopped: run {bad.run_id} ended as {bad.outcome}: {bad.message[:500]}")
-    if problem := _problem(runs, running):
+    if problem := next(filter(None, (guards.complete(r, metric) for r in runs)), ""):
         raise LaunchError(f"the A/A is of no use: {problem}")
     if len(runs) < 2 * pairs:
         raise LaunchError(f"the A/A stopped after {len(runs) // 2} of {pairs} pairs: the case's budget is spent")
 
 
-TIMED_STEPS = 1
+_TIMED_STEPS = 1
 _WARMUP_STEPS = 4
 """Enough for compilation and for the capture of graphs, which takes three; the observed step comes after the timed ones."""
 
@@ -146,7 +139,6 @@ def prove(
     case_ids: Sequence[str],
     *,
     profile: str | None = None,
-    command: Sequence[str] | None = None,
     say: Callable[[Proof], None] = lambda proof: None,
 ) -> list[Proof]:
     """Launch each variant of each case once, in short, and judge its receipt by the case's rules; nothing is timed and nothing is stored.
@@ -170,48 +162,36 @@ def prove(
         for i, (case, chosen, resolved) in enumerate(todo):
             machine = requirements.restrict(whole_machine, chosen)
             environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
-            threads = threads_per_rank(machine, [resolved])
-            proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER)
-            proofs.append(_compared(case, proof, proofs))
+            threads = series.threads_per_rank(machine, [resolved])
+            proofs.append(_launch(case, resolved, environment, threads, Path(folder) / str(i)))
+            ended = [p for p in proofs if p.case == case.id and p.outcome == "ok"]
+            more = alike(case, ended, [c for p in ended for c in p.checks])  # the launches so far may meet each other's rules too
+            proofs[-1] = replace(proofs[-1], checks=[*proofs[-1].checks, *more])
             say(proofs[-1])
     return proofs
 
 
-def _launch(case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str]) -> Proof:
+def _launch(case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path) -> Proof:
     """Launch a variant once, shortened, and judge its receipt."""
     folder.mkdir()
     if isinstance(run, Resolved):
         environment = {"OMP_NUM_THREADS": str(threads), **environment}
         run = _shortened(run)
-    launched = run.ready(folder.parent / "cache", proves=True)
-    ended = launched.launch(LocalLauncher(command), folder, environment, case.budget.launch_timeout_s, lambda step: None)
+    ended = run.ready(folder.parent / "cache", proves=True).launch(
+        LocalLauncher(), folder, environment, case.budget.launch_timeout_s, lambda step: None
+    )
     if ended.outcome != "ok":
         return Proof(case.id, run.variant, ended.outcome, ended.message, [], None)
     try:
         observed = read_run(folder).fields.get("observed")
     except ValueError as e:
         return Proof(case.id, run.variant, "crash", f"the run's files cannot be read: {e}", [], None)
-    checks = judge_run(case.activation, _LaunchReceipt(run.variant, observed))
-    return Proof(case.id, run.variant, "ok", "", checks, observed)
-
-
-def _compared(case: Case, proof: Proof, before: Sequence[Proof]) -> Proof:
-    """The proof, with a failed check if the case's launches so far meet each other's rules too."""
-    ended = [p for p in (*before, proof) if p.case == case.id and p.outcome == "ok"]
-    more = alike(case, [_LaunchReceipt(p.variant, p.observed) for p in ended], [c for p in ended for c in p.checks])
-    return replace(proof, checks=[*proof.checks, *more])
+    proof = Proof(case.id, run.variant, "ok", "", [], observed)
+    return replace(proof, checks=judge_run(case.activation, proof))
 
 
 def _shortened(resolved: Resolved) -> Resolved:
     train = resolved.config.train
     warmup = min(train.warmup_steps, _WARMUP_STEPS)
-    train = train.model_copy(update={"warmup_steps": warmup, "steps": min(train.steps, warmup + TIMED_STEPS)})
+    train = train.model_copy(update={"warmup_steps": warmup, "steps": min(train.steps, warmup + _TIMED_STEPS)})
     return replace(resolved, config=resolved.config.model_copy(update={"train": train}))
-
-
-@dataclass(frozen=True)
-class _LaunchReceipt:
-    """A launch, as far as its receipt goes."""
-
-    variant: Variant
-    observed: Observed | None

@@ -22,11 +22,12 @@ from playbook.records.commands import Steps, Traced, fill, of_variables, of_word
 from playbook.records.evidence import Derived, Measured, Variant
 from playbook.yaml_files import did_you_mean
 from playbook_bench import metrics
+from playbook_bench.judge.effects import percent
 from playbook_bench.launch.local import LocalLauncher, interruptible
 from playbook_bench.machine import detect
 from playbook_bench.run import confirm, schedule
-from playbook_bench.run.confirm import Progress
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.store import Outcome
 from playbook_bench.trace.reports import timeline_from_file
 from playbook_bench.trace.walls import Tail, Walls, walls
@@ -48,7 +49,7 @@ _ADVISED_OPTIONS = {
     "mean losses differ": "--loss any",
 }
 """For what a guard advises to who writes a case, the options of the command line."""
-_ALL_DAY_MINUTES = 1440.0
+ALL_DAY_MINUTES = 1440.0
 NSYS = "nsys"
 _PROFILED = (NSYS, "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-o", "{run}/trace")
 _REPORT = "{run}/trace.nsys-rep"
@@ -86,18 +87,6 @@ class AbAnswer:
     pairs: int = 0
     noise: float | None = None
     """Deviation of a pair of launches of the baseline, as a share."""
-
-
-Answer = AbAnswer
-"""Its former name."""
-
-
-@dataclass(frozen=True)
-class Tracer:
-    """How the commands leave a trace: `nsys` profiles them, or they write `file` themselves when `words` are added."""
-
-    file: str
-    words: Sequence[str] = ()
 
 
 def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[str], **more: Any) -> CommandPair:
@@ -160,7 +149,7 @@ def case_of(commands: CommandPair, profile: str) -> Case:
         profiles={profile: {}},
         delta=Delta(work=True, reason="any work was allowed by --work any") if commands.any_work else Delta(),
         guardrails=Guardrails(loss=Loss(relative=commands.loss, reason=None if commands.loss else "any loss was allowed by --loss any")),
-        budget=Budget(minutes=_ALL_DAY_MINUTES, launch_timeout_s=commands.timeout_s),
+        budget=Budget(minutes=ALL_DAY_MINUTES, launch_timeout_s=commands.timeout_s),
     )
 
 
@@ -225,10 +214,6 @@ def hint(outcome: Outcome, result: AbAnswer) -> str:
 
 def as_json(pair: CommandPair, result: AbAnswer, record: str, sentence: str) -> dict[str, Any]:
     """The answer as plain data. The sentence has the reason of an error, and what the verdict does not vouch for."""
-
-    def percent(share: float | None) -> float | None:
-        return None if share is None else round(100 * share, 4)
-
     return {
         "schema": "ab/1",
         "verdict": result.verdict,
@@ -242,8 +227,9 @@ def as_json(pair: CommandPair, result: AbAnswer, record: str, sentence: str) -> 
     }
 
 
-def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
-    """The walls that both commands run into, by one more launch of each, with a trace. Launches that are timed are never traced.
+def walls_of(case: Case, profile: str, tracer: Traced) -> dict[Variant, Walls]:
+    """The walls that both commands run into, by one more launch of each, with a trace. Launches that are timed are never traced. Where the
+    file of `tracer` is `nsys`, that profiles them; else they write the file themselves when its arguments are added.
 
     Raises:
         ConfigError: nsys is to profile and is not on PATH.
@@ -256,7 +242,7 @@ def walls_of(case: Case, profile: str, tracer: Tracer) -> dict[Variant, Walls]:
             "--trace nsys: nsys is not on PATH; install it, or let the command write a trace of torch.profiler: --trace "
             "'{run}/trace.json' --trace-with --profile"
         )
-    traced = case if by_nsys else case.model_copy(update={"trace": Traced(file=tracer.file, arguments=list(tracer.words))})
+    traced = case if by_nsys else case.model_copy(update={"trace": tracer})
     by_variant: dict[Variant, Walls] = {}
     with interruptible(), TemporaryDirectory(prefix="playbook-trace-") as name:
         for variant, run in resolve_all(traced, profile).items():

@@ -28,9 +28,9 @@ from playbook.records.case import Case, load_case
 from playbook_bench.judge.slowdown import NONE, SLOWER, UNKNOWN, BisectResult, Judged, search
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
-from playbook_bench.run import ab, confirm, gate
+from playbook_bench.run import ab, gate
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress
+from playbook_bench.run.progress import Progress
 from playbook_bench.variants import checkout
 
 _ANY = 9.99
@@ -176,7 +176,7 @@ def run_packages(
     package: PackageSpan,
     requirements: Path | None,
     options: Options,
-    progress: confirm.Progress,
+    progress: Progress,
     command: str,
     margin: float,
     on_judged: Callable[[Judged, int], None] | None = None,
@@ -190,11 +190,11 @@ def run_packages(
     """
     good, *later = releases(package)
     with local.interruptible(), TemporaryDirectory(prefix="playbook-packages-") as folder:
-        baseline = _command(words, _environment(Path(folder), package.name, good, requirements))
+        baseline = _command(words, Path(folder) / good, package.name, requirements)
 
         def judge(version: str) -> Judged:
             try:
-                candidate = _command(words, _environment(Path(folder), package.name, version, requirements))
+                candidate = _command(words, Path(folder) / version, package.name, requirements)
             except LaunchError as e:
                 return Judged(version, UNKNOWN, str(e))
             question = ab.CommandPair(baseline, candidate, margin=margin, loss=None, any_work=True)
@@ -215,21 +215,18 @@ def _trouble(verdict: ab.Verdict, failed: str | None) -> str:
     return {"slower": SLOWER, "undecided": UNKNOWN}.get(verdict, NONE)
 
 
-def _environment(folder: Path, name: str, version: str, requirements: Path | None) -> Path:
-    """The programs of a new environment that holds this version, and what the requirements name.
+def _command(words: Sequence[str], place: Path, name: str, requirements: Path | None) -> list[str]:
+    """The command by the programs of a new environment, which holds the version of the package that its folder is called after, and what
+    the requirements name.
 
     Raises:
-        LaunchError: pip does not install it.
+        ConfigError: its program is in no environment.
+        LaunchError: pip does not install the package.
     """
-    place = folder / version
     venv.create(place, symlinks=True)
     more = ["-r", str(requirements.resolve())] if requirements else []
-    _pip("--python", str(place / "bin" / "python"), "install", "--quiet", f"{name}=={version}", *more)
-    return place / "bin"
-
-
-def _command(words: Sequence[str], programs: Path) -> list[str]:
-    program = programs / words[0]
+    _pip("--python", str(place / "bin" / "python"), "install", "--quiet", f"{name}=={place.name}", *more)
+    program = place / "bin" / words[0]
     if "/" in words[0] or not program.is_file():
         raise ConfigError(f"'{words[0][:80]}' is no program of the environments; expected python, or one that a package there installs")
     return [str(program), *words[1:]]
@@ -249,7 +246,4 @@ def _pip(*words: str) -> str:
 
 def _version_key(version: str) -> tuple[int, ...]:
     """For order; zeros at the end do not count, as 2.10 and 2.10.0 are one."""
-    parts = [int(p) for p in version.split(".")]
-    while len(parts) > 1 and not parts[-1]:
-        parts.pop()
-    return tuple(parts)
+    return tuple(int(part) for part in re.sub(r"(\.0+)+\Z", "", version).split("."))

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
 
 from playbook.cards import load as cards
 from playbook.errors import ExitCode, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Derived, Evidence, Machine, Measured, Seconds
-from playbook.records.trace import TraceResult
 from playbook_bench import metrics
 from playbook_bench.judge import effects, verdict
 from playbook_bench.launch import local
@@ -24,8 +22,9 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.run import schedule, series, store, targets, tracing
 from playbook_bench.run.journal import Journal, cut_by_time
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.replay import derive
-from playbook_bench.run.series import Request, Series, Silent
+from playbook_bench.run.series import Series
 from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.variants import checkout
@@ -41,35 +40,6 @@ EXIT_CODES = {
 }
 
 
-class Progress(series.Progress, Protocol):
-    """What `run` and `bench_run` report to: the events of a series, and each verdict."""
-
-    def machine(self, machine: Machine) -> None:
-        """Called once, before anything runs."""
-        ...
-
-    def finished(self, outcome: Outcome) -> None:
-        """A claim has its verdict."""
-        ...
-
-    def traced(self, trace: TraceResult) -> None:
-        """The variants of the claims that were last finished have been traced."""
-        ...
-
-
-class Quiet(Silent):
-    """No progress at all."""
-
-    def machine(self, machine: Machine) -> None:
-        """Nothing."""
-
-    def finished(self, outcome: Outcome) -> None:
-        """Nothing."""
-
-    def traced(self, trace: TraceResult) -> None:
-        """Nothing."""
-
-
 def run(targets: Sequence[str], options: Options | None = None, progress: Progress | None = None) -> list[Outcome]:
     """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim.
 
@@ -83,7 +53,7 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
         tasks = [task for task in tasks if task.counts]
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
-    return _confirm(tasks, {}, options, progress or Quiet(), ["confirm", *targets] if from_file else [])
+    return _confirm(tasks, {}, options, progress or Progress(), ["confirm", *targets] if from_file else [])
 
 
 def bench_run(
@@ -95,7 +65,7 @@ def bench_run(
     Raises:
         PlaybookError, Interrupted: as `run`.
     """
-    options, progress = options or Options(), progress or Quiet()
+    options, progress = options or Options(), progress or Progress()
     if isinstance(case_id, Case):
         tasks, cases, words = [Task(None, case_id.id)], {case_id.id: case_id}, []
     else:
@@ -240,24 +210,27 @@ class SettledClaim:
 
 
 def claims(
-    records: Sequence[Measured], case: Case | None, machine: Machine, journal: Journal | None, options: Options, progress: series.Progress
+    records: Sequence[Measured], case: Case | None, machine: Machine, journal: Journal | None, options: Options, progress: Progress
 ) -> list[SettledClaim]:
     """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
     launched = [record for record in records if targets.is_launched(record)]
-    if not launched or case is None or launched[0].profile is None:
-        return [_at_once(record) for record in records]
-    profile = launched[0].profile
-    # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
-    minutes, deadline = case.budget.minutes, options.deadline
-    request = Request(case.id, case, profile, machine, resolve_all(case, profile), options, progress, journal, deadline, 60 * minutes)
-    with Series.open(request) as running:
-        judged = iter(_by_runs(running, launched, options.settles))
-    return [next(judged) if targets.is_launched(record) else _at_once(record) for record in records]
-
-
-def _at_once(record: Measured) -> SettledClaim:
-    """The verdict of a claim that needs no run, or does not apply on this machine."""
-    return SettledClaim(record, derive(record))
+    judged: Iterator[SettledClaim] = iter(())
+    if launched and case is not None and (profile := launched[0].profile) is not None:
+        # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
+        with Series.open(
+            case.id,
+            case,
+            profile,
+            machine,
+            resolve_all(case, profile),
+            options,
+            progress,
+            journal=journal,
+            deadline=options.deadline,
+            own_s=60 * case.budget.minutes,
+        ) as running:
+            judged = iter(_by_runs(running, launched, options.settles))
+    return [next(judged) if targets.is_launched(record) else SettledClaim(record, derive(record)) for record in records]
 
 
 def _by_runs(running: Series, records: Sequence[Measured], suffices: Callable[[Measured, Derived], bool]) -> list[SettledClaim]:
@@ -308,25 +281,22 @@ def _timed(
             f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
         )
 
-    def open_claims() -> list[Derived]:
-        """What is said so far of each claim that is not settled yet."""
-        out = []
+    def all_settled() -> bool:
+        """Whether each claim has its verdict; those that have none are judged by the launches so far."""
         for i, record in enumerate(records):
             if i not in settled:
                 judged = _judge(running, record)
                 if _settles(judged, suffices):
                     settled[i] = judged
-                else:
-                    out.append(judged.derived)
-        return out
+        return len(settled) == len(records)
 
     # The first run of each variant shows whether they can be compared and ran what they should; if not, no pair is spent on them.
-    if not _burn_in(running) or not open_claims():
+    if not _burn_in(running) or all_settled():
         return
     series.note_if_short(running)
 
     def enough(s: Series, pairs: int) -> bool:
-        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or not open_claims())
+        return pairs in looks and ((pairs == looks[0] and not s.plan.extended and not _steady(s)) or all_settled())
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):

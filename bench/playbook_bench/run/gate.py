@@ -26,7 +26,8 @@ from playbook_bench.metrics import Metric
 from playbook_bench.run import schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Progress, Request, Series, Silent
+from playbook_bench.run.progress import Progress
+from playbook_bench.run.series import Series
 from playbook_bench.variants import checkout
 from playbook_bench.variants.command import CommandVariant
 from playbook_bench.variants.resolve import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
@@ -115,7 +116,7 @@ def run(
         ConfigError: a reference or the case does not fit.
         LaunchError: git cannot write a commit's files.
     """
-    options, limits, progress = options or Options(), limits or Limits(), progress or Silent()
+    options, limits, progress = options or Options(), limits or Limits(), progress or Progress()
     if options.pairs is not None and options.pairs > slowdown.MOST_PAIRS:
         raise ConfigError(f"--pairs is {options.pairs}; expected at most {slowdown.MOST_PAIRS}")
     case = case_id if isinstance(case_id, Case) else load_case(case_id)
@@ -166,19 +167,10 @@ def _run(
             progress.note(warning)
         journal = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
         deadline = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
-        request = Request(
-            f"{case.id}-gate",
-            case,
-            profile,
-            machine,
-            variants,
-            options,
-            progress,
-            journal=journal,
-            deadline=deadline,
-            looks=_looks(case, options.pairs),
-        )
-        with Series.open(request) as running:
+        name, looks = f"{case.id}-gate", _looks(case, options.pairs)
+        with Series.open(
+            name, case, profile, machine, variants, options, progress, journal=journal, deadline=deadline, looks=looks
+        ) as running:
             _measure(running, metric, limits)
     if journal and options.journal is None and running.plan.stopped != "budget":
         journal.remove()
@@ -334,8 +326,8 @@ def _discarded(runs: Sequence[Run]) -> list[guards.Pair]:
 
 
 def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
-    steps, overhead = _slowdown(running, metric, limits, reference), _overhead(running, limits, reference)
-    return steps is None or overhead is None or _worst(steps.answer, overhead.answer) != "undecided"
+    judged = _slowdowns(running, metric, limits, reference)
+    return judged is None or _worst(*(each.answer for each in judged)) != "undecided"
 
 
 def _against(runs: Sequence[Run], reference: str) -> list[Run]:
@@ -344,25 +336,20 @@ def _against(runs: Sequence[Run], reference: str) -> list[Run]:
     return [r.model_copy(update={"variant": "baseline"}) if r.variant == reference else r for r in runs if r.variant != other]
 
 
-def _slowdown(running: Series, metric: Metric, limits: Limits, reference: str) -> slowdown.Slowdown | None:
-    """How much slower the newer commit is than an older one, by all launches of the series; None before the second pair, or where a value
-    is missing.
+def _slowdowns(running: Series, metric: Metric, limits: Limits, reference: str) -> tuple[slowdown.Slowdown, slowdown.Slowdown] | None:
+    """How much slower the newer commit is than an older one, by all launches of the series, and what launches take beside their timed
+    steps, by the same rule: its share of the launch may grow by the limit, or by what is allowed. None before the second pair, or where a
+    value is missing.
     """
     blocks = guards.blocks_of(running.runs, list(running.variants))
     if len(blocks) < 2 or any(metric.value(run) is None for block in blocks for run in block.values()):
         return None
-    rows = [[-value for value in row] for row in effects.rows_of(metric, blocks)]
-    return _judged_rows(running, blocks, rows, reference, _limit(metric, limits))
-
-
-def _overhead(running: Series, limits: Limits, reference: str) -> slowdown.Slowdown | None:
-    """What launches take beside their timed steps, by the rule of the steps: its share of the launch may grow by the limit, or by what is
-    allowed.
-    """
-    blocks = guards.blocks_of(running.runs, list(running.variants))
-    if len(blocks) < 2:
-        return None
-    return _judged_rows(running, blocks, slowdown.overhead_rows(blocks, reference, running.strict), reference, _allowed_overhead(limits))
+    steps = [[-value for value in row] for row in effects.rows_of(metric, blocks)]
+    beside = slowdown.overhead_rows(blocks, reference, running.strict)
+    return (
+        _judged_rows(running, blocks, steps, reference, _limit(metric, limits)),
+        _judged_rows(running, blocks, beside, reference, _allowed_overhead(limits)),
+    )
 
 
 def _judged_rows(
@@ -431,20 +418,20 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
         return replace(blank, gates=alike, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
     if not pairs:
         return replace(blank, gates=alike, status="undecided", sentence=cut)
-    cost = slowdown.same_cost(pairs, runs, limits.allowed)
-    blank = replace(blank, gates=[*alike, *cost])
-    dearer = "; ".join(g.detail for g in cost if not g.ok)
+    memory = slowdown.same_memory(pairs, runs, limits.allowed.get("memory", slowdown.MEMORY))
+    blank = replace(blank, gates=[*alike, memory])
+    dearer = "" if memory.ok else memory.detail
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
-    steps = _slowdown(running, metric, limits, reference)
+    judged = _slowdowns(running, metric, limits, reference)
     effect, candidate = _effect(running, metric, runs), running.variants["candidate"]
     paths = revision.touched(changed, candidate.dump, candidate.ranks)
     blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, paths))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
-    overhead = _overhead(running, limits, reference)
-    if steps is None or overhead is None or len(pairs) < first:
+    if judged is None or len(pairs) < first:
         return replace(blank, status="undecided", sentence=cut)
+    steps, overhead = judged
     sentence, needed = slowdown.in_words(steps, metric, limits.limit, runs, len(pairs))
     overhead_text = slowdown.overhead_in_words(overhead, _allowed_overhead(limits), is_slower=steps.answer == "regression")
     if overhead.answer != "pass":
@@ -486,12 +473,10 @@ def _comparable(running: Series, runs: Sequence[Run], metric: Metric, pairs: Seq
 
 def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
     """Why the figures cannot be used, or nothing."""
-    bad = next((r for r in runs if r.outcome != "ok"), None)
-    if bad is not None:
+    if bad := next((r for r in runs if r.outcome != "ok"), None):
         return f"a {bad.variant} run ended as {bad.outcome}: {bad.message[:500]}"
-    for each in runs:
-        if problem := guards.complete(each, metric):
-            return f"a run cannot be used: {problem}"
+    if problem := next(filter(None, (guards.complete(each, metric) for each in runs)), None):
+        return f"a run cannot be used: {problem}"
     dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "measure")) if not c.ok), None)
     return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
 

@@ -7,6 +7,7 @@ Each line is sealed together with the one before it, like a record: what was cha
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,6 @@ from playbook.records.case import Case
 from playbook.records.evidence import ClaimRef, Derived, Measured, Run, RunOutcome, digest
 from playbook_bench.run import store
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import Task
 
 _SETTLED = "settled.jsonl"
@@ -202,12 +202,12 @@ class Journal:
         """Note where the records of a case's claims lie, relative to the journal: both folders may be moved together."""
         self._settled.add({key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
-    def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[Outcome]:
+    def outcomes(self, tasks: Sequence[Task], case: Case | None, profile: str | None, pairs: int | None) -> list[store.Outcome]:
         """One case's outcomes as the stopped command left them; none unless it had settled all of these claims and their records are still
         there.
         """
         paths = [self.settled.get(task.name) for task in tasks]
-        stored = [Outcome(store.load(p), p, t.counts) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
+        stored = [store.Outcome(store.load(p), p, t.counts) for p, t in zip(paths, tasks, strict=True) if p is not None and p.is_file()]
         current = [answers(o.evidence.measured, t.claim, case, profile, pairs) for o, t in zip(stored, tasks, strict=False)]
         return stored if len(current) == len(tasks) and all(current) else []
 
@@ -289,9 +289,7 @@ def _whole_groups(runs: Sequence[EarlierRun], variants: int) -> list[EarlierRun]
     if not runs:
         return []
     last = runs[-1].run
-    count = 0
-    while count < len(runs) and (runs[-1 - count].run.role, runs[-1 - count].run.pair) == (last.role, last.pair):
-        count += 1
+    count = sum(1 for _ in itertools.takewhile(lambda k: (k.run.role, k.run.pair) == (last.role, last.pair), reversed(runs)))
     # A variant that does not fit, as its claim says, is not launched again: later blocks are whole without it.
     dead = {k.run.variant for k in runs[:-count] if k.run.outcome != "ok"}
     size = {"aa": 2, "measure": max(1, variants - len(dead))}.get(last.role, 1)

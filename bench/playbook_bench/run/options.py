@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from playbook.errors import ConfigError
 from playbook.paths import default_results
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect
-from playbook_bench.run import journal, schedule
-from playbook_bench.run.journal import Journal
+from playbook_bench.run.journal import Journal, of_command
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Options:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        schedule.check_limits(self.pairs, self.budget_s)
+        if self.pairs is not None and self.pairs < 1:
+            raise ConfigError(f"--pairs is {self.pairs}; expected at least 1")
+        if self.budget_s is not None and not 0 < self.budget_s < math.inf:
+            raise ConfigError(f"--budget is {self.budget_s:g} s; expected more than 0, and an end")
         object.__setattr__(self, "results", Path(self.results).resolve())
 
     @property
@@ -76,13 +80,12 @@ class Options:
         if code is None:
             return None
         hosts = self.launcher.allocation.hosts if isinstance(self.launcher, SrunLauncher) else detect.place()
-        return journal.of_command(self.results, [*words, *code], [*hosts, *["fork"] * self.forks], detect.exported())
+        return of_command(self.results, [*words, *code], [*hosts, *["fork"] * self.forks], detect.exported())
 
     def command(self, words: Sequence[str]) -> str:
         """The command line of a command with these options."""
-        pairs = None if self.pairs is None else str(self.pairs)
         budget = None if self.budget_s is None else f"{self.budget_s:g}s"
-        return _line(words, {"--profile": self.profile, "--pairs": pairs, "--budget": budget}, self.forks)
+        return _line(words, {"--profile": self.profile, "--pairs": self.pairs, "--budget": budget}, self.forks)
 
     def repeated(self, measured: Measured) -> str:
         """The command line that tests this claim alone, without limits; how ranks start matters only where there are runs."""
@@ -91,6 +94,6 @@ class Options:
         return _line(words, {"--profile": measured.profile}, bool(measured.runs) and self.forks)
 
 
-def _line(words: Sequence[str], values: Mapping[str, str | None], fork: bool) -> str:
-    flags = [word for flag, value in values.items() if value is not None for word in (flag, value)]
+def _line(words: Sequence[str], values: Mapping[str, str | int | None], fork: bool) -> str:
+    flags = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
     return shlex.join(["playbook", *words, *flags, *["--fork"] * fork])

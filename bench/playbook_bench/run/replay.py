@@ -65,16 +65,16 @@ def unsound(records: Iterable[Record]) -> list[Finding]:
     """
     findings = []
     for record in records:
-        lines = list(record.problems)
-        if isinstance(record.content, Evidence):
-            lines += schedule.contradictions(record.content.measured)
-        case = record.content.measured.case if isinstance(record.content, Evidence) else None
-        if isinstance(record.content, Evidence) and not lines and (case is None or case.content.kind in LAUNCHED_KINDS):
-            try:
-                rederived = _derive(record.path, record.content.measured)
-                lines = _differences(record.content.derived.model_dump(mode="json"), rederived.model_dump(mode="json"), "derived")
-            except PlaybookError as e:
-                lines = [str(e)]
+        evidence, lines = record.content, list(record.problems)
+        if isinstance(evidence, Evidence):
+            case = evidence.measured.case
+            lines += schedule.contradictions(evidence.measured)
+            if not lines and (case is None or case.content.kind in LAUNCHED_KINDS):
+                try:
+                    rederived = _derive(record.path, evidence.measured)
+                    lines = _differences(evidence.derived.model_dump(mode="json"), rederived.model_dump(mode="json"), "derived")
+                except PlaybookError as e:
+                    lines = [str(e)]
         findings += [Finding(str(record.path), 1, 1, f"{line}; restore the file, or run the case again") for line in lines[:3]]
     return findings
 

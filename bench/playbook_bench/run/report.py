@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -27,7 +27,7 @@ from playbook.text import count, in_markdown, plain
 from playbook_bench import metrics
 from playbook_bench.judge import effects, receipt
 from playbook_bench.run import schedule
-from playbook_bench.run.schedule import RunSpec
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.store import Outcome
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def console(stream: TextIO | None = None) -> Console:
     return Lines(file=stream or sys.stdout, highlight=False, soft_wrap=True)
 
 
-class TerminalProgress:
+class TerminalProgress(Progress):
     """One line that is redrawn while a series runs; without a terminal nothing is drawn, and verdicts alone are printed."""
 
     def __init__(self, out: Console | None = None, counts: bool = False) -> None:
@@ -100,7 +100,7 @@ class TerminalProgress:
             self._live = Live(Text(label), console=self.out, refresh_per_second=4, transient=True, auto_refresh=False)
             self._live.start()
 
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+    def launch(self, number: int, total: int, spec: schedule.RunSpec) -> None:
         """Show the launch."""
         self._number, self._total = number, total
         unit = "pair" if spec.variant in schedule.PAIR else "block"
@@ -148,7 +148,7 @@ class TerminalProgress:
 class LaunchLines(TerminalProgress):
     """One line that is redrawn; without a terminal, a line for each launch. The answer is printed by the command."""
 
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+    def launch(self, number: int, total: int, spec: schedule.RunSpec) -> None:
         """Show the launch."""
         super().launch(number, total, spec)
         if not self.out.is_terminal:
@@ -188,21 +188,20 @@ def print_outcome(outcome: Outcome, out: Console, displayed_status: str = "") ->
     out.print(
         Text(f"{_INDENT}{comparison.metric}  {_value(comparison.baseline)} -> {_value(comparison.candidate)} {comparison.unit}  {shown}")
     )
-    if clause := schedule.order_matters(comparison):
-        out.print(Text(f"{_INDENT}{clause}"))
-    if evidence.derived.receipts:
-        out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
-    if shares := _gpu_compute_shares(evidence):
-        out.print(Text(f"{_INDENT}the GPU computes {shares}"))
-    for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
-        out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
-    if limit := host_limit(comparison.model_dump()):
-        out.print(Text(f"{_INDENT}{limit}"))
-    if shares := _data_wait_shares(evidence):
-        out.print(Text(f"{_INDENT}the host spends {shares} on data"))
-    if shares := _steal_shares(evidence):
-        out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
-    _print_failed(evidence, out)
+    remarks = [
+        schedule.order_matters(comparison),
+        _receipts(evidence.derived.receipts),
+        _said("the GPU computes {}", _gpu_compute_shares(evidence)),
+        *(
+            f"the GPU's clock was held down by {limit}"
+            for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure")
+        ),
+        host_limit(comparison.model_dump()),
+        _said("the host spends {} on data", _data_wait_shares(evidence)),
+        _said("of the processor time the hypervisor kept {}", _steal_shares(evidence)),
+        _failed_before(evidence),
+    ]
+    _print_remarks(remarks, out)
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
@@ -243,22 +242,33 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         bar = "#" * round(_PLOT * p.value / most) if most > 0 else ""
         change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
-    if curve.look is None and any(c.low is not None for c in curve.contrasts):
-        out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_NOT_AT_A_LOOK}"))
-    if limit := host_limit(curve.model_dump()):
-        out.print(Text(f"{_INDENT}{limit}"))
+    between_looks = curve.look is None and any(c.low is not None for c in curve.contrasts)
     checks = evidence.derived.receipts
-    if checks:
-        bad = sum(not c.ok for c in checks)
-        out.print(Text(f"{_INDENT}receipt  {len(checks) - bad} of {len(checks)} rules hold in every launch"))
-    _print_failed(evidence, out)
+    remarks = [
+        f"{effects.show(curve, between=True)}{_NOT_AT_A_LOOK}" if between_looks else "",
+        host_limit(curve.model_dump()),
+        f"receipt  {sum(c.ok for c in checks)} of {len(checks)} rules hold in every launch" if checks else "",
+        _failed_before(evidence),
+    ]
+    _print_remarks(remarks, out)
 
 
-def _print_failed(evidence: Evidence, out: Console) -> None:
+def _print_remarks(remarks: Sequence[str], out: Console) -> None:
+    """A line for each that is not empty."""
+    for remark in filter(None, remarks):
+        out.print(Text(f"{_INDENT}{remark}"))
+
+
+def _said(sentence: str, parts: Iterable[str]) -> str:
+    """The sentence with the parts in place of `{}`; empty where there are none."""
+    listed = ", ".join(parts)
+    return sentence.format(listed) if listed else ""
+
+
+def _failed_before(evidence: Evidence) -> str:
     """What went wrong under earlier commands on the series' journal."""
-    if failed := evidence.measured.failed_before:
-        how = ", ".join(f"{number} {outcome}" for outcome, number in failed.items())
-        out.print(Text(f"{_INDENT}launches that failed before and were repeated: {how}"))
+    failed = (f"{number} {outcome}" for outcome, number in evidence.measured.failed_before.items())
+    return _said("launches that failed before and were repeated: {}", failed)
 
 
 def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
@@ -270,7 +280,9 @@ def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
 
 
 def print_table(outcomes: Sequence[Outcome], out: Console, counts: bool = False) -> None:
-    """All verdicts below each other, one line each. What does not apply was printed when that was found, or is counted now."""
+    """All verdicts below each other, one line each. What does not apply was printed when that was found, or is counted now: how many claims
+    this machine cannot test, by what it lacks.
+    """
     tested = [o for o in outcomes if o.status != "not_applicable"]
     if len(tested) > 1:
         out.print()
@@ -279,14 +291,8 @@ def print_table(outcomes: Sequence[Outcome], out: Console, counts: bool = False)
         card = evidence.measured.claim.card if evidence.measured.claim else ""
         word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=_COLOURS[outcome.status])
         out.print(Text(f"{card:<26}{outcome.name:<{_NAME - 1}} ").append(word).append(_sentence(outcome)))
-    if counts:
-        _print_inapplicable(outcomes, out)
-
-
-def _print_inapplicable(outcomes: Sequence[Outcome], out: Console) -> None:
-    """How many claims this machine cannot test, by what it lacks, in one line."""
     lacks = Counter(_lack(o.evidence.measured) for o in outcomes if o.status == "not_applicable")
-    if lacks:
+    if counts and lacks:
         parts = ", ".join(f"{number} {what}" for what, number in lacks.most_common())
         out.print(Text(f"not applicable here: {count(lacks.total(), 'claim')} ({parts}); --json lists them"))
 
@@ -462,42 +468,41 @@ def _words(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _gpu_compute_shares(evidence: Evidence) -> str:
+def _gpu_compute_shares(evidence: Evidence) -> list[str]:
     """How much of a step each variant's GPU computes, where that is known."""
-    shares = {v: receipt.computing(evidence.measured.runs, v) for v in ("baseline", "candidate")}
-    return ", ".join(f"{share:.0f} % of the step in {variant}" for variant, share in shares.items() if share is not None)
+    shares = {v: receipt.computing(evidence.measured.runs, v) for v in schedule.PAIR}
+    return [f"{share:.0f} % of the step in {variant}" for variant, share in shares.items() if share is not None]
 
 
-def _data_wait_shares(evidence: Evidence) -> str:
+def _data_wait_shares(evidence: Evidence) -> list[str]:
     """Share of the step spent fetching data, for variants where it is large enough to matter."""
     shares = _medians(evidence, metrics.get("data_time_share").value)
-    return ", ".join(f"{100 * share:.0f} % of the step in {variant}" for variant, share in shares.items() if share >= NOTABLE_DATA)
+    return [f"{100 * share:.0f} % of the step in {variant}" for variant, share in shares.items() if share >= NOTABLE_DATA]
 
 
-def _steal_shares(evidence: Evidence) -> str:
+def _steal_shares(evidence: Evidence) -> list[str]:
     """Share of processor time that other virtual machines on the host took, for variants where it is large enough to matter."""
     shares = _medians(evidence, lambda run: run.telemetry.get("stolen_percent"))
-    return ", ".join(f"{share:.0f} % from {variant}" for variant, share in shares.items() if share >= NOTABLE_STOLEN)
+    return [f"{share:.0f} % from {variant}" for variant, share in shares.items() if share >= NOTABLE_STOLEN]
 
 
 def _medians(evidence: Evidence, value: Callable[[Run], float | None]) -> dict[str, float]:
     """The median of a figure over the matched runs of each variant that have it."""
-    medians = {}
-    for variant in ("baseline", "candidate"):
-        each = [v for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (v := value(run)) is not None]
-        if each:
-            medians[variant] = statistics.median(each)
-    return medians
+    measured = [run for run in evidence.measured.runs if run.role == "measure"]
+    values = {variant: [value(run) for run in measured if run.variant == variant] for variant in schedule.PAIR}
+    known = {variant: [v for v in each if v is not None] for variant, each in values.items()}
+    return {variant: statistics.median(each) for variant, each in known.items() if each}
 
 
 def _receipts(checks: Sequence[Check]) -> str:
+    """What each variant's launches showed; empty where nothing was asked."""
     parts = []
-    for variant in ("baseline", "candidate"):
+    for variant in schedule.PAIR:
         lines = [c for c in checks if c.variant == variant]
         # A lower and an upper bound of one count are two rules that read alike.
         shown = ", ".join(dict.fromkeys(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_observed_count(c)}" for c in lines))
         parts.append(f"{variant}: {shown or 'nothing declared'}")
-    return "   ".join(parts)
+    return f"receipt  {'   '.join(parts)}" if checks else ""
 
 
 def _observed_count(check: Check) -> str:

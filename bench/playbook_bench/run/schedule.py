@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from playbook.errors import ConfigError
-from playbook.records.case import Case
-from playbook.records.evidence import Comparison, Measured, Plan, Role, Run, Variant
+from playbook.records.evidence import Comparison, Measured, Role, Run, Variant
 from playbook_bench.judge import design, verdict
 from playbook_bench.judge import statistics as judge
-from playbook_bench.judge.verdict_rules import VERSION
 
 PAIR: tuple[Variant, Variant] = ("baseline", "candidate")
 AA_PAIRS = 4
@@ -33,31 +29,9 @@ class RunSpec:
     pair: int | None = None
 
 
-def check_limits(pairs: int | None, budget_s: float | None) -> None:
-    """Check `--pairs` and `--budget`.
-
-    Raises:
-        ConfigError: a limit leaves room for nothing.
-    """
-    if pairs is not None and pairs < 1:
-        raise ConfigError(f"--pairs is {pairs}; expected at least 1")
-    if budget_s is not None and not 0 < budget_s < math.inf:
-        raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0, and an end")
-
-
-def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None, looks: Sequence[int] = ()) -> Plan:
-    """Looks (those of the case, where none are named), error rate and limits. A limit never changes how the error rate is spent."""
-    return Plan(rules=VERSION, seed=seed, looks=list(looks) or case.budget.looks, pairs_limit=pairs_limit, budget_s=budget_s)
-
-
 def burn_in(variants: Iterable[Variant] = PAIR) -> list[RunSpec]:
     """One run of each variant, discarded: it fills the compile caches and warms the machine."""
     return [RunSpec(variant, "burn_in") for variant in variants]
-
-
-def aa(pairs: int, first: int = 0, variant: Variant = "baseline") -> list[RunSpec]:
-    """One variant against itself; pairs are numbered from `first`."""
-    return [RunSpec(variant, "aa", pair) for pair in range(first, first + pairs) for _ in range(2)]
 
 
 def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iterator[tuple[str, list[RunSpec]]]:
@@ -68,15 +42,11 @@ def series(seed: int, variants: Sequence[Variant], looks: Sequence[int]) -> Iter
     command goes on with them.
     """
     names = list(variants)
-    counted: Counter[int] = Counter()
-    drawn = design.order(seed, len(names), looks)
+    drawn = design.launched(design.order(seed, len(names), looks), len(names))
     for at in range(0, len(drawn), len(names)):
         group = drawn[at : at + len(names)]
-        specs = []
-        for v in group:
-            specs.append(RunSpec(names[v], "measure", counted[v]))
-            counted[v] += 1
-        yield "".join("AB"[v] for v in group) if tuple(names) == PAIR else " ".join(names[v] for v in group), specs
+        label = "".join("AB"[x.variant] for x in group) if tuple(names) == PAIR else " ".join(names[x.variant] for x in group)
+        yield label, [RunSpec(names[x.variant], "measure", x.block) for x in group]
 
 
 def once(variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
@@ -118,11 +88,9 @@ def least_shown(measured: Measured, comparison: Comparison) -> str:
     explains what launches differ by.
     """
     plan = measured.plan
-    if plan is None or comparison.deviation is None or comparison.scale != "log_ratio" or comparison.alpha_look is None:
+    if plan is None or not comparison.deviation or comparison.pairs < 2 or comparison.scale != "log_ratio" or comparison.alpha_look is None:
         return ""
-    n, last = comparison.pairs, last_pair(plan.looks, plan.pairs_limit)
-    if n < 2 or comparison.deviation == 0:
-        return ""
+    last = last_pair(plan.looks, plan.pairs_limit)
     alpha = verdict.rules_of(plan).level(plan.looks, plan.alpha, last)
     least = judge.least_effect(last, comparison.deviation, alpha)
     return (

@@ -10,10 +10,10 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from playbook.records import commands
 from playbook.records.case import Case
@@ -27,74 +27,16 @@ from playbook.records.evidence import (
     Variant,
     digest,
 )
+from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.launch import local, outcome
-from playbook_bench.launch.local import Launcher
-from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
 from playbook_bench.run.journal import EarlierRun, Journal, SeriesJournal
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.variants.resolve import Runnable
-
-
-class Progress(Protocol):
-    """What a series reports to while it runs."""
-
-    def series(self, label: str, launches: int) -> None:
-        """A series begins; `launches` are expected up to its first look."""
-        ...
-
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
-        """Launch `number` of `total` begins."""
-        ...
-
-    def step(self, step: int, steps: int) -> None:
-        """The launch has done `step` of its `steps`."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something that a reader should know now."""
-        ...
-
-
-class Silent:
-    """No progress at all."""
-
-    def series(self, label: str, launches: int) -> None:
-        """Nothing."""
-
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
-        """Nothing."""
-
-    def step(self, step: int, steps: int) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a series is opened with, whoever asks: a claim, the gate or an A/A."""
-
-    name: str
-    """Of its folder, below `<results>/work/`."""
-    case: Case
-    profile: str
-    machine: Machine
-    variants: Mapping[Variant, Runnable]
-    options: Options
-    progress: Progress
-    journal: Journal | None = None
-    """Where launches of the same command, stopped before, are kept."""
-    deadline: float | None = None
-    """When the command's time is spent, on the monotonic clock."""
-    own_s: float | None = None
-    """Seconds for all launches of the series, those of a command that was stopped included; None where only the deadline ends it."""
-    looks: Sequence[int] = ()
-    """After how many pairs to look at the results; those of the case, where there are none."""
 
 
 @dataclass
@@ -106,15 +48,15 @@ class Series:
     machine: Machine
     variants: Mapping[Variant, Runnable]
     plan: Plan
-    launcher: Launcher
+    launcher: local.Launcher
     work: Path
     cache: Path
     progress: Progress
+    telemetry: Telemetry
     deadline: float | None = None
     own_time: bool = False
     """Whether the case's `budget.minutes` sets the deadline, instead of `--budget`. A command that continues a journal gets no new
     minutes."""
-    telemetry: Telemetry | None = None
     runs: list[Run] = field(default_factory=list)
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Strict environments of the runs, by hash; they must be equal within a series."""
@@ -134,44 +76,80 @@ class Series:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, request: Request) -> Iterator[Self]:
+    def open(
+        cls,
+        name: str,
+        case: Case,
+        profile: str,
+        machine: Machine,
+        variants: Mapping[Variant, Runnable],
+        options: Options,
+        progress: Progress,
+        *,
+        journal: Journal | None = None,
+        deadline: float | None = None,
+        own_s: float | None = None,
+        looks: Sequence[int] = (),
+    ) -> Iterator[Self]:
         """A series with its folder, journal, plan and telemetry. Its folder goes when it ends, unless launches that failed left their logs
         there.
+
+        Args:
+            name: of its folder, below `<results>/work/`.
+            case: whose budget and activation count.
+            profile: under which it runs.
+            machine: the whole machine, of which the profile may use a part.
+            variants: what is launched, by name.
+            options: those of the command.
+            progress: hears of each launch.
+            journal: where launches of the same command, stopped before, are kept.
+            deadline: when the command's time is spent, on the monotonic clock.
+            own_s: seconds for all launches of the series, those of a command that was stopped included; None where only the deadline ends
+                it.
+            looks: after how many pairs to look at the results; those of the case, where there are none. A limit never changes them, nor how
+                the error rate is spent.
 
         Raises:
             StoreError: the folder or the journal cannot be written.
         """
-        options, case = request.options, request.case
         seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-        journal = request.journal.series(case, request.profile, seed, len(request.variants)) if request.journal else None
-        own_deadline = None if request.own_s is None else time.monotonic() + request.own_s - (journal.spent_s if journal else 0.0)
-        deadline = min((moment for moment in (own_deadline, request.deadline) if moment is not None), default=None)
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        work = local.new_folder(options.results / "work", request.name)
+        kept = journal.series(case, profile, seed, len(variants)) if journal else None
+        own_deadline = None if own_s is None else time.monotonic() + own_s - (kept.spent_s if kept else 0.0)
+        ends = min((moment for moment in (own_deadline, deadline) if moment is not None), default=None)
+        left_s = None if ends is None else max(0.0, ends - time.monotonic())
+        work = local.new_folder(options.results / "work", name)
         try:
-            with Telemetry(request.machine, request.profile, work) as telemetry:
+            with Telemetry(machine, profile, work) as telemetry:
                 yield cls(
                     case=case,
-                    profile=request.profile,
-                    machine=requirements.restrict(request.machine, request.profile),
-                    variants=request.variants,
-                    plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, left_s, request.looks),
+                    profile=profile,
+                    machine=requirements.restrict(machine, profile),
+                    variants=variants,
+                    plan=Plan(
+                        rules=VERSION,
+                        seed=kept.seed if kept else seed,
+                        looks=list(looks) or case.budget.looks,
+                        pairs_limit=options.pairs,
+                        budget_s=left_s,
+                    ),
                     launcher=options.launcher,
                     work=work,
                     cache=options.results / "cache",
-                    progress=request.progress,
-                    deadline=deadline,
-                    own_time=own_deadline is not None and deadline == own_deadline,
+                    progress=progress,
                     telemetry=telemetry,
-                    journal=journal,
+                    deadline=ends,
+                    own_time=own_deadline is not None and ends == own_deadline,
+                    journal=kept,
                 )
         finally:
             (work / "telemetry.csv").unlink(missing_ok=True)
             if not any(work.iterdir()):
                 shutil.rmtree(work, ignore_errors=True)
 
-    def run(self, spec: RunSpec) -> Run:
-        """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again."""
+    def run(self, spec: RunSpec, words: str = "") -> Run:
+        """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again. `words` say
+        to whoever watches what it tries, if its variant's name does not.
+        """
         resolved = self.variants[spec.variant]
         if self.journal and (earlier := self.journal.take(spec, resolved.sha)):
             return self._again(earlier, resolved)
@@ -179,7 +157,7 @@ class Series:
         settings = resolved.settings(threads_per_rank(self.machine, list(self.variants.values())), self.cache)
         environment = {**detect.visible_devices(self.machine, self.profile), **settings, **resolved.environment}
         number = len(self.launched) + 1
-        self.progress.launch(number, max(self.expected, number), spec)
+        self.progress.launch(number, max(self.expected, number), replace(spec, variant=words or spec.variant))
         before = ticks()
         result = resolved.ready(self.cache, proves=spec.role == "burn_in").launch(
             self.launcher, folder, environment, self.case.budget.launch_timeout_s, lambda step: self.progress.step(step, resolved.steps)
@@ -241,10 +219,9 @@ class Series:
 
     def measured(self) -> Measured:
         """The record so far, without a claim."""
-        content = CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case)
-        candidate = list(self.variants.values())[-1]
+        *_, candidate = self.variants.values()
         return Measured(
-            case=content,
+            case=CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case),
             machine=self.machine,
             profile=self.profile,
             facts=candidate.facts(self.machine),
@@ -256,17 +233,23 @@ class Series:
             failed_before=dict(self.journal.failed) if self.journal else {},
         )
 
-    def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
+    def _meanwhile(self, result: outcome.Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
         """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs
         mostly idle.
         """
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
         over, begin, end = outcome.window(result, folder)
-        readings = self.telemetry.between(begin, end) if self.telemetry else {}
+        readings = self.telemetry.between(begin, end)
         return (readings | {"over": over} if readings else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
     def _record(
-        self, spec: RunSpec, resolved: Runnable, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
+        self,
+        spec: RunSpec,
+        resolved: Runnable,
+        folder: Path,
+        result: outcome.Result,
+        environment: Mapping[str, str],
+        meanwhile: Mapping[str, Any],
     ) -> Run:
         """The `Run` of a launch that has ended, from the files in its folder; files that cannot be read make it a crash."""
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
@@ -276,7 +259,7 @@ class Series:
             "role": spec.role,
             "pair": spec.pair,
             "position": len(self.runs),
-            "started": _iso(result.started),
+            "started": datetime.fromtimestamp(result.started, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "wall_s": result.wall_s,
             "ranks": resolved.ranks,
             "steps_wanted": resolved.timed_steps(next((r.steps_wanted for r in self.launched if r.outcome == "ok"), 0)),
@@ -324,10 +307,11 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
     a further pair.
     """
     runs: list[Run] = []
-    for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
-        if not series.has_time_for([one, other]):
+    for pair in range(first, first + pairs):
+        both = [RunSpec(variant, "aa", pair)] * 2
+        if not series.has_time_for(both):
             break
-        for spec in (one, other):
+        for spec in both:
             runs.append(series.run(spec))
             if runs[-1].outcome != "ok":
                 return runs
@@ -346,26 +330,25 @@ def measure_pairs(series: Series, enough: Callable[[Series, int], bool], groups:
     `groups` are those of `blocks` unless given.
     """
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
-    order: list[str] = []
+    series.plan = series.plan.model_copy(update={"order": []})
     launched = Counter[Variant]()
     for label, specs in blocks(series) if groups is None else groups:
         due = [s for s in specs if s.variant in series.alive]
         if not series.alive:
-            return _stop(series, order, "failed")
+            return _stop(series, "failed")
         if not series.has_time_for(due):
-            return _stop(series, order, "budget")
-        order.append(label)
+            return _stop(series, "budget")
+        series.plan = series.plan.model_copy(update={"order": [*series.plan.order, label]})
         for spec in due:
             run = series.run(spec)
             if run.outcome != "ok" and not series.tolerates(run):
-                return _stop(series, order, "failed")
+                return _stop(series, "failed")
         launched.update(spec.variant for spec in due)
         each = [launched[v] for v in series.alive]
-        series.plan = series.plan.model_copy(update={"order": list(order)})
         if len(set(each)) == 1 and enough(series, each[0]):
-            return _stop(series, order, "decided")
+            return _stop(series, "decided")
         if each and min(each) >= last:
-            return _stop(series, order, "complete" if last == series.plan.looks[-1] else "pairs")
+            return _stop(series, "complete" if last == series.plan.looks[-1] else "pairs")
 
 
 def note_if_short(running: Series) -> None:
@@ -374,13 +357,12 @@ def note_if_short(running: Series) -> None:
     specs = [s for _, group in itertools.islice(blocks(running), look) for s in group if s.variant in running.alive]
     if not running.has_time_for(specs):
         launches = f"the {len(running.to_come(specs))} launches to the first look"
-        if running.own_time:
-            running.progress.note(
-                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes "
-                "says how many it has"
-            )
-            return
-        running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {_later(running, specs[: len(running.alive)])}")
+        text = (
+            f"the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+            if running.own_time
+            else f"the budget does not hold {launches}; {_later(running, specs[: len(running.alive)])}"
+        )
+        running.progress.note(f"{running.case.id}: {text}")
 
 
 def _later(running: Series, pair: Sequence[RunSpec]) -> str:
@@ -400,8 +382,8 @@ def _later(running: Series, pair: Sequence[RunSpec]) -> str:
     return f"the same command goes on where this one stops{least}"
 
 
-def _stop(series: Series, order: Sequence[str], why: Any) -> None:
-    series.plan = series.plan.model_copy(update={"order": list(order), "stopped": why})
+def _stop(series: Series, why: Any) -> None:
+    series.plan = series.plan.model_copy(update={"stopped": why})
 
 
 def totals(every: Sequence[Run]) -> Seconds:
@@ -413,8 +395,3 @@ def totals(every: Sequence[Run]) -> Seconds:
         receipt=round(sum(r.seconds.receipt for r in every), 3),
         total=round(sum(r.wall_s for r in every), 3),
     )
-
-
-def _iso(seconds: float) -> str:
-    """Seconds since the epoch as UTC text."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

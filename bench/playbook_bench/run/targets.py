@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards import load as cards
-from playbook.cards import load as validate
 from playbook.cards import model
 from playbook.errors import ConfigError, FileError
 from playbook.records.case import LAUNCHED_KINDS, Case, beside, load_case
@@ -46,7 +45,7 @@ def tasks_of(target: str) -> list[Task]:
     """
     if target.endswith((".yaml", ".yml")):
         return _tasks_of_file(Path(target))
-    by_id = validate.load_all()
+    by_id = cards.load_all()
     claim = model.by_claim(by_id).get(target)
     match = _TARGET.match(f"{claim[0]}/{target}" if claim else target)
     if match is None:
@@ -67,26 +66,23 @@ def tasks_of(target: str) -> list[Task]:
 
 def tasks_of_card(card: model.Card) -> list[Task]:
     """Each claim of a card, followed by its mechanism check."""
-    sha = digest(card.model_dump(mode="json"), 16)
-    out = []
+    sha, out = digest(card.model_dump(mode="json"), 16), []
+
+    def named(claim: model.Claim | model.MechanismCheck, **more: Any) -> Task:
+        fields = {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
+        return Task(ClaimRef(card=card.id, card_sha=sha, **fields, **more), claim.case)
+
     for claim in card.claims:
-        fields: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
-        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **fields), claim.case))
-        check = claim.mechanism_check
-        if check is not None:
-            ref = ClaimRef(card=card.id, card_sha=sha, **_shared(check), kind="pair", mechanism_of=claim.id)
-            out.append(Task(ref, check.case))
+        out.append(named(claim, kind=claim.kind, scope=claim.scope, label=claim.label, cpu_scope=claim.cpu_scope))
+        if claim.mechanism_check is not None:
+            out.append(named(claim.mechanism_check, kind="pair", mechanism_of=claim.id))
     return out
-
-
-def _shared(claim: model.Claim | model.MechanismCheck) -> dict[str, Any]:
-    return {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
 
 
 def _tasks_of_file(path: Path) -> list[Task]:
     """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
     tasks, card = [], load(path, model.Card)[0]
-    if clash := validate.clashes(path):
+    if clash := cards.clashes(path):
         raise FileError(clash)
     for task in tasks_of_card(card):
         beside_card = beside(path, task.case) if task.case else None
@@ -151,18 +147,22 @@ def record_of(task: Task, case: Case | None, machine: Machine, requested: str | 
             offered = f"profile {requested}" if requested else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {offered}; it has {', '.join(case.profiles)}"))
         else:
-            variants = resolve_all(case, profile).values()
+            variants = list(resolve_all(case, profile).values())
             missing += [m for m in dict.fromkeys(m for v in variants for m in v.missing()) if m not in missing]
-            *_, last = variants
-            run_facts = last.facts(restricted)
+            run_facts = variants[-1].facts(restricted)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == detect.CPU
         missing = requirements.unmet_scope(task.claim.scope, run_facts, waive) + missing
     if case is None and not missing:
         missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
-    content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
     return Measured(
-        claim=task.claim, case=content, machine=restricted, profile=profile, facts=run_facts, missing=missing, context=dict(context)
+        claim=task.claim,
+        case=None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
+        machine=restricted,
+        profile=profile,
+        facts=run_facts,
+        missing=missing,
+        context=dict(context),
     )
 
 

@@ -24,6 +24,7 @@ from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Evidence, Variant, digest
+from playbook.records.machine import mapping_of
 from playbook.records.trace import Collector, ReportFile, TraceResult, TraceTable, VariantTrace
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher, Spec, interruptible, new_folder
@@ -103,7 +104,9 @@ def run(
         command=shlex.join(["playbook", "bench", "trace", case_id, "--profile", chosen]),
         variants=launches,
     )
-    return _write(result, folder.with_suffix(".json"))
+    sealed = result.model_copy(update={"sha256": digest(result.model_dump(mode="json", exclude={"sha256"}))})
+    store.write_once(folder.with_suffix(".json"), json.dumps(sealed.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+    return sealed
 
 
 def of_file(path: Path) -> tuple[Walls, TraceTable | None] | ranks.Ranks | Hang | Snapshot:
@@ -243,9 +246,8 @@ def _files(folder: Path, variant: str) -> list[ReportFile]:
 
 def _versions(summary: Mapping[str, Any]) -> dict[str, str]:
     """Library versions as the run reported them."""
-    environment = summary.get("env")
-    strict = environment.get("strict") if isinstance(environment, dict) else None
-    return {k: v for k, v in (strict or {}).items() if isinstance(v, str)} if isinstance(strict, dict) else {}
+    strict = mapping_of(mapping_of(summary.get("env")).get("strict"))
+    return {k: v for k, v in strict.items() if isinstance(v, str)}
 
 
 def _collector_version(collector: Collector, launches: Mapping[Variant, VariantTrace]) -> str:
@@ -265,14 +267,3 @@ def _summary(traced: VariantTrace) -> str:
         f"{name} {share:.0%}" for name, share in (("forward", t.coverage.forward), ("backward", t.coverage.backward)) if share is not None
     ]
     return f"{t.span_ms:.1f} ms a step, {t.measures} busy {t.busy_ms:.1f} ms, in named parts: {', '.join(shares) or 'none'}"
-
-
-def _sha(result: TraceResult) -> str:
-    return digest(result.model_dump(mode="json", exclude={"sha256"}))
-
-
-def _write(result: TraceResult, path: Path) -> TraceResult:
-    """The record with its hash, written once and whole."""
-    sealed = result.model_copy(update={"sha256": _sha(result)})
-    store.write_once(path, json.dumps(sealed.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
-    return sealed

@@ -18,7 +18,7 @@ from playbook.errors import ConfigError
 from playbook.records import commands
 from playbook.records.case import Rule
 from playbook.records.evidence import digest
-from playbook.yaml_files import Strict, did_you_mean, load, read
+from playbook.yaml_files import Strict, did_you_mean, read
 from playbook_bench.tune.procedure import Choice, Settings
 
 Value = str | int | float | bool | None | list[str]
@@ -59,22 +59,20 @@ class Knob(Strict):
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         """One kind of place, at least two values, each of which can be said."""
-        if sum(bool(place) for place in (self.argument, self.environment, self.key, self.sets)) != 1:
-            raise ValueError("expected exactly one of argument, environment, key and sets")
-        if bool(self.sets) == bool(self.values):
-            raise ValueError("expected 'values', or 'sets' in place of them")
-        if self.file is not None and self.key is None:
-            raise ValueError("'file' needs the 'key' that is changed in it")
-        if (
-            len(set(self.texts)) < len(self.texts)
-            or len({json.dumps(each, sort_keys=True) for each in self.sets.values()}) < len(self.sets)
-            or len(self.texts) < 2
-        ):
-            raise ValueError("expected at least two different values, today's first")
-        if long := next((text for text in self.texts if len(text) > LONGEST or not text.isprintable()), None):
-            raise ValueError(f"value {long[:40]!r} cannot be said in one line; expected at most {LONGEST:,} printable characters")
-        if wrong := [target for each in self.sets.values() for target in each if not _TARGET.fullmatch(target)]:
-            raise ValueError(f"'{wrong[0][:60]}' is no place; expected --option, $VARIABLE or a dotted key")
+        places = sum(bool(place) for place in (self.argument, self.environment, self.key, self.sets))
+        alike = len(set(self.texts)) < len(self.texts) or len({json.dumps(s, sort_keys=True) for s in self.sets.values()}) < len(self.sets)
+        long = next((text for text in self.texts if len(text) > LONGEST or not text.isprintable()), "")
+        wrong = next((target for each in self.sets.values() for target in each if not _TARGET.fullmatch(target)), None)
+        problems = (
+            (places != 1, "expected exactly one of argument, environment, key and sets"),
+            (bool(self.sets) == bool(self.values), "expected 'values', or 'sets' in place of them"),
+            (self.file is not None and self.key is None, "'file' needs the 'key' that is changed in it"),
+            (alike or len(self.texts) < 2, "expected at least two different values, today's first"),
+            (long, f"value {long[:40]!r} cannot be said in one line; expected at most {LONGEST:,} printable characters"),
+            (wrong is not None, f"'{(wrong or '')[:60]}' is no place; expected --option, $VARIABLE or a dotted key"),
+        )
+        if problem := next((text for applies, text in problems if applies), ""):
+            raise ValueError(problem)
         return self
 
     @property
@@ -135,26 +133,17 @@ class Knobs(Strict):
         Raises:
             ConfigError: a file cannot be read.
         """
-        rows: list[Any] = []
-        for name, knob in self.knobs.items():
-            content = digest([read(Path(knob.file))[0]], 16) if knob.file else ""
-            rows.append([name, [knob.changes(t) for t in knob.texts], content, [r.model_dump(mode="json") for r in knob.require]])
-        return rows
+        files = {name: digest([read(Path(knob.file))[0]], 16) if knob.file else "" for name, knob in self.knobs.items()}
+        return [
+            [name, [knob.changes(t) for t in knob.texts], files[name], [r.model_dump(mode="json") for r in knob.require]]
+            for name, knob in self.knobs.items()
+        ]
 
     @property
     def choices(self) -> list[Choice]:
         """As the procedure sees them."""
         both = {name: set(knob.excludes) | {n for n, k in self.knobs.items() if name in k.excludes} for name, knob in self.knobs.items()}
         return [Choice(name, tuple(knob.texts), frozenset(both[name])) for name, knob in self.knobs.items()]
-
-
-def load_knobs(path: Path) -> Knobs:
-    """The knobs in a file.
-
-    Raises:
-        FileError: it cannot be read, or is none; with the place.
-    """
-    return load(path, Knobs)[0]
 
 
 def text_of(value: Value) -> str:

@@ -128,7 +128,6 @@ class Decision:
     """Of a kept one: with the chance of its round on either side. Of one that was asked in a round and not kept: the same."""
     looked: float | None = None
     """What it looked like in the race, as a share; chosen among many, so it says little."""
-    launches: int = 0
 
 
 @dataclass(eq=False)
@@ -139,7 +138,6 @@ class Racer:
     value: str
     gains: list[float] = field(default_factory=list)
     """Logarithms of how much better its launches were than those of the best settings around them."""
-    launches: int = 0
     asked_again: bool = False
     """Whether it had lost before others were adopted."""
 
@@ -185,8 +183,7 @@ class Tuning:
         self._round_began = 0
         """How many launches there were before it."""
         self._steps = self._all()
-        self.due: Launch | None = None
-        self._resume(None)
+        self.due: Launch | None = next(self._steps, None)
 
     def add(self, event: Event) -> None:
         """Take what the due launch gave, or that there is no more time for candidates.
@@ -202,11 +199,8 @@ class Tuning:
                 return  # what is being launched is of use in any case
         else:
             self.launched.append((self.due, event))
-        self._resume(event)
-
-    def _resume(self, event: Event | None) -> None:
         try:
-            self.due = self._steps.send(event) if event is not None else next(self._steps)
+            self.due = self._steps.send(event)
         except StopIteration:
             self.due = None
 
@@ -261,7 +255,10 @@ class Tuning:
                 yield from self._together(picked, after)
             if not self.waiting:
                 self._ask_again()
-        self._leave_untried()
+        for racer in self.waiting:
+            if (racer.knob, racer.value) not in self.decisions:
+                self._refuse(racer, "not tried to the end: the time was up")
+        self.waiting.clear()
 
     def _ask_again(self) -> None:
         """Let those that were dropped run beside what was adopted since, which may have freed memory, or be what they need. One that lost
@@ -290,16 +287,12 @@ class Tuning:
         """Launch each once. Those that do not run, or are not the same training, are refused here."""
         values: list[tuple[Racer, float]] = []
         for racer in group:
-            if self.hurried:
-                self.waiting.append(racer)
-                continue
             self._group_gains = [before - value for _, value in values]
             settings = changed(self.best, self.choices[racer.knob], racer.value)
-            event = yield Launch(settings, "candidate", (racer.knob, racer.value))
+            event = Hurry() if self.hurried else (yield Launch(settings, "candidate", (racer.knob, racer.value)))
             if isinstance(event, Hurry):
                 self.waiting.append(racer)
                 continue
-            racer.launches += 1
             if problem := self._problem_of(event):
                 self._refuse(racer, problem)
                 if event.outcome == "oom":
@@ -334,8 +327,7 @@ class Tuning:
         for racer in (racer for _, racer in staying if racer not in picked):
             if picked:
                 racer.gains.clear()  # they were against other settings
-                self.waiting.appendleft(racer)
-            elif len(racer.gains) < len(_DROPPED):
+            if len(racer.gains) < len(_DROPPED):
                 self.waiting.appendleft(racer)
             else:
                 self._refuse(racer, "a gain, if there is one, is too small to prove at this noise")
@@ -408,13 +400,7 @@ class Tuning:
 
     def _decide(self, racer: Racer, proven: bool, reason: str, effect: proof.Effect | None) -> None:
         looked = math.expm1(racer.gain) if racer.gains else None
-        self.decisions[racer.knob, racer.value] = Decision(racer.knob, racer.value, proven, reason, effect, looked, racer.launches)
-
-    def _leave_untried(self) -> None:
-        for racer in self.waiting:
-            if (racer.knob, racer.value) not in self.decisions:
-                self._refuse(racer, "not tried to the end: the time was up")
-        self.waiting.clear()
+        self.decisions[racer.knob, racer.value] = Decision(racer.knob, racer.value, proven, reason, effect, looked)
 
     @property
     def noise(self) -> float:
@@ -466,7 +452,7 @@ class Tuning:
             sets = [self.best, *(without[knob] for knob in due)]
             values: list[list[tuple[float, float]]] = [[] for _ in sets]
             sizes = self._sizes([self.adopted[knob].gain for knob in due])
-            for which in proof.drawn(_seed(self.setup.seed, self.round, number), sizes):
+            for which in proof.drawn((self.setup.seed * 64 + self.round) * 2 + number, sizes):
                 if which and due[which - 1] in decided:
                     continue
                 value = yield from self._running(sets[which], "proof")
@@ -558,7 +544,3 @@ def _share(value: float | None, others: Sequence[float | None]) -> float:
 
 def _value(effect: proof.Effect | None) -> float:
     return -math.inf if effect is None else effect.value
-
-
-def _seed(seed: int, round_: int, look: int) -> int:
-    return (seed * 64 + round_) * 2 + look

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from playbook.errors import StoreError
 from playbook.files import read_bytes
 from playbook.records.evidence import digest
+from playbook_bench.judge.effects import percent
 from playbook_bench.tune.procedure import Decision, Event, Hurry, Launch, Observation, Setup, Tuning
 
 SCHEMA = "tune-record/1"
@@ -43,11 +44,6 @@ def decision_row(decision: Decision) -> dict[str, Any]:
         else {"value": percent(effect.value), "low": percent(effect.low), "high": percent(effect.high)},
         "looked_percent": percent(decision.looked),
     }
-
-
-def percent(share: float | None) -> float | None:
-    """A share as a percentage with four decimals."""
-    return None if share is None else round(100 * share, 4)
 
 
 def is_record(path: Path) -> bool:

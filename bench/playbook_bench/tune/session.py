@@ -22,24 +22,23 @@ from playbook import __version__, files
 from playbook.errors import ConfigError, StoreError
 from playbook.records.evidence import Run, digest
 from playbook.records.machine import kind
+from playbook_bench.judge.effects import percent
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import closing
-from playbook_bench.launch.local import Interrupted
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import ab, confirm, store
-from playbook_bench.run.confirm import Progress
 from playbook_bench.run.journal import Journal, SealedLines
 from playbook_bench.run.options import Options
-from playbook_bench.run.series import Request, Series
+from playbook_bench.run.progress import Progress
+from playbook_bench.run.series import Series
 from playbook_bench.tune.knobs import Ranked
 from playbook_bench.tune.procedure import Event, Hurry, Launch, Setup, Tuning
-from playbook_bench.tune.record import SCHEMA, decision_row, event_of, percent, plain
+from playbook_bench.tune.record import SCHEMA, decision_row, event_of, plain
 from playbook_bench.tune.subject import CASE_ID, Launcher, Subject
 
 _JOURNAL, _FINAL = "events.jsonl", "final"
 _DISCARDED = 2
 """Launches of the final comparison, one of each side."""
-_ALL_DAY_MINUTES = 1440.0
 
 Ended = Literal["complete", "budget", "interrupted", "failed"]
 
@@ -79,7 +78,7 @@ class Session:
     ended: Ended = "budget"
     seconds: float = 0.0
     """Of all launches, those of earlier commands included."""
-    final: ab.Answer | None = None
+    final: ab.AbAnswer | None = None
     """The final set against the start, on launches of its own."""
     record: str = ""
     """Path of the final comparison's record."""
@@ -111,23 +110,13 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
         "forks": options.forks,
     }
     journal, session = _open_journal(folder, header, plan, resume=resume)
-    request = Request(
-        CASE_ID,
-        plan.subject.case,
-        plan.subject.profile,
-        machine,
-        {},
-        replace(options, seed=plan.setup.seed),
-        progress,
-        None,
-        options.deadline,
-    )
+    case, profile, seeded = plan.subject.case, plan.subject.profile, replace(options, seed=plan.setup.seed)
     progress.machine(machine)
     try:
         with local.interruptible(resumes=True), closing(options.launcher):
-            if warning := detect.claim(requirements.restrict(machine, plan.subject.profile)):
+            if warning := detect.claim(requirements.restrict(machine, profile)):
                 progress.note(warning)
-            with Series.open(request) as running:
+            with Series.open(CASE_ID, case, profile, machine, {}, seeded, progress, deadline=options.deadline) as running:
                 _launched(session, running, journal, options.deadline, leaves_out=not resume)
         if session.tuning.problem:
             session.ended = "failed"
@@ -135,7 +124,7 @@ def run(plan: Plan, options: Options, progress: Progress, *, resume: bool) -> Se
             session.ended = "complete"
             if session.tuning.kept:
                 _compare(session, options, progress)
-    except Interrupted:
+    except local.Interrupted:
         session.ended = "interrupted"
     return session
 
@@ -156,17 +145,14 @@ def _open_journal(folder: Path, header: Mapping[str, Any], plan: Plan, *, resume
     journal = SealedLines(folder / _JOURNAL)
     rows = journal.read() if resume else []
     session = Session(plan, folder, Tuning(plan.setup))
-    if not rows:
-        journal.replace([dict(header)])
-        return journal, session
-    if differ := [f"{k}: {_difference(rows[0].get(k), header[k])}" for k in header if rows[0].get(k) != header[k]]:
+    then = rows[0] if rows else header
+    if differ := [f"{k}: {_difference(then.get(k), header[k])}" for k in header if then.get(k) != header[k]]:
         raise StoreError(f"the tuning in {folder} was begun with another {'; another '.join(differ)}; leave out --resume to begin again")
     for row in rows[1:]:
         _replay_event(session, row)
+    if not rows or session.tuning.problem:  # its cause may be mended by now
+        rows, session = [dict(header)], Session(plan, folder, Tuning(plan.setup))
     journal.replace(rows)
-    if session.tuning.problem:  # its cause may be mended by now
-        journal.replace([dict(header)])
-        return journal, Session(plan, folder, Tuning(plan.setup))
     return journal, session
 
 
@@ -225,7 +211,7 @@ def _replay_event(session: Session, row: Mapping[str, Any]) -> None:
 
 def _launched(session: Session, running: Series, journal: SealedLines, deadline: float | None, *, leaves_out: bool) -> None:
     """Launch what is due until nothing is, or the time is up."""
-    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric, running.progress)
+    tuning, launcher = session.tuning, Launcher(session.plan.subject, running, session.plan.metric)
     if session.start is not None:
         running.launched.append(session.start)  # the guards compare with it, and it says how many steps a launch has
     running.progress.series(CASE_ID, len(session.events) + expected(tuning))
@@ -288,7 +274,7 @@ def _compare(session: Session, options: Options, progress: Progress) -> None:
     """The final set against the start, as any two commands are compared."""
     plan = session.plan
     case = plan.subject.with_settings(session.tuning.best)
-    case = case.model_copy(update={"budget": case.budget.model_copy(update={"minutes": _ALL_DAY_MINUTES}), "metric": plan.metric})
+    case = case.model_copy(update={"budget": case.budget.model_copy(update={"minutes": ab.ALL_DAY_MINUTES}), "metric": plan.metric})
     journal = Journal(session.folder / _FINAL, detect.place(), detect.exported())
     settled = replace(
         options,
@@ -309,7 +295,7 @@ def _compare(session: Session, options: Options, progress: Progress) -> None:
 
 def answer(session: Session) -> dict[str, Any]:
     """What came out, as plain data (`tune/1`)."""
-    tuning, plan = session.tuning, session.plan
+    tuning, plan, final = session.tuning, session.plan, session.final
     complete = tuning.due is None
     rows = list(tuning.decisions.values())
     return {
@@ -319,7 +305,15 @@ def answer(session: Session) -> dict[str, Any]:
         "refused": [decision_row(d) for d in rows if not d.kept],
         "never": [{"knob": row.knob, "value": row.value, "reason": row.why} for row in plan.never],
         "undecided": [] if complete else [{"knob": k, "value": v} for k, v in plan.setup.candidates if (k, v) not in tuning.decisions],
-        "final": None if session.final is None else _final(session),
+        "final": None
+        if final is None
+        else {
+            "verdict": final.verdict,
+            "effect_percent": {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)},
+            "pairs": final.pairs,
+            "record": session.record,
+            "sentence": session.sentence,
+        },
         "false_keep_percent": percent(plan.setup.alpha),
         "noise_percent": None if math.isnan(tuning.noise) else percent(tuning.noise),
         "provable_percent": None if math.isnan(tuning.noise) else percent(tuning.provable),
@@ -330,19 +324,6 @@ def answer(session: Session) -> dict[str, Any]:
         "settings": dict(tuning.best) if complete else {},
         "run": plan.subject.in_words(tuning.best) if complete else "",
         "command": plan.command,
-    }
-
-
-def _final(session: Session) -> dict[str, Any]:
-    final = session.final
-    assert final is not None
-    figures = {"value": percent(final.effect), "low": percent(final.low), "high": percent(final.high)}
-    return {
-        "verdict": final.verdict,
-        "effect_percent": figures,
-        "pairs": final.pairs,
-        "record": session.record,
-        "sentence": session.sentence,
     }
 
 

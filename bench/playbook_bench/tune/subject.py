@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
-import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from playbook.records.evidence import Run, digest
 from playbook_bench import metrics
 from playbook_bench.judge import guards, receipt
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.series import Progress, Series, Silent
+from playbook_bench.run.series import Series
 from playbook_bench.tune import knobs
 from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.procedure import Launch, Observation, Settings
@@ -75,42 +73,28 @@ class Subject:
             words = [*case.command, *start.pop("arguments", [])]
             changed = {side: knobs.words_of(words, self.knobs, of, self._copies(of)) for side, of in both.items()}
             command = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*changed.values(), strict=False))]
-            for side, each in changed.items():
-                sides[side] = {**start, **({"arguments": each[len(command) :]} if each[len(command) :] else {})}
-                if variables[side]:
-                    sides[side]["environment"] = {**start.get("environment", {}), **variables[side]}
+            sides = {
+                side: {
+                    **start,
+                    **({"arguments": each[len(command) :]} if each[len(command) :] else {}),
+                    **({"environment": {**start.get("environment", {}), **variables[side]}} if variables[side] else {}),
+                }
+                for side, each in changed.items()
+            }
         delta = case.delta.model_copy(update={"environment": environment, "reason": case.delta.reason or "the settings that were tuned"})
         rules = [rule for name, _ in settings for rule in self.knobs.knobs[name].require]
         activation = Activation(candidate=Receipt(require=rules), every=case.activation.every)
-        content = {
-            **case.model_dump(),
-            **sides,
-            "id": CASE_ID,
-            "command": command,
-            "delta": delta.model_dump(),
-            "activation": activation.model_dump(),
-        }
-        return Case.model_validate({**content, "candidate": sides["candidate"], "trace": None})
-
-
-@dataclass(frozen=True)
-class Told(Silent):
-    """Progress of a series in which a launch is called by what it tries."""
-
-    of: Progress
-    words: str
-
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
-        """By its words."""
-        self.of.launch(number, total, replace(spec, variant=self.words))
-
-    def step(self, step: int, steps: int) -> None:
-        """As it is."""
-        self.of.step(step, steps)
-
-    def note(self, text: str) -> None:
-        """As it is."""
-        self.of.note(text)
+        return Case.model_validate(
+            {
+                **case.model_dump(),
+                **sides,
+                "id": CASE_ID,
+                "command": command,
+                "delta": delta.model_dump(),
+                "activation": activation.model_dump(),
+                "trace": None,
+            }
+        )
 
 
 @dataclass
@@ -120,7 +104,6 @@ class Launcher:
     subject: Subject
     series: Series
     metric: str
-    progress: Progress
     names: dict[Settings, str] = field(default_factory=dict)
 
     def launch(self, due: Launch, words: str) -> tuple[Observation, Run]:
@@ -136,8 +119,7 @@ class Launcher:
         if name not in self.series.variants:
             runnable = resolve(case, variant, self.subject.profile, self.subject.here)
             self.series.variants = {**self.series.variants, name: runnable}
-        self.series.progress = Told(self.progress, words)
-        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure"))
+        run = self.series.run(RunSpec(name, "burn_in" if due.why == "warm_up" else "measure"), words)
         return self.observation(case, run, variant), run
 
     def observation(self, case: Case, run: Run, variant: str) -> Observation:
@@ -145,15 +127,9 @@ class Launcher:
         if run.outcome != "ok":
             line = next((line.strip() for line in run.message.splitlines() if line.strip()), "")
             return Observation(run.outcome, problem=line[:_MESSAGE])
-        steps, metric = metrics.timed(run), metrics.get(self.metric)
-        losses = [s.loss for s in steps if s.loss is not None]
-        return Observation(
-            "ok",
-            metric.value(run),
-            statistics.fmean(losses) if losses else None,
-            math.fsum(s.useful_tokens for s in steps) / max(1, len(steps)) or None,
-            self._problem(case, run, variant)[:_MESSAGE],
-        )
+        value = metrics.get(self.metric).value(run)
+        problem = self._problem(case, run, variant)[:_MESSAGE]
+        return Observation("ok", value, guards.mean_loss(run), guards.tokens_per_step(run) or None, problem)
 
     def _problem(self, case: Case, run: Run, variant: str) -> str:
         """Why a run cannot be compared with the start, by the same guards that a pair has."""

@@ -148,7 +148,7 @@ class Resolved:
 
     def missing(self) -> list[Missing]:
         """The packages of its backend and its dispatcher that are not here."""
-        return requirements.unmet_by([self.config])
+        return requirements.unmet_by(self.config)
 
     def extended(self) -> Resolved:
         """The variant with its former timed window added to the warm-up, and a new window of the same length after it."""

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from playbook.errors import ConfigError, LaunchError, PlaybookError
+from playbook.records.commands import Traced
 from playbook_app.cli.app import main
 from playbook_bench.run import ab
 
@@ -37,7 +38,7 @@ def case(command, a=0.4, b=0.02):
 
 
 def test_the_traced_launches_say_which_wall_each_command_runs_into(command):
-    found = ab.walls_of(case(command), "here", ab.Tracer("{run}/t.json", ["--profile", "{run}/t.json"]))
+    found = ab.walls_of(case(command), "here", Traced(file="{run}/t.json", arguments=["--profile", "{run}/t.json"]))
     assert {variant: walls.wall for variant, walls in found.items()} == {"baseline": "host-bound", "candidate": "compute-bound"}
     # No range marks a step, so the eight timed steps of the log are what counts: the first two, which are slow to start, do not.
     assert found["baseline"].num_steps == 8
@@ -47,12 +48,12 @@ def test_the_traced_launches_say_which_wall_each_command_runs_into(command):
 
 def test_what_keeps_a_trace_from_being_made_is_one_message(command, monkeypatch):
     with pytest.raises(PlaybookError, match=r"no trace|left no trace"):
-        ab.walls_of(case(command), "here", ab.Tracer("{run}/none.json"))
+        ab.walls_of(case(command), "here", Traced(file="{run}/none.json"))
     with pytest.raises(LaunchError, match="traced launch of the baseline"):
-        ab.walls_of(case(command, a="x"), "here", ab.Tracer("{run}/t.json"))
+        ab.walls_of(case(command, a="x"), "here", Traced(file="{run}/t.json"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="nsys is not on PATH"):
-        ab.walls_of(case(command), "here", ab.Tracer("nsys"))
+        ab.walls_of(case(command), "here", Traced(file="nsys"))
 
 
 @pytest.mark.full

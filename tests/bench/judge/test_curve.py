@@ -286,7 +286,7 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
             half = [stats.t.ppf(1 - alpha / 2, each.degrees_of_freedom) * each.standard_error for each in found]
             bounds.append([(each.value - h, each.value + h) for each, h in zip(found, half, strict=True)])
         for i in range(count):
-            statuses = (effects.decide(q, [(low[i], high[i]) for low, high in at], interaction) for at in bounds)
+            statuses = (effects.decide(q, [(low[i], high[i]) for low, high in at]) for at in bounds)
             outcome.append(next((s for s in statuses if s is not None), None))
     return outcome.count(True) / SERIES, outcome.count(False) / SERIES
 

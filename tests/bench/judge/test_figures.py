@@ -291,7 +291,7 @@ def test_the_least_effect_by_the_table_of_students_t() -> None:
 def test_in_version_2_pairs_quieter_than_the_noise_are_not_held_to_their_own_deviation() -> None:
     """Their own deviation, 0.018, is below the A/A's, 0.02: t with 3 degrees of freedom would still give the wider interval."""
     d = [0.0156, -0.0156] * 2
-    (found,) = verdict_rules._pooled([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
+    (found,) = verdict_rules.RulesV2().intervals([(0.0, x) for x in d], [], [(-1.0, 1.0)], 0.05, [0.02] * 4)
     assert found.used == pytest.approx(math.sqrt((sum(x * x for x in d) + 4 * 0.0004) / 7))
     assert statistics.aa_deviation([0.1]) == pytest.approx(0.1)
     assert (statistics.difference(1.0, 3.0, True), statistics.difference(1.0, 3.0, False)) == (2.0, -2.0)

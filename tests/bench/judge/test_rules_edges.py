@@ -95,7 +95,7 @@ def test_intervals_beside_a_margin_of_one(op, names, at, bounds, status):
 
 @pytest.mark.parametrize(("second", "status"), [((1, 2), YES), ((0.9, 2), OPEN), ((0, 1), OPEN), ((0, 0.9), NO)])
 def test_a_crossing_beside_a_margin_of_one(second, status):
-    assert effects.decide(ClaimRule("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
+    assert effects.decide(ClaimRule("crossover", FOUR, 1), [(1, 2), second]) is status
 
 
 INSIDE = "op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run"

@@ -127,7 +127,7 @@ def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
 
 def pooled_v2(differences, alpha, noise):
     """The interval of one difference by the rules of version 2."""
-    return verdict_rules._pooled([(0.0, d) for d in differences], [(-1.0, 1.0)], alpha, noise)[0]
+    return verdict_rules.RulesV2().intervals([(0.0, d) for d in differences], [], [(-1.0, 1.0)], alpha, noise)[0]
 
 
 def test_in_version_2_the_noise_of_the_machine_keeps_lucky_pairs_from_a_width_of_zero():

@@ -230,17 +230,17 @@ def megatron(**overrides):
 
 def test_a_backend_and_a_dispatcher_say_which_packages_they_lack(packages):
     assert requirements.unmet_requirements(["backend:megatron", "deep_ep"]) == []
-    assert requirements.unmet_by([megatron(**{"moe.dispatcher": "deepep"})]) == []
-    hybrid = [m.detail for m in requirements.unmet_by([megatron(), megatron(**{"moe.dispatcher": "hybridep"})])]
+    assert requirements.unmet_by(megatron(**{"moe.dispatcher": "deepep"})) == []
+    hybrid = [m.detail for m in requirements.unmet_by(megatron(**{"moe.dispatcher": "hybridep"}))]
     assert hybrid == ["dispatcher hybridep: package deep_ep.hybrid_ep_buffer is not installed"]
     (packages / "deep_ep" / "hybrid_ep_buffer.py").touch()
-    assert requirements.unmet_by([megatron(**{"moe.dispatcher": "hybridep"})]) == []
+    assert requirements.unmet_by(megatron(**{"moe.dispatcher": "hybridep"})) == []
     (packages / "transformer_engine" / "__init__.py").unlink()
     (packages / "transformer_engine").rmdir()
-    lacking = [m.detail for m in requirements.unmet_by([megatron()])]
+    lacking = [m.detail for m in requirements.unmet_by(megatron())]
     assert lacking == ["backend megatron: package transformer_engine is not installed"]
-    assert requirements.unmet_by([megatron(**{"megatron.kernels": "local"})]) == []
-    assert requirements.unmet_by([tree.load(data_root("configs") / "qwen3_moe_tiny.yaml")]) == []
+    assert requirements.unmet_by(megatron(**{"megatron.kernels": "local"})) == []
+    assert requirements.unmet_by(tree.load(data_root("configs") / "qwen3_moe_tiny.yaml")) == []
 
 
 def test_a_scope_is_asked_of_the_machine_alone_until_a_configuration_is_known():

@@ -10,8 +10,9 @@ from playbook.paths import data_root
 from playbook.records.case import load_case
 from playbook.records.read import read_file
 from playbook.records.trace import waterfall
-from playbook_bench.run import confirm, report, store, tracing
+from playbook_bench.run import report, store, tracing
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 
 RECORDS = {
     "timed": "h200x1/01M84V49QM966YCH8B4ETTZQE7",
@@ -21,7 +22,7 @@ RECORDS = {
 TRACE = data_root("results") / "traces" / "vlm-mock-vs-real-h200x1-11c096c2.json"
 
 
-class Noting(confirm.Quiet):
+class Noting(Progress):
     def __init__(self):
         self.notes, self.traces = [], []
 

@@ -18,8 +18,8 @@ from playbook.records.case import Case, load_case
 from playbook_app.services import tuning
 from playbook_bench.launch.forked import ForkLauncher, closing
 from playbook_bench.machine import detect
-from playbook_bench.run.confirm import Quiet
 from playbook_bench.run.options import Options
+from playbook_bench.run.progress import Progress
 from playbook_bench.tune import record, session
 from playbook_bench.tune.knobs import Knobs
 from playbook_bench.tune.subject import Launcher
@@ -62,7 +62,7 @@ def tuned(tmp_path, monkeypatch):
         machine = detect.detect()
         asked = tuning.Request(seed=3)
         plan, order = tuning.planned(case, "cpu", Knobs.model_validate({"knobs": knobs}), machine, asked, options.results, "")
-        found = session.run(plan, options, Quiet(), resume=False)
+        found = session.run(plan, options, Progress(), resume=False)
         assert found.ended == "complete"
         assert record.replay(session.write_record(found)) == []
         return found, order

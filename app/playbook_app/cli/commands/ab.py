@@ -13,7 +13,7 @@ from rich.text import Text
 
 from playbook.errors import LaunchError, PlaybookError
 from playbook.paths import default_results
-from playbook.records.commands import Steps
+from playbook.records.commands import Steps, Traced
 from playbook_app.cli.options import AsJson, Budget, Pairs, Results, Seed, commands, to_seconds, to_share
 from playbook_app.cli.outcomes import progress
 from playbook_app.cli.output import complain, print_json, print_walls, say
@@ -102,7 +102,7 @@ def ab(
     report.print_summary([outcome], shown.out)
     if hint := two_commands.hint(outcome, answer):
         shown.out.print(Text(f"      {hint}"))
-    walls = _walls(question, machine.name, two_commands.Tracer(trace, trace_with or [])) if trace is not None else {}
+    walls = _walls(question, machine.name, Traced(file=trace, arguments=trace_with or [])) if trace is not None else {}
     if as_json:
         sentence = "; ".join(filter(None, [outcome.evidence.derived.verdict.sentence, hint]))
         answered = two_commands.as_json(question, answer, str(outcome.path), sentence)
@@ -121,7 +121,7 @@ def _both(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _walls(question: two_commands.CommandPair, profile: str, how: two_commands.Tracer) -> dict[str, dict[str, Any]]:
+def _walls(question: two_commands.CommandPair, profile: str, how: Traced) -> dict[str, dict[str, Any]]:
     """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
     try:
         return {

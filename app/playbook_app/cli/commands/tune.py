@@ -20,6 +20,7 @@ from playbook.paths import default_results, folders
 from playbook.records.case import is_shipped
 from playbook.records.commands import Steps
 from playbook.records.evidence import Machine
+from playbook.yaml_files import load
 from playbook_app.cli.options import AsJson, Fork, Profile, Results, Seed, commands, to_seconds, to_share
 from playbook_app.cli.outcomes import local_launcher, progress
 from playbook_app.cli.output import complain, print_json, say
@@ -32,7 +33,7 @@ from playbook_bench.run import report
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import replace
 from playbook_bench.tune import session
-from playbook_bench.tune.knobs import Knobs, Ranked, load_knobs
+from playbook_bench.tune.knobs import Knobs, Ranked
 from playbook_bench.tune.subject import goal as metric_of
 from playbook_bench.variants.resolve import resolve
 
@@ -117,7 +118,7 @@ def tune(
     if fork and case.command:
         raise ConfigError("--fork forks ranks of our trainer, and this tunes a command, which is started as it stands; leave out --fork")
     if knobs:
-        chosen_knobs = load_knobs(Path(knobs))
+        chosen_knobs, _ = load(Path(knobs), Knobs)
     else:
         chosen_knobs = ready(case, resolve(case, "baseline", chosen), stock_here(), machine, goal)
     if knobs == "":
