@@ -191,11 +191,8 @@ def _events(path: Path) -> Iterator[Any]:
 
 
 def _scalar(value: Any) -> float | None:
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    if value.HasField("tensor") and len(value.tensor.float_val) == 1:
-        return float(value.tensor.float_val[0])
-    return None
+    values = [value.simple_value] if value.HasField("simple_value") else value.tensor.float_val
+    return float(values[0]) if len(values) == 1 else None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def step_log(rows: Iterable[Row], expected: Expected) -> StepLog:
             line.step,
             seconds[i],
             tokens[i],
-            **{name: _optional(line, name, names) for name in FIELDS if name not in ("tokens", "skipped")},
+            **{name: line.values.get(name) for name in names.intersection(FIELDS) - {"tokens", "skipped"}},
             skipped=line.values["skipped"] >= covered[i] if "skipped" in names else None,
             arrived=_arrived(line, expected.arrivals),
         )
@@ -120,10 +120,6 @@ def _arrived(line: Line, arrivals: Sequence[float] | None) -> float | None:
 def in_bursts(moments: Sequence[float]) -> bool:
     """Whether most lines came together with the line before: the command buffers what it prints, and arrivals are no clock."""
     return 2 * sum(b - a < _BURST_S for a, b in itertools.pairwise(moments)) > len(moments)
-
-
-def _optional(line: Line, name: str, names: set[str]) -> float | None:
-    return line.values.get(name) if name in names else None
 
 
 def _fields(rows: Sequence[Numbered], expected: Expected) -> tuple[set[str], list[str]]:

@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import regex
@@ -219,7 +218,8 @@ def _trainer_console(text: str) -> Iterator[Row]:
     for number, before, body in _objects(text):
         bar = _BAR.search(before)
         if bar and bars and bars[-1] is None:
-            bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": _bar_seconds(bar)}
+            clock = int(bar[3] or 0) * 3600 + int(bar[4]) * 60 + int(bar[5])
+            bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": clock}
         if not (body.startswith("{'") and body.endswith("}")):
             continue
         items = [_HF_ITEM.fullmatch(item) for item in _BETWEEN_ITEMS.split(body[1:-1].strip())]
@@ -243,10 +243,6 @@ def _trainer_console(text: str) -> Iterator[Row]:
         raise Unfinished(
             "hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early"
         )
-
-
-def _bar_seconds(bar: re.Match[str]) -> int:
-    return int(bar[3] or 0) * 3600 + int(bar[4]) * 60 + int(bar[5])
 
 
 def table(text: str) -> Iterator[Row]:
@@ -318,15 +314,8 @@ def torchtitan(text: str) -> Iterator[Row]:
         row |= {n: row[n].replace(",", "") for n in ("tps", "wps", "tflops") if n in row}
         row["tokens_per_s_per_gpu"] = row.pop("tps", row.pop("wps", None))
         if moments := _TITAN_TIME.findall(line[: start.start()]):
-            row["timestamp"] = _moment(moments[-1])
+            row["timestamp"] = moments[-1]
         yield number, row
-
-
-def _moment(text: str) -> float | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None
 
 
 def megatron(text: str) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.kernels import communicates, union
-from playbook_bench.trace.containers import Document, Unpacked, one
+from playbook_bench.trace.containers import Document, Unpacked, files
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, RangePath, Span, Stacks, Timeline, close_backward, main_thread
 
 _MAX_EVENTS = 4_000_000
@@ -225,19 +225,10 @@ def read(path: Path) -> Timeline:
     """The trace of one rank.
 
     Raises:
-        PlaybookError: unreadable, too large, not JSON, or no Chrome trace.
+        PlaybookError: unreadable, too large, not JSON, no Chrome trace, or of several ranks.
     """
-    for stream in one(path):
-        return parse(stream)
-    raise PlaybookError(f"{path}: holds no file; expected the Chrome trace that torch.profiler writes")
-
-
-def parse(stream: Unpacked) -> Timeline:
-    """The trace of one rank, from the bytes of its file.
-
-    Raises:
-        PlaybookError: too large, not JSON, no Chrome trace, or of several ranks.
-    """
+    streams = files(path)  # the file is open as long as this is held
+    stream = next(streams)
     (_, timeline), *others = of_document(Document(stream), stream)
     if others:
         raise PlaybookError(
@@ -265,18 +256,14 @@ def _timeline(recorded: _Recorded, name: str, number: int | None, cut: bool) -> 
     """One rank's work, checked. `cut`: its file is cut off."""
     spans = [span._replace(name=_range_name(span.name)) for span in recorded.annotations if _is_range(span.name)]
     _check_one_rank(recorded, spans, name)
-    stacks, amount = Stacks(close_backward(spans)), _amount(recorded)
+    stacks = Stacks(close_backward(spans))
+    amount = f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
     timeline = _device_timeline(spans, stacks, recorded) if recorded.device else _host_timeline(spans, stacks, recorded)
     timeline.marks = [span for span in recorded.annotations if not _is_range(span.name)]
     timeline.device_marks, timeline.rank = recorded.marks, number
     if cut:
         timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
     return timeline
-
-
-def _amount(recorded: _Recorded) -> str:
-    """How much of a trace there is."""
-    return f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
 
 
 def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
@@ -427,7 +414,7 @@ class _BackwardToForward:
         """Index forward operators by thread and number, and the wrappers of backward work by thread, both in order of time."""
         self._stacks = stacks
         self._wrappers: defaultdict[int, list[Event]] = defaultdict(list)
-        self._forward: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._forward: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
         for e in events:
             if e.number is None or e.number < 0:
                 continue
@@ -441,15 +428,14 @@ class _BackwardToForward:
             starts.sort()
         self._threads = self._learn(flows)
 
-    def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int, int]:
+    def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int | None, int]:
         """Autograd's number of each forward thread, to the thread's number in the trace."""
-        threads: dict[int, int] = {}
+        threads: dict[int | None, int] = {}
         for (end, number), (thread, moment) in flows.items():
             source = flows.get(("s", number))
             wrapper = self._wrapper(thread, moment) if end == "f" else None
-            forward = wrapper.forward if wrapper else None
-            if source is not None and forward is not None:
-                threads.setdefault(forward, source[0])
+            if source is not None and wrapper is not None and wrapper.forward is not None:
+                threads.setdefault(wrapper.forward, source[0])
         return threads
 
     def _wrapper(self, thread: int, moment: int) -> Event | None:
@@ -464,14 +450,9 @@ class _BackwardToForward:
     def forward_path(self, thread: int, moment: int) -> RangePath:
         """The forward parts whose backward runs on `thread` at `moment`; empty where that cannot be told."""
         wrapper = self._wrapper(thread, moment)
-        if wrapper is None:
+        source = self._threads.get(wrapper.forward) if wrapper else None
+        if wrapper is None or source is None:
             return ()
-        number, forward = wrapper.number, wrapper.forward
-        if number is None or forward is None:
-            return ()
-        source = self._threads.get(forward)
-        starts = self._forward.get((source, number), []) if source is not None else []
+        starts = self._forward.get((source, wrapper.number), [])
         i = bisect_right(starts, wrapper.start) - 1
-        if i < 0 or source is None:
-            return ()
-        return tuple(n for n in self._stacks.at(source, starts[i]) if n not in CONTAINERS)
+        return tuple(n for n in self._stacks.at(source, starts[i]) if n not in CONTAINERS) if i >= 0 else ()
