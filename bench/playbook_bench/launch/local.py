@@ -100,7 +100,7 @@ class Process(Protocol):
         """Look whether it has ended."""
         ...
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         """Wait until it has."""
         ...
 

@@ -299,15 +299,10 @@ def end(process: subprocess.Popen[bytes], job: str, folder: Path, grace_s: float
             if _ended(process, min(_POLL_S, grace_s)):
                 return
         with contextlib.suppress(OSError):
-            cancel(job, (folder / "step").read_text(encoding="ascii").strip(), signal.SIGKILL)
+            _tool(["scancel", "--signal=KILL", f"{job}.{(folder / 'step').read_text(encoding='ascii').strip()}"])
         if not _ended(process, grace_s):
             process.kill()
             process.wait()
-
-
-def cancel(job: str, step: str, signum: int) -> None:
-    """Send a signal to every task of a step."""
-    _tool(["scancel", f"--signal={signal.Signals(signum).name.removeprefix('SIG')}", f"{job}.{step}"])
 
 
 def _wait_where_the_job_ends(job: str) -> None:

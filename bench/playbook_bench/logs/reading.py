@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,8 @@ from playbook_bench.logs.steps import Expected
 _PATTERN = "regex:"
 _NAMES = ", ".join(each.name for each in ADAPTERS)
 _KNOWN = f"{_NAMES}, {_PATTERN}PATTERN"
+_FILES = [name for each in ADAPTERS for name in each.files]
+"""Patterns of the files that adapters read in a folder."""
 
 
 class NoAdapter(LogError):
@@ -67,8 +68,7 @@ def read(
     log = log if chosen.binary else replace(log, facts=fields.of(source))
     if log.clock not in NO_TIME:
         return log
-    names = [name for each in ADAPTERS for name in each.files]
-    timed = _timed_beside(log, content, names, partial(read, running=True, beside=False)) if isinstance(content, Path) and beside else None
+    timed = _timed_beside(log, content) if isinstance(content, Path) and beside else None
     return timed or replace(
         log, caveats=(*log.caveats, f"the log holds no time of a step, which `playbook ab` needs. {chosen.timed}; {ARRIVAL}")
     )
@@ -92,11 +92,10 @@ def _file(path: Path) -> Path:
     """The file itself, or the one in a folder that an adapter reads."""
     if not path.is_dir():
         return path
-    patterns = [name for each in ADAPTERS for name in each.files]
-    files = [file for name in patterns for file in sorted(path.glob(name))]
+    files = [file for name in _FILES for file in sorted(path.glob(name))]
     if len(files) != 1:
         raise LogError(
-            f"{path}: holds {len(files)} files that an adapter reads; expected one of {', '.join(patterns)}, or name the file itself"
+            f"{path}: holds {len(files)} files that an adapter reads; expected one of {', '.join(_FILES)}, or name the file itself"
         )
     return files[0]
 
@@ -170,18 +169,15 @@ _LIKE = 0.2
 """Share by which two files' seconds of one run may differ: where clocks stand in a step is the trainer's choice."""
 
 
-def _timed_beside(log: StepLog, path: Path, names: Iterable[str], read: Callable[[Path], StepLog]) -> StepLog | None:
-    """The log with the seconds of a file beside it that has its steps and their losses; None where there is none, or several disagree.
-
-    `names` are patterns of files that tell steps; `read` reads one of them.
-    """
+def _timed_beside(log: StepLog, path: Path) -> StepLog | None:
+    """The log with the seconds of a file beside it that has its steps and their losses; None where there is none, or several disagree."""
     folders = [path.parent, *([path.parent.parent] if path.parent.match(_CHECKPOINT) else [])]
-    patterns = [*(f"{below}{name}" for name in names for below in ("", _BELOW)), *_PRINTED]
+    patterns = [*(f"{below}{name}" for name in _FILES for below in ("", _BELOW)), *_PRINTED]
     beside = (each for folder in folders for name in patterns for each in sorted(folder.glob(name)) if each != path and each.is_file())
     matches = []
     for each in islice(beside, _MOST_FILES):
         with suppress(LogError):
-            if (match := _with_seconds(log, read(each))) is not None:
+            if (match := _with_seconds(log, read(each, running=True, beside=False))) is not None:
                 matches.append((each, match))
     middles = [median(step.seconds for step in match.steps) for _, match in matches]
     if not matches or max(middles) > (1 + _LIKE) * min(middles):

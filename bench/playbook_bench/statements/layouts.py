@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -211,11 +210,8 @@ def hot_inside(
         raise ConfigError(f"axis '{axis}' of model '{model}': expected an axis of {', '.join(_AXES)} and a model of {', '.join(MODELS)}")
     if domain < 1 or fast_bytes_per_s <= 0 or slow_bytes_per_s <= 0:
         raise ConfigError("a domain and its bandwidths must be positive; change domain or the two bandwidths")
-    plan = Plan(MODELS[model], gpus=degree * pp, pp=pp, mbs=micro_batch_size, seq_len=seq_len, options=Options(uneven=True))
-    if axis == "tp":
-        plan = replace(plan, tp=degree)
-    else:
-        plan = replace(plan, cp=degree) if axis == "cp" else replace(plan, ep=degree)
+    along: dict[str, Any] = {axis: degree}
+    plan = Plan(MODELS[model], gpus=degree * pp, pp=pp, mbs=micro_batch_size, seq_len=seq_len, options=Options(uneven=True), **along)
     layers = range(plan.require().shape.layers)
     nothing = Sent(0, 0)
     of_axis = sum(per_layer(plan, i).get(axis, nothing).total for i in layers) / pp

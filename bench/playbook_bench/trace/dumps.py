@@ -126,8 +126,8 @@ def _text(value: Any, most: int = 120) -> str:
     return "".join(c for c in value[:most] if c.isprintable()) if isinstance(value, str) else ""
 
 
-def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+def _bounded(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 else None
 
 
 def _group(entry: Mapping[str, Any]) -> str:
@@ -145,7 +145,7 @@ def _calls(dump: Mapping[str, Any]) -> list[_Call]:
         if not isinstance(entry, dict):
             continue
         sent = entry.get("is_p2p") is True
-        number = _int(entry.get("p2p_seq_id" if sent else "collective_seq_id"))
+        number = _bounded(entry.get("p2p_seq_id" if sent else "collective_seq_id"))
         name = _text(entry.get("profiling_name"))
         if number is None or not name:
             continue
@@ -171,7 +171,7 @@ def _where(frames: Any) -> str:
     valid = [f for f in frames[:64] if isinstance(f, dict)] if isinstance(frames, list | tuple) else []
     outside = [f for f in valid if "/torch/" not in _text(f.get("filename"), 400)]
     for frame in (outside or valid)[:1]:
-        return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_int(frame.get('line')) or 0} {_text(frame.get('name'))}"
+        return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_bounded(frame.get('line')) or 0} {_text(frame.get('name'))}"
     return ""
 
 
@@ -350,10 +350,6 @@ def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
     return _answer(document, device, peaks[device], bool(records.get(device)))
 
 
-def _bounded(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 else None
-
-
 def _size(value: Any) -> int:
     size = _bounded(value)
     return size if size is not None and size < _MAX_SIZE else 0
@@ -463,11 +459,9 @@ def _answer(document: Mapping[str, Any], device: int, live: list[_Allocation], r
     )
     traces = document.get("device_traces")
     events = traces[device] if isinstance(traces, list) and device < len(traces) else []
-    for event in _dicts(events):
-        if event.get("action") == "oom":
-            free = _size(event.get("device_free"))
-            notes.append(f"out of memory: {_size(event.get('size')) / GIB:.2f} GiB were asked for, and the GPU had {free / GIB:.2f} left")
-            break
+    if refused := next((event for event in _dicts(events) if event.get("action") == "oom"), None):
+        free = _size(refused.get("device_free"))
+        notes.append(f"out of memory: {_size(refused.get('size')) / GIB:.2f} GiB were asked for, and the GPU had {free / GIB:.2f} left")
     largest, most = parts.most_common(1)[0]
     site = sites[0]
     sentence = (

@@ -199,7 +199,15 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
     wall = beyond[0] if beyond else _kernels(trace.measures, shares["computing"], classes)
     return Walls(
         wall=wall,
-        sentence=_sentence(wall, waited, host, unknown, shares, classes, waits_for),
+        sentence=_SENTENCES["slow operators" if wall == "host-bound" and waits_for else wall].format(
+            waited=waited,
+            host=host,
+            unknown=unknown,
+            named=_named(waits_for),
+            largest=classes[0].name if classes else "nothing",
+            idle=1 - shares["busy"],
+            **shares,
+        ),
         collector=trace.collector,
         num_steps=num_steps,
         span_ms=span / NS_PER_MS / num_steps,
@@ -387,67 +395,35 @@ def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> W
     return "memory-bound kernels" if of_compute.get("elementwise", 0.0) > MOST * total else "mixed"
 
 
-def _sentence(
-    wall: Wall,
-    waited: float | None,
-    host: float | None,
-    unknown: float | None,
-    shares: dict[str, float],
-    classes: Sequence[ClassTime],
-    waits_for: Sequence[HostOperator],
-) -> str:
-    """The answer in one sentence, with the share behind it and what to try."""
-    largest = classes[0].name if classes else "nothing"
-    match wall:
-        case "data wait":
-            return (
-                f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
-                "prefetching, or cheaper collation."
-            )
-        case "host-bound" if waits_for:
-            named = " and ".join(
-                f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
-                for each in waits_for
-            )
-            return (
-                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet, most of that in "
-                f"{named}; an operator that takes so long prepares or compiles, often for a shape that it has "
-                "not met: let fewer shapes come (pack rows, pad to a multiple), or choose another kernel."
-            )
-        case "host-bound":
-            return (
-                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, "
-                "torch.compile, fused kernels, or larger micro-batches."
-            )
-        case "idle of unknown cause":
-            return (
-                f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next "
-                "kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for "
-                "waits between streams and for other ranks."
-            )
-        case "exposed communication":
-            return (
-                f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, "
-                "or another layout or dispatcher."
-            )
-        case "memory-bound kernels":
-            return (
-                f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try "
-                "fusion, by torch.compile or fused norms, rotary and optimizer."
-            )
-        case "compute-bound":
-            return (
-                f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer "
-                "FLOPs (recomputation, padding) or faster ones (FP8)."
-            )
-        case "no GPU":
-            return (
-                f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for "
-                f"{waited or 0:.0%}."
-            )
-        case "mixed":
-            idle = f"idle {1 - shares['busy']:.0%}, exposed communication {shares['exposed']:.0%}, computing {shares['computing']:.0%}"
-            return f"Mixed: no single cause is above its threshold ({idle}; the largest class is {largest})."
+_SENTENCES: dict[str, str] = {
+    "data wait": "Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
+    "prefetching, or cheaper collation.",
+    "slow operators": "Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet, most of that in "
+    "{named}; an operator that takes so long prepares or compiles, often for a shape that it has not met: let fewer shapes come (pack "
+    "rows, pad to a multiple), or choose another kernel.",
+    "host-bound": "Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, "
+    "torch.compile, fused kernels, or larger micro-batches.",
+    "idle of unknown cause": "Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched "
+    "and the next kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for "
+    "waits between streams and for other ranks.",
+    "exposed communication": "Exposed communication: for {exposed:.0%} of the step collectives run and nothing is computed; try overlap, "
+    "or another layout or dispatcher.",
+    "memory-bound kernels": "Memory-bound kernels: computing takes {computing:.0%} of the step, most of it in elementwise kernels; try "
+    "fusion, by torch.compile or fused norms, rotary and optimizer.",
+    "compute-bound": "Compute-bound: computing takes {computing:.0%} of the step, most of it in products; what is left is fewer FLOPs "
+    "(recomputation, padding) or faster ones (FP8).",
+    "no GPU": "No GPU in this trace: the host works for {busy:.0%} of the step, most in {largest}, and waits for data for {waited:.0%}.",
+    "mixed": "Mixed: no single cause is above its threshold (idle {idle:.0%}, exposed communication {exposed:.0%}, computing "
+    "{computing:.0%}; the largest class is {largest}).",
+}
+"""The answer in one sentence, by wall, with the share behind it and what to try."""
+
+
+def _named(waits_for: Sequence[HostOperator]) -> str:
+    return " and ".join(
+        f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
+        for each in waits_for
+    )
 
 
 _IDLE = {"idle for the host": "host_idle", "idle for data": "data_wait", "idle of unknown cause": "unknown_idle"}
