@@ -145,13 +145,12 @@ def json_lines(text: str) -> Iterator[Row]:
 def _beside(row: dict[str, Any]) -> bool:
     """Whether a line is of a validation, or of the run's end."""
     names = [name for name, value in row.items() if value is not None]
-    if any(name.endswith("train_runtime") for name in names) and not {"loss", "train/loss"} & set(names):
-        return True
-    if "loss" not in names and set(names) >= _CLOSING:
-        return True
-    if any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT):
-        return True
-    return "loss" not in figures(dict.fromkeys(names, 0.0)) and any(VALIDATION.match(name) for name in names)
+    return (
+        (any(name.endswith("train_runtime") for name in names) and not {"loss", "train/loss"} & set(names))
+        or ("loss" not in names and set(names) >= _CLOSING)
+        or any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT)
+        or ("loss" not in figures(dict.fromkeys(names, 0.0)) and any(VALIDATION.match(name) for name in names))
+    )
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:

@@ -111,18 +111,19 @@ def _names(form: _Form) -> dict[int, str]:
     return names
 
 
+def _wholes(column: Sequence[str]) -> list[int]:
+    """The numbers of a column of whole ones; none of another."""
+    return [int(value) for value in column] if all(_WHOLE.fullmatch(value) for value in column) else []
+
+
 def _counts_groups(column: Sequence[str]) -> bool:
     """Whether a figure counts lines in groups, as a step does where each of its micro-batches has a line."""
-    if not all(_WHOLE.fullmatch(value) for value in column):
-        return False
-    return {int(b) - int(a) for a, b in pairwise(column)} == {0, 1}
+    return {b - a for a, b in pairwise(_wholes(column))} == {0, 1}
 
 
 def _counts(column: Sequence[str]) -> bool:
     """Whether a figure grows by the same whole number from line to line, be it that it begins again at times, as with an epoch."""
-    if not all(_WHOLE.fullmatch(value) for value in column):
-        return False
-    values = [int(value) for value in column]
+    values = _wholes(column)
     growths = {b - a for a, b in pairwise(values) if b != min(values)}
     return len(growths) == 1 and min(growths) > 0
 

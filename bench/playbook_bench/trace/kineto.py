@@ -99,16 +99,7 @@ class _Recorded:
         self.processes |= other.processes
         self.devices |= other.devices
 
-    def keep(self, e: dict[str, Any], span: Span | None, start: int, duration: int) -> None:
-        """One piece of work, checked: of the device, or `span` of the host or a range."""
-        args = e.get("args")
-        args = args if isinstance(args, dict) else {}
-        if e["cat"] in _DEVICE:
-            self._ran(e["cat"], self._names.setdefault(e["name"], e["name"][:300]), start, start + duration, args)
-        elif span is not None:
-            self._called(e["cat"], span, args)
-
-    def _called(self, category: str, span: Span, args: dict[str, Any]) -> None:
+    def called(self, category: str, span: Span, args: dict[str, Any]) -> None:
         """What the host did, and ranges."""
         if category in _LAUNCH:
             number = _int(args.get("correlation"))
@@ -121,7 +112,8 @@ class _Recorded:
         else:
             (self.annotations if category == "user_annotation" else self.marks).append(span)
 
-    def _ran(self, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
+    def ran(self, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
+        """What the device did."""
         kind: Kind = "copy" if _DEVICE[category] == "copy" else _kind(name)
         if category == "kernel" and "device" in args and len(self.devices) < _MOST_NAMED:
             self.devices.add(str(args["device"])[:40])
@@ -195,7 +187,11 @@ class _Reader:
         if category in _HOST and "pid" in e and len(rank.processes) < _MOST_NAMED:
             rank.processes.add(str(e["pid"])[:40])
         name = self._names.setdefault(e["name"], e["name"][:300])
-        rank.keep(e, None if thread is None else Span(thread, name, start, start + duration), start, duration)
+        args = e["args"] if isinstance(e.get("args"), dict) else {}
+        if category in _DEVICE:
+            rank.ran(category, name, start, start + duration, args)
+        elif thread is not None:
+            rank.called(category, Span(thread, name, start, start + duration), args)
 
     def split(self) -> list[tuple[str, int | None, _Recorded]]:
         """The ranks of the file with a name and, where it is told, a number: several where tools that merge traces left what tells them

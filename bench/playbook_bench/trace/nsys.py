@@ -170,11 +170,9 @@ def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[in
 
 def _process(spans: list[Span]) -> int:
     """The process that ran the steps: data workers, forked from it, have ranges too."""
-    counts: dict[int, tuple[int, int]] = {}
-    for s in spans:
-        steps, every = counts.get(s.thread & _PROCESS, (0, 0))
-        counts[s.thread & _PROCESS] = (steps + (s.name == STEP), every + 1)
-    return max(counts, key=lambda p: counts[p], default=0)
+    every = Counter(s.thread & _PROCESS for s in spans)
+    steps = Counter(s.thread & _PROCESS for s in spans if s.name == STEP)
+    return max(every, key=lambda p: (steps[p], every[p]), default=0)
 
 
 def _busiest(db: sqlite3.Connection, tables: dict[str, set[str]], path: Path) -> int:

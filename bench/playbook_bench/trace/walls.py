@@ -314,13 +314,8 @@ def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
 def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
     """The parts of a gap that lie in sorted stretches."""
     first = max(0, bisect_left(stretches, gap) - 1)
-    out = []
-    for start, end in stretches[first:]:
-        if start >= gap[1]:
-            break
-        if end > gap[0]:
-            out.append((max(start, gap[0]), min(end, gap[1])))
-    return out
+    last = bisect_left(stretches, gap[1], key=lambda stretch: stretch[0])
+    return [(max(start, gap[0]), min(end, gap[1])) for start, end in stretches[first:last] if end > gap[0]]
 
 
 def _starved(gap: Interval, ops: Sequence[Op]) -> bool:

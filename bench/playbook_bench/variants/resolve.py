@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -134,14 +134,6 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
     Raises:
         ConfigError: the case has no such profile, `ranks` is not a positive whole number, or ranks share a GPU and time is judged.
     """
-    merged, ranks = _overrides(case, variant, profile)
-    if profile == "cpu":
-        merged.setdefault("train.device", "cpu")
-    return merged, ranks
-
-
-def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
-    """As `overrides`, without the device: profile, delta of the variant, and its delta for this profile; later ones win."""
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
     profile_delta = case.variant_profiles.get(profile, {}).get(variant, {})
@@ -156,6 +148,8 @@ def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, An
             f"{', '.join(timed)} rests on it; "
             "name counted metrics alone, such as state_bytes_per_rank or peak_memory_bytes, or as many GPUs as ranks"
         )
+    if profile == "cpu" and not case.command:
+        merged.setdefault("train.device", "cpu")
     return merged, ranks
 
 
@@ -167,7 +161,7 @@ def resolve(case: Case, variant: Variant, profile: str, started_in: Path | None 
     """
     if not case.command:
         return resolve_variant(case, variant, profile)
-    merged, ranks = _overrides(case, variant, profile)
+    merged, ranks = overrides(case, variant, profile)
     # It brings readers of logs and traces: a tenth of a second for who launches no command.
     from playbook_bench.variants import command
 
@@ -237,7 +231,7 @@ def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, 
     declared = {key for delta in case.variants.values() for key in delta}
     if baseline.get("backend") != candidate.get("backend"):
         declared |= set(torch_only())
-    return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
+    return [k for k in differing(baseline, candidate) if not any(k == d or k.startswith(d + ".") for d in declared)]
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -249,7 +243,3 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 class _Absent:
     """Stands for a key that is not there."""
-
-
-def _covered(key: str, declared: Iterable[str]) -> bool:
-    return any(key == d or key.startswith(d + ".") for d in declared)
