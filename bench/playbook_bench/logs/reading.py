@@ -44,7 +44,6 @@ def read(
     adapter: str | None = None,
     *,
     steps: int | None = None,
-    first: int | None = None,
     arrivals: Sequence[float] | None = None,
     running: bool = False,
     beside: bool = True,
@@ -52,8 +51,8 @@ def read(
     """The steps that a log tells of: its text, a file, or a folder with one file that an adapter knows.
 
     `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make:
-    only with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that
-    is neither 0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs without times.
+    only with it does a log that ends early show, except where the log names the number. `arrivals` are the moments, in seconds on one
+    clock, at which the lines of the text arrived: for logs without times.
     `running`: the run may go on, so that a log which ends early is one, with a caveat; so is one without times: its seconds
     are those of a file `beside` it that has its steps and losses, else the mean of the run, else NaN.
 
@@ -64,7 +63,7 @@ def read(
     chosen = _chosen(adapter, content)
     source = _source(chosen, content)
     arrived = arrivals if chosen.printed else None
-    log = step_log(chosen.parse(source), Expected(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
+    log = step_log(chosen.parse(source), Expected(chosen.name, steps, arrived, chosen.each_step, chosen.timed, running))
     log = log if chosen.binary else replace(log, facts=fields.of(source))
     if log.clock not in NO_TIME:
         return log
