@@ -78,7 +78,6 @@ class _Open(NamedTuple):
     sequence: int
     calls: dict[int, _Call]
     missing: tuple[int, ...]
-    members: tuple[int, ...]
 
 
 def is_dump(document: Any) -> bool:
@@ -203,7 +202,7 @@ def _opened(calls: Mapping[int, list[_Call]], members: Mapping[str, set[int]]) -
             present = {rank: each[sequence] for rank, each in sorted(by_sequence.items()) if sequence in each}
             missing = tuple(sorted(rank for rank in ranks if last[rank] < sequence))
             if any(not c.done for c in present.values()):
-                out.append(_Open(group, sequence, present, missing, tuple(sorted(ranks))))
+                out.append(_Open(group, sequence, present, missing))
                 break
     return out
 
