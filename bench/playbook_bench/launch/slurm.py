@@ -75,21 +75,20 @@ class Allocation:
     """Where the first node can be reached from the others."""
 
 
-def allocation(environment: Mapping[str, str] | None = None) -> Allocation:
+def allocation() -> Allocation:
     """The allocation that this process runs in.
 
     Raises:
         ConfigError: there is none, or this is not its first node.
     """
-    env = os.environ if environment is None else environment
-    job, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
+    job, nodes = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         raise ConfigError(
             "--launcher srun runs inside an allocation, and SLURM_JOB_ID is not set here; submit with --launcher slurm instead"
         )
     require_tools("srun", "scontrol", "squeue", "scancel")
     hosts = tuple(_tool(["scontrol", "show", "hostnames", nodes]).split())
-    if env.get("SLURMD_NODENAME") != hosts[0]:
+    if os.environ.get("SLURMD_NODENAME") != hosts[0]:
         raise ConfigError(f"--launcher srun runs on the allocation's first node, {hosts[0]}; submit with --launcher slurm instead")
     match = re.search(r"\bNodeAddr=(\S+)", _tool(["scontrol", "--oneliner", "show", "node", hosts[0]]))
     return Allocation(job, hosts, match[1] if match else hosts[0])

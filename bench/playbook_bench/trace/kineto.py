@@ -35,8 +35,7 @@ _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 _MOST_NAMED = 64
 _MOST_RANKS = 4096
-_ON_DEVICE = "gpu_user_annotation"
-_READ = {*_DEVICE, *_HOST, _ON_DEVICE}
+_READ = {*_DEVICE, *_HOST, "gpu_user_annotation"}
 _LABEL = re.compile(r"\[([^\]]{1,60})\] |(rank[-_ ]?\d{1,6})\b", re.IGNORECASE)
 """What tools that merge traces write before the number of a process: `[TP03] 7`, `rank3 7`."""
 _NUMBERED = re.compile(r"(?:tp|rank)[-_ ]?(\d{1,6})", re.IGNORECASE)
