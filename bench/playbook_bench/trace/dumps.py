@@ -248,8 +248,7 @@ def _sentence(
     cause: str, label: str, ranks: Sequence[int], waiting: Sequence[int], chosen: _Open, standings: Mapping[int, RankStanding]
 ) -> str:
     """The answer in words: what `ranks` did, at which collective (`label`), and who waits for them."""
-    who = _ranks(ranks)
-    who = who[0].upper() + who[1:]
+    who = _ranks(ranks).capitalize()
     match cause:
         case "different":
             other = {rank: call for rank, call in chosen.calls.items() if rank not in ranks}
