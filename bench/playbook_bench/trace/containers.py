@@ -85,14 +85,11 @@ class Unpacked(io.RawIOBase):
             return b""
         try:
             data = self._read(size)
-        except EOFError:
+        except (EOFError, *_BROKEN) as e:
+            if not isinstance(e, EOFError) and "unexpected end of data" not in str(e) and "Truncated" not in str(e):
+                raise PlaybookError(f"{self.name}: is a damaged file ({_shown(str(e)) or type(e).__name__}); copy it anew") from e
             self.cut = True
             return b""
-        except _BROKEN as e:
-            if "unexpected end of data" in str(e) or "Truncated" in str(e):
-                self.cut = True
-                return b""
-            raise PlaybookError(f"{self.name}: is a damaged file ({_shown(str(e)) or type(e).__name__}); copy it anew") from e
         if self.quota is not None:
             self.quota -= len(data)
             if self.quota < 0:
