@@ -119,11 +119,6 @@ def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
     return {key: sorted(each, key=lambda pair: -pair[1]) for key, each in groups.items()}
 
 
-def _hardware(device: str | None) -> str:
-    """The planner's word for a GPU by its device name; the name itself where it has none."""
-    return next((name for name in ("h100", "h200") if name in (device or "").lower()), device or "")
-
-
 def speeds_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Tokens per second and GPU of each configuration: the median of its runs."""
     by_name: dict[str, list[float]] = {}
@@ -140,18 +135,12 @@ def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehea
     if timed is not None:
         overrides |= {"train.steps": config.train.warmup_steps + timed, "train.log_every": 1}
     if rehearse:
-        overrides, file = (
-            {**{k: v for k, v in overrides.items() if k.startswith("parallel.")}, "model": _tiny(config), **_SMALL},
-            str(ROOT / CONFIG),
-        )
+        layout = {k: v for k, v in overrides.items() if k.startswith("parallel.")}
+        vision, experts = config.model.vision is not None, config.model.num_experts
+        tiny = "qwen3_vl_moe_tiny" if vision else "qwen3_moe_tiny" if experts else "qwen3_tiny"
+        overrides, file = {**layout, "model": tiny, **_SMALL}, str(ROOT / CONFIG)
     words = [file, *(f"{k}={json.dumps(v)}" for k, v in overrides.items())]
     return megatron_table.launch(words, gpus, limit_s, lambda folder: megatron_table.measured(folder, len(gpus), ()))
-
-
-def _tiny(config: tree.TrainerConfig) -> str:
-    """The model that stands for the configuration's in a rehearsal."""
-    model = config.model
-    return "qwen3_vl_moe_tiny" if model.vision is not None else "qwen3_moe_tiny" if model.num_experts else "qwen3_tiny"
 
 
 def asked_for(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -164,7 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     path = arguments.out / RUNS
     machine = detect.detect()
-    hardware = arguments.hardware if arguments.rehearse else _hardware(machine.gpu)
+    gpu = machine.gpu or ""
+    hardware = arguments.hardware if arguments.rehearse else next((name for name in ("h100", "h200") if name in gpu.lower()), gpu)
     rows = [
         r
         for r in asked_for(arguments)

@@ -30,7 +30,7 @@ from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook.processes import adopting, die_with_parent, listed
-from playbook_bench.launch.outcome import Ended, Result, StartMethod, judge, tail
+from playbook_bench.launch.outcome import Ended, Result, judge, tail
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.tree import TrainerConfig
@@ -157,7 +157,8 @@ class LocalLauncher:
             result = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
         else:
             result = judge([Ended(r.index, r.exit_code, r.log) for r in ranks], spec.written, started, wall)
-        return replace(result, launched=_launched(ranks))
+        forked = {r.forked for r in ranks}
+        return replace(result, launched="mixed" if len(forked) > 1 else "fork" if True in forked else "")
 
     def _staying(self) -> Collection[int]:
         """Processes that outlive a launch."""
@@ -169,11 +170,6 @@ class LocalLauncher:
         command = [*self.command, str(config)]
         with log.open("wb") as out:
             return started(index, self.wrap(index, command) if self.wrap else command, log, out, env)
-
-
-def _launched(ranks: Sequence[Rank]) -> StartMethod:
-    forked = {r.forked for r in ranks}
-    return "mixed" if len(forked) > 1 else "fork" if True in forked else ""
 
 
 def started(

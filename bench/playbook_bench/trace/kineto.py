@@ -249,7 +249,12 @@ def of_document(document: Document, stream: Unpacked) -> list[tuple[str, Timelin
 
 def _timeline(recorded: _Recorded, name: str, number: int | None, cut: bool) -> Timeline:
     """One rank's work, checked. `cut`: its file is cut off."""
-    spans = [span._replace(name=_range_name(span.name)) for span in recorded.annotations if _is_range(span.name)]
+    # FSDP2 annotates each of its steps per module: together they are one range, and so are calls that differ in their details.
+    spans = [
+        span._replace(name="fsdp" if span.name.startswith(_FSDP) else _DETAIL.sub("", span.name))
+        for span in recorded.annotations
+        if _is_range(span.name)
+    ]
     _check_one_rank(recorded, spans, name)
     stacks = Stacks(close_backward(spans))
     amount = f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
@@ -282,11 +287,6 @@ def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
 
 def _is_range(name: str) -> bool:
     return not _FOREIGN.match(name)
-
-
-def _range_name(name: str) -> str:
-    """The name without what differs from call to call. FSDP2 annotates each of its steps per module: together they are one range."""
-    return "fsdp" if name.startswith(_FSDP) else _DETAIL.sub("", name)
 
 
 def _is_host_work(name: str) -> bool:

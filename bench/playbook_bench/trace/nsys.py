@@ -75,7 +75,8 @@ def _timeline(db: sqlite3.Connection, path: Path, ranges: bool) -> Timeline:
     """The timeline of the process that ran the steps, from the tables of an open export; without `ranges`, of the busiest process."""
     tables = _tables(db)
     _check(tables, path, ranges)
-    strings = _strings(db, tables)
+    named = {"id", "value"} <= tables.get("StringIds", set())
+    strings = {i: str(v) for i, v in db.execute("SELECT id, value FROM StringIds") if isinstance(i, int)} if named else {}
     spans = _spans(db, tables, strings, path) if "NVTX_EVENTS" in tables else []
     process = _process(spans) if ranges else _busiest(db, tables, path)
     spans = [s for s in spans if s.thread & _PROCESS == process]
@@ -126,12 +127,6 @@ def _rows(db: sqlite3.Connection, table: str, columns: list[str], path: Path) ->
         if i >= MAX_ROWS:
             raise PlaybookError(f"{path}: table {table} has more than {MAX_ROWS} rows; trace fewer steps (profile.steps)")
         yield row
-
-
-def _strings(db: sqlite3.Connection, tables: dict[str, set[str]]) -> dict[int, str]:
-    if not {"id", "value"} <= tables.get("StringIds", set()):
-        return {}
-    return {i: str(v) for i, v in db.execute("SELECT id, value FROM StringIds") if isinstance(i, int)}
 
 
 def _times(path: Path, table: str, *values: object) -> tuple[int, ...]:
@@ -232,15 +227,9 @@ def _operations(
             unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
             names = [strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed) for label in labels]
             thread, launch = call or (0, begin)
-            kind = _kind(table, names)
+            # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
+            kind: Kind = "copy" if table in _COPIES else "communication" if any(map(communicates, names)) else "compute"
             yield Op(thread, launch, begin, until, kind, _name(names) if kind == "compute" else names[0]), call is not None
-
-
-def _kind(table: str, names: list[str]) -> Kind:
-    if table in _COPIES:
-        return "copy"
-    # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
-    return "communication" if any(map(communicates, names)) else "compute"
 
 
 def _name(names: list[str]) -> str:

@@ -203,7 +203,10 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
             waited=waited,
             host=host,
             unknown=unknown,
-            named=_named(waits_for),
+            named=" and ".join(
+                f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
+                for each in waits_for
+            ),
             largest=classes[0].name if classes else "nothing",
             idle=1 - shares["busy"],
             **shares,
@@ -412,13 +415,6 @@ _SENTENCES: dict[str, str] = {
     "{computing:.0%}; the largest class is {largest}).",
 }
 """The answer in one sentence, by wall, with the share behind it and what to try."""
-
-
-def _named(waits_for: Sequence[HostOperator]) -> str:
-    return " and ".join(
-        f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
-        for each in waits_for
-    )
 
 
 _IDLE = {"idle for the host": "host_idle", "idle for data": "data_wait", "idle of unknown cause": "unknown_idle"}
