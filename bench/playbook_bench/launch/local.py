@@ -146,8 +146,7 @@ class LocalLauncher:
         try:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
-            watched = Watch(spec, on_step)
-            hung = _wait(ranks, watched, clock, self.drain_s)
+            hung = _wait(ranks, Watch(spec, on_step), clock, self.drain_s)
         finally:
             with deferred_signals() as arrived_signals:
                 terminate_ranks(ranks, self.grace_s, arrived_signals)

@@ -278,8 +278,7 @@ def load_pickle(stream: Unpacked) -> Any:
 def _bounded(size: int) -> Iterator[None]:
     """So many bytes more for this process: an opcode of five bytes may ask for a table of 64 GB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most = used + size
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + size
     limited = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
     resource.setrlimit(resource.RLIMIT_AS, (limited, before[1]))
     try:
