@@ -77,12 +77,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End it, and with it every rank that is left."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(OSError), self.process:  # which closes its pipes and waits for it
+            self.process.kill()
 
 
 @dataclass
