@@ -410,17 +410,11 @@ class _BackwardToForward:
         self._stacks = stacks
         self._wrappers: defaultdict[int, list[Event]] = defaultdict(list)
         self._forward: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
-        for e in events:
-            if e.number is None or e.number < 0:
-                continue
+        for e in sorted((e for e in events if e.number is not None and e.number >= 0), key=lambda e: e.start):
             if e.name.startswith(_EVALUATE):
                 self._wrappers[e.thread].append(e)
             elif not e.forward:
                 self._forward[e.thread, e.number].append(e.start)
-        for wrappers in self._wrappers.values():
-            wrappers.sort(key=lambda e: e.start)
-        for starts in self._forward.values():
-            starts.sort()
         self._threads = self._learn(flows)
 
     def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int | None, int]:
