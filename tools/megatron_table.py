@@ -157,15 +157,12 @@ def is_done(job: Job, limit_s: float) -> bool:
     if len(job.codes) < len(job.pids) and (any(job.codes.values()) or time.monotonic() - job.began > limit_s):
         if not any(job.codes.values()):
             job.ended = f"did not end within {limit_s:g} s"
-        for rank, pid in enumerate(job.pids):
+        for rank, pid in [each for each in enumerate(job.pids) if each[0] not in job.codes]:
             for end in (os.killpg, os.kill):
                 with suppress(ProcessLookupError):
-                    if rank not in job.codes:
-                        end(pid, signal.SIGKILL)
-        for rank, pid in enumerate(job.pids):
-            if rank not in job.codes:
-                os.waitpid(pid, 0)
-                job.codes[rank] = 0
+                    end(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            job.codes[rank] = 0
     return len(job.codes) == len(job.pids)
 
 
