@@ -22,18 +22,21 @@ Wall = Literal[
     "data wait", "host-bound", "idle of unknown cause", "exposed communication", "memory-bound kernels", "compute-bound", "mixed", "no GPU"
 ]
 
-DATA_WAIT = 0.10
-"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is
-above what tracing itself adds."""
-HOST_BOUND = 0.10
-"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU
-bounds (1 to 3 us for each operator), so a smaller share may be the profiler's own."""
-UNKNOWN_IDLE = 0.10
-"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the
-trace: as much as of the idle time whose cause is known."""
-EXPOSED = 0.15
-"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a
-collective also waits for the slowest rank."""
+THRESHOLDS: dict[Wall, float] = {
+    # The GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is above what tracing itself
+    # adds.
+    "data wait": 0.10,
+    # It is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us for each
+    # operator), so a smaller share may be the profiler's own.
+    "host-bound": 0.10,
+    # It is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the trace: as much as of the idle
+    # time whose cause is known.
+    "idle of unknown cause": 0.10,
+    # Collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the
+    # slowest rank.
+    "exposed communication": 0.15,
+}
+"""Shares of the step from which on a cause outside the kernels is a wall."""
 BUSY = 0.80
 """Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its
 threshold says enough."""
@@ -366,17 +369,9 @@ def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, .
     return tuple(ClassTime(name, ns / NS_PER_MS / num_steps, ns / span, count[name] / num_steps) for name, ns in time.most_common())
 
 
-_THRESHOLDS: dict[Wall, float] = {
-    "data wait": DATA_WAIT,
-    "host-bound": HOST_BOUND,
-    "idle of unknown cause": UNKNOWN_IDLE,
-    "exposed communication": EXPOSED,
-}
-
-
 def _beyond(measures: str, shares: Mapping[Wall, float | None]) -> list[Wall]:
     """Walls outside the kernels that are above their thresholds, the largest first."""
-    over = [(share, wall) for wall, share in shares.items() if share is not None and share > _THRESHOLDS[wall]]
+    over = [(share, wall) for wall, share in shares.items() if share is not None and share > THRESHOLDS[wall]]
     return [wall for _, wall in sorted(over, reverse=True) if measures == "gpu" or wall == "data wait"]
 
 
