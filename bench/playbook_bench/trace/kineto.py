@@ -28,7 +28,6 @@ _EVALUATE = "autograd::engine::evaluate_function: "
 # Annotations that the profiler, the optimizer base class and the process groups add; they name no part of the step.
 _FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|enumerate\(|gloo:|nccl:|c10d::|autograd::|## )")
 _DETAIL = re.compile(r" \(.*\)$", re.DOTALL)
-_FSDP = "FSDP::"
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _MAX_US = 10**16
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -251,7 +250,7 @@ def _timeline(recorded: _Recorded, name: str, number: int | None, cut: bool) -> 
     """One rank's work, checked. `cut`: its file is cut off."""
     # FSDP2 annotates each of its steps per module: together they are one range, and so are calls that differ in their details.
     spans = [
-        span._replace(name="fsdp" if span.name.startswith(_FSDP) else _DETAIL.sub("", span.name))
+        span._replace(name="fsdp" if span.name.startswith("FSDP::") else _DETAIL.sub("", span.name))
         for span in recorded.annotations
         if _is_range(span.name)
     ]
