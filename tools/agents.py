@@ -45,9 +45,7 @@ CallTool = Callable[[str, dict[str, Any]], Awaitable[str]]
 
 def layout_asked(task: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a layout must be for, where the task asks for one: the arguments of its `plan_layout`, or of its own `layout`."""
-    if "command" in task:
-        return dict(task["calls"][0]["arguments"])
-    return task["answer"].get("layout")
+    return task["calls"][0]["arguments"] if "command" in task else task["answer"].get("layout")
 
 
 def question_of(task: Mapping[str, Any]) -> str:

@@ -27,11 +27,7 @@ def main(words: list[str]) -> int:
     config = load(Path(words[0]), parse_overrides(words[1:]))
     refuse(config)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = joined()
     train = build(config, device)
     warm, steps, losses = config.train.warmup_steps, config.train.steps, []
     for _ in range(warm):
@@ -53,6 +49,15 @@ def main(words: list[str]) -> int:
         }
         (Path(config.output) / RESULT).write_text(json.dumps(found))
     return 0
+
+
+def joined() -> torch.device:
+    """The device of this rank, which has joined the others."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def everyone_is_here(device: torch.device) -> None:

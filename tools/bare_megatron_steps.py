@@ -31,7 +31,7 @@ def main(words: list[str]) -> None:
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         torch.compile = as_written  # torch would import its compiler all the same, for seconds
     import torch.distributed as dist
-    from bare_megatron import build, everyone_is_here, refuse
+    from bare_megatron import build, everyone_is_here, joined, refuse
 
     from playbook_trainer.config.tree import load, parse_overrides
 
@@ -39,10 +39,7 @@ def main(words: list[str]) -> None:
     refuse(config)
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = joined()
     train = build(config, device)
     tokens = config.train.global_batch_size * config.data.seq_len
     for step in range(1, config.train.steps + 1):

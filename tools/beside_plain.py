@@ -8,7 +8,7 @@ Prints for each launch tokens/s, peak memory, seconds until the first step has e
 difference of their losses. A JSON line for each launch goes to DIR/beside-plain.jsonl. Launches that the file holds with an end of their
 own (training, refusal, out of memory) are not run again, so the same command goes on where its budget has cut it; then it ends with code 3.
 Words of the form key.path=value go to all sides. Which side is first changes from round to round. Ranks are forks of one process that has
-imported torch; `--fresh` starts each as a user does.
+imported torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,10 +29,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
 
-from megatron_table import LEFT_OUT, ended, environment, measured, reason, run_forked  # noqa: E402
+from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
 
 from playbook.errors import PlaybookError  # noqa: E402
-from playbook_bench.launch import local  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
 from playbook_trainer import fork_server  # noqa: E402
 from playbook_trainer.config import checks  # noqa: E402
@@ -124,15 +122,16 @@ def words(side: str, setting: Setting, steps: int, more: Sequence[str], *, gpu: 
     return [path, *common, *(f"{key}={json.dumps(value)}" for key, value in switches.items())]
 
 
-def run(arguments: list[str], gpus: Sequence[str], limit_s: float, *, fresh: bool) -> dict[str, Any]:
+def run(arguments: list[str], gpus: Sequence[str], limit_s: float) -> dict[str, Any]:
     """One launch: its figures, or why it has none; never longer than the limit."""
     folder, began = Path(tempfile.mkdtemp(prefix="beside-plain-")), time.monotonic()
     try:
-        code, message = (_fresh if fresh else _forked)(arguments, gpus, folder, limit_s)
+        job = run_forked(arguments, gpus or [""], folder, limit_s)
         out: dict[str, Any] = {"outcome": "ok", "wall_s": round(time.monotonic() - began, 1)}
-        if message or code:
-            outcome = {2: "refused", 4: "out of memory"}.get(code, "failed")
-            return out | {"outcome": "failed" if message == _LATE else outcome, "message": message or f"ended with code {code}"}
+        if job.ended:
+            return out | {"outcome": "failed", "message": "did not end within its limit"}
+        if code := job.codes[0]:
+            return out | {"outcome": {2: "refused", 4: "out of memory"}.get(code, "failed"), "message": reason(ended(job))}
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         first = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
         return out | {
@@ -145,31 +144,6 @@ def run(arguments: list[str], gpus: Sequence[str], limit_s: float, *, fresh: boo
         }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-_LATE = "did not end within its limit"
-
-
-def _forked(arguments: list[str], gpus: Sequence[str], folder: Path, limit_s: float) -> tuple[int, str]:
-    job = run_forked(arguments, gpus or [""], folder, limit_s)
-    code = job.codes[0]
-    return code, _LATE if job.ended else reason(ended(job)) if code else ""
-
-
-def _fresh(arguments: list[str], gpus: Sequence[str], folder: Path, limit_s: float) -> tuple[int, str]:
-    env = environment(0, gpus or [""], local.free_port())
-    log = folder / "rank0.log"
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "playbook_trainer", *arguments, f"output={folder}"]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
-        return 0, _LATE
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return code, (lines or [f"ended with code {code}"])[-1][:400] if code else ""
 
 
 def apart(a: Sequence[float | None], b: Sequence[float | None]) -> float | None:
@@ -216,7 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=540, help="seconds after which nothing is started")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a launch may take")
     parser.add_argument("--out", type=Path, required=True, help="folder of the file")
-    parser.add_argument("--fresh", action="store_true", help="a new process for each launch, imports included")
     parser.add_argument("--rehearse", action="store_true", help="the tiny models on the CPU, whatever GPUs there are")
     arguments = parser.parse_intermixed_args(argv)
     began = time.monotonic()
@@ -224,8 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not gpus and not arguments.rehearse:
         print("there is no GPU; --rehearse trains tiny models on the CPU", file=sys.stderr)
         return 2
-    if not arguments.fresh and not fork_server.import_all("torch"):
-        print("an import has touched a GPU, so nothing can be forked: add --fresh", file=sys.stderr)
+    if not fork_server.import_all("torch"):
+        print("an import has touched a GPU, so nothing can be forked", file=sys.stderr)
         return 2
     names = arguments.only or (REHEARSED if arguments.rehearse else [name for name in SETTINGS if name not in LEFT_ASIDE])
     print(
@@ -240,7 +213,7 @@ def compare(arguments: argparse.Namespace, names: Sequence[str], gpus: Sequence[
     path, cudnn = arguments.out / FILE, bool(gpus) and find_spec("transformer_engine") is not None
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    about = {"steps": arguments.steps, "words": arguments.words, "gpu": bool(gpus), "fresh": arguments.fresh}
+    about = {"steps": arguments.steps, "words": arguments.words, "gpu": bool(gpus)}
     for number in range(arguments.rounds):
         for name in names:
             at = {"setting": name, "round": number, **about}
@@ -255,7 +228,7 @@ def compare(arguments: argparse.Namespace, names: Sequence[str], gpus: Sequence[
                 try:
                     asked = words(side, SETTINGS[name], arguments.steps, arguments.words, gpu=bool(gpus), packed_cudnn=cudnn)
                     checks.check(load(ROOT / asked[0], parse_overrides(asked[1:])), 1)
-                    found = run(asked, gpus, arguments.limit, fresh=arguments.fresh) | {"arguments": asked}
+                    found = run(asked, gpus, arguments.limit) | {"arguments": asked}
                 except PlaybookError as e:
                     found = {"outcome": "refused", "message": " ".join(str(e).split()), "wall_s": 0.0}
                 rows.append(key | found)

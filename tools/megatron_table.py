@@ -2,8 +2,7 @@
 backend.
 
     python tools/megatron_table.py one two four --budget 150        # the switches, into docs/parity/megatron-switches.jsonl
-    python tools/megatron_table.py cp --budget 420                  # context parallelism by length (cp2: on two), into
-    docs/parity/megatron-cp.jsonl
+    python tools/megatron_table.py cp --budget 420                  # context parallelism by length, into docs/parity/megatron-cp.jsonl
 
 On as many GPUs as are visible, several rows at a time where they need fewer. A row that fails is a row, with the reason. Rows that the
 budget leaves out are run by the next call, which keeps what the file holds (`--again` runs everything anew, `--only WORDS` the rows whose
@@ -46,7 +45,7 @@ from playbook_trainer import fork_server  # noqa: E402
 from playbook_trainer.config import environment as variables  # noqa: E402
 from playbook_trainer.config import tree as trainer  # noqa: E402
 
-FILES = dict.fromkeys(("cp", "cp2"), "megatron-cp.jsonl")
+FILES = {"cp": "megatron-cp.jsonl"}
 FILE = "megatron-switches.jsonl"
 _NO_FORK = ("initialization error", "Cannot re-initialize CUDA", "CUDA error: not initialized")
 _TAIL = 20_000
@@ -158,15 +157,12 @@ def is_done(job: Job, limit_s: float) -> bool:
     if len(job.codes) < len(job.pids) and (any(job.codes.values()) or time.monotonic() - job.began > limit_s):
         if not any(job.codes.values()):
             job.ended = f"did not end within {limit_s:g} s"
-        for rank, pid in enumerate(job.pids):
+        for rank, pid in [each for each in enumerate(job.pids) if each[0] not in job.codes]:
             for end in (os.killpg, os.kill):
                 with suppress(ProcessLookupError):
-                    if rank not in job.codes:
-                        end(pid, signal.SIGKILL)
-        for rank, pid in enumerate(job.pids):
-            if rank not in job.codes:
-                os.waitpid(pid, 0)
-                job.codes[rank] = 0
+                    end(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            job.codes[rank] = 0
     return len(job.codes) == len(job.pids)
 
 

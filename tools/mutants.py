@@ -131,7 +131,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str, Any]]:
         changes += [(node.ifs, i, ast.UnaryOp(ast.Not(), test)) for i, test in enumerate(node.ifs)]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
         changes.append((node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else None))
-    if isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
+    if isinstance(node, ast.Return) and node.value is not None and not (isinstance(node.value, ast.Constant) and node.value.value is None):
         changes.append((node, "value", ast.Constant(None)))
     for holder, key, new in changes:
         before = _shown(node)
@@ -147,10 +147,6 @@ def _put(holder: Any, key: str | int, value: Any) -> None:
         holder[int(key)] = value
     else:
         setattr(holder, str(key), value)
-
-
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _shown(node: ast.AST) -> str:

@@ -65,17 +65,14 @@ def _total(run: Run, field: str) -> float:
     return math.fsum(getattr(s, field) for s in timed(run))
 
 
-def _rate(field: str) -> Callable[[Run], float | None]:
+def _over_time(field: str, *, per_rank: bool = False) -> Callable[[Run], float | None]:
+    """What the timed steps have of that, for each of their seconds."""
+
     def value(run: Run) -> float | None:
         seconds = _total(run, "seconds")
-        return _total(run, field) / seconds / run.ranks if seconds > 0 else None
+        return _total(run, field) / seconds / (run.ranks if per_rank else 1) if seconds > 0 else None
 
     return value
-
-
-def _images_per_s(run: Run) -> float | None:
-    seconds = _total(run, "seconds")
-    return _total(run, "images") / seconds if seconds > 0 else None
 
 
 def _step_seconds(run: Run) -> float | None:
@@ -86,16 +83,6 @@ def _step_seconds(run: Run) -> float | None:
 def _step_variation(run: Run) -> float | None:
     steps = [s.seconds for s in timed(run)]
     return statistics.pstdev(steps) / statistics.fmean(steps) if steps and sum(steps) > 0 else None
-
-
-def _data_share(run: Run) -> float | None:
-    seconds = _total(run, "seconds")
-    return _total(run, "data_seconds") / seconds if seconds > 0 else None
-
-
-def _compile_share(run: Run) -> float | None:
-    seconds = _total(run, "seconds")
-    return _total(run, "compile_seconds") / seconds if seconds > 0 else None
 
 
 def _first_grad_norm(run: Run) -> float | None:
@@ -124,8 +111,15 @@ def _bytes(name: str, text: str) -> Metric:
 
 
 _ROWS = (
-    Metric("useful_tokens_per_s_per_gpu", "tokens/s", "higher", "time", _rate("useful_tokens"), help="without padding; on a CPU, per rank"),
-    Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", "time", _rate("raw_tokens"), help="padding included"),
+    Metric(
+        "useful_tokens_per_s_per_gpu",
+        "tokens/s",
+        "higher",
+        "time",
+        _over_time("useful_tokens", per_rank=True),
+        help="without padding; on a CPU, per rank",
+    ),
+    Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", "time", _over_time("raw_tokens", per_rank=True), help="padding included"),
     Metric("step_seconds", "s", "lower", "time", _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
     Metric(
         WALL_STEP,
@@ -145,9 +139,25 @@ _ROWS = (
         "difference",
         help="standard deviation of the timed steps over their mean",
     ),
-    Metric("data_time_share", "share", "lower", "time", _data_share, "difference", help="share of the timed window spent waiting for data"),
-    Metric("images_per_s", "images/s", "higher", "time", _images_per_s, help="over all ranks"),
-    Metric("compile_time_share", "share", "lower", "time", _compile_share, "difference", help="share of the timed window spent compiling"),
+    Metric(
+        "data_time_share",
+        "share",
+        "lower",
+        "time",
+        _over_time("data_seconds"),
+        "difference",
+        help="share of the timed window spent waiting for data",
+    ),
+    Metric("images_per_s", "images/s", "higher", "time", _over_time("images"), help="over all ranks"),
+    Metric(
+        "compile_time_share",
+        "share",
+        "lower",
+        "time",
+        _over_time("compile_seconds"),
+        "difference",
+        help="share of the timed window spent compiling",
+    ),
     Metric("peak_memory_bytes", "bytes", "lower", "noisy count", _peak_memory, help="device memory allocated at most, largest rank"),
     Metric(
         "peak_reserved_bytes",

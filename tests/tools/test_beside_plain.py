@@ -64,7 +64,7 @@ def test_a_rehearsal_trains_both_sides(tmp_path: Path) -> None:
 
 def test_each_launch_is_written_down_and_a_second_call_goes_on_where_it_was_cut(tmp_path: Path, monkeypatch, capsys) -> None:
     figures = {"wall_s": 1.0, "tokens_per_s_per_gpu": 1.0, "step_s": 1.0, "peak_memory_bytes": 1, "first_step_s": 1.0, "recompiles": 0}
-    monkeypatch.setattr(beside_plain, "run", lambda *_, fresh: {"outcome": "ok", "losses": [1.0], **figures})
+    monkeypatch.setattr(beside_plain, "run", lambda *_: {"outcome": "ok", "losses": [1.0], **figures})
     monkeypatch.setattr(beside_plain.fork_server, "import_all", lambda backend: True)
 
     def call(*words: str) -> int:

@@ -27,7 +27,6 @@ class Compared:
 
     id: str
     group: str
-    source: str
     model: str
     words: str
     plan: Plan
@@ -53,7 +52,7 @@ def compared() -> Iterator[Compared]:
         for run in group["runs"]:
             words = f"{group['base']} {run['set']}".strip()
             plan = parse(group["model"], words.split(), shape=shape)
-            yield Compared(run["id"], group["group"], group["source"], group["model"], words, plan, float(run["gib"]))
+            yield Compared(run["id"], group["group"], group["model"], words, plan, float(run["gib"]))
 
 
 def table() -> str:

@@ -1,13 +1,13 @@
 """Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, those of the whole Qwen3-30B-A3B on
 eight, or the variants of prediction cases.
 
-    python tools/planner/planned_layouts.py register --hardware h100 --gpus 8   # predictions, into docs/parity/planned-layouts.jsonl
     python tools/planner/planned_layouts.py run --gpus 8 --budget 560           # each once, shuffled, into planned-layouts-runs.jsonl
     python tools/planner/planned_layouts.py run --gpus 8 --pairs 4              # then the two fastest of each model, in turns
     python tools/planner/planned_layouts.py report                              # errors, winners and misses
     python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch
 
-Predictions are not registered once there are runs on such GPUs. With `--cases`, `report` goes likewise.
+Predictions and settings are the rows of docs/parity/planned-layouts.jsonl, which stand as they were registered. With `--cases`, `report`
+goes likewise.
 How far off a prediction is costs one launch; whether its interval holds takes the case's own series (`playbook bench run`).
 A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has
 imported torch, megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the
@@ -33,7 +33,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT 
 import megatron_table  # noqa: E402
 from megatron_table import LEFT_OUT  # noqa: E402
 
-from playbook.planner.time.cluster import cluster  # noqa: E402
 from playbook.records.case import load_case  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
 from playbook_bench.variants import resolve  # noqa: E402
@@ -45,19 +44,9 @@ FOLDER = ROOT / "docs" / "parity"
 REGISTERED, RUNS = "planned-layouts.jsonl", "planned-layouts-runs.jsonl"
 USUAL = "h200"
 """The GPU of cases' profiles, and of rows that name none."""
-SHARE = 0.85
-"""Of a GPU's memory: what the planner does not count, buffers of collectives among it, has to fit beside."""
 GIB = 2**30
 NEAR = 0.05
 """A choice is right if it is this close to the best."""
-
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"model": "qwen3_8b"},
-    "moe-128": {"model": "qwen3_30b_a3b"},
-    "moe-64": {"model": "qwen3_30b_a3b", "model.num_experts": 64, "model.top_k": 4, "model.expert_ffn_size": 1536},
-    "vision": {"model": "qwen3_vl_30b_a3b"},
-}
-"""Four models of about one width; the wider experts are half as many, of twice the width."""
 _SMALL: dict[str, Any] = {
     "data.seq_len": 32,
     "train.dtype": "fp32",
@@ -67,119 +56,6 @@ _SMALL: dict[str, Any] = {
     "train.global_batch_size": 8,
     "parallel.sequence_parallel": False,
 }
-
-_TP = {"parallel.tp": 2, "parallel.sequence_parallel": True}
-_LONG = {"parallel.cp": 2, "data.seq_len": 32768}
-_TORCH = {
-    "backend": "torch",
-    "optimizer.moments_dtype": "bf16",
-    "optimizer.master_weights": "remainder",
-    "parallel.reduce_dtype": "bf16",
-}
-_MEGATRON = {"megatron.precision_aware_optimizer": True, "megatron.grad_reduce_dtype": "bf16", "optimizer.moments_dtype": "bf16"}
-"""States in 16 bits where a backend can have them: only so does the whole model fit eight GPUs of 80 GB."""
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    4: {
-        "fsdp2": {"backend": "torch"},
-        "ep4": {"parallel.ep": 4},
-        "tp2-ep2": {**_TP, "parallel.ep": 2, "parallel.etp": 1},
-        "pp2-ep2": {"parallel.pp": 2, "parallel.ep": 2},
-        "cp2-32k": {**_LONG, "parallel.ep": 4},
-        "tp2-pp2": {**_TP, "parallel.pp": 2, "parallel.etp": 2},
-    },
-    2: {
-        "fsdp2": {"backend": "torch"},
-        "ep2": {"parallel.ep": 2},
-        "tp2": {**_TP, "parallel.etp": 2},
-        "pp2": {"parallel.pp": 2},
-        "cp2-32k": {**_LONG, "parallel.ep": 2},
-    },
-    8: {
-        "fsdp2": _TORCH,
-        "ep8-torch": {**_TORCH, "parallel.ep": 8},
-        "ep4-fsdp2": {**_TORCH, "parallel.ep": 4},
-        "ep8": {**_MEGATRON, "parallel.ep": 8},
-        "ep4-pp2": {**_MEGATRON, "parallel.ep": 4, "parallel.pp": 2},
-        "tp2-ep8": {**_MEGATRON, **_TP, "parallel.ep": 8, "parallel.etp": 1},
-        "megatron-fsdp": {"megatron.data_parallel": "megatron_fsdp", "megatron.grad_reduce_dtype": "bf16"},
-        "cp2-ep8-32k": {**_MEGATRON, **_LONG, "parallel.ep": 8},
-    },
-}
-"""By number of GPUs; on eight they are those of one whole model."""
-WHOLE = {8: "moe-128"}
-"""The model that keeps all its layers, by number of GPUs; what fits is a matter of micro-batch and recompute there."""
-_SPARING: tuple[dict[str, Any], ...] = tuple(
-    {"train.micro_batch_size": rows, **again}
-    for rows in (4, 2, 1)
-    for again in (
-        {},
-        *({"train.recompute": "selective", "train.recompute_modules": ["layernorm", module]} for module in ("moe_act", "moe")),
-        {"train.recompute": "full"},
-    )
-)
-"""Micro-batches and recompute to choose from."""
-_DENSE = {"ep4": "dp4", "ep2": "dp2", "tp2-ep2": "tp2", "pp2-ep2": "pp2"}
-"""What is left of a layout where there are no experts to spread."""
-_FUSED = {
-    "train.fused_activation": True,
-    "train.fused_norms": True,
-    "train.fused_loss": True,
-    "train.compile.decoder": True,
-    "optimizer.fused": True,
-    "moe.apply_probs_on": "activation",
-    "moe.fused_permutation": True,
-    "moe.fused_router": True,
-}
-"""Kernels of the torch backend that a prediction takes for granted."""
-
-
-def settings(model: str, layout: str, gpus: int, layers: int) -> dict[str, Any]:
-    """What the trainer is told."""
-    layout_settings = LAYOUTS[gpus][layout]
-    rows = 2 if "data.seq_len" not in layout_settings else 1
-    batch = 8 * gpus if rows == 2 else 2 * gpus
-    trainer_settings: dict[str, Any] = {
-        "backend": "megatron", **MODELS[model], "model.num_layers": layers, "data.seq_len": 4096, "train.micro_batch_size": rows,
-        "train.global_batch_size": batch, **layout_settings,
-    }  # fmt: skip
-    if trainer_settings["backend"] == "torch":
-        trainer_settings |= _FUSED
-    if model == "dense":
-        trainer_settings = {
-            k: v for k, v in trainer_settings.items() if k not in ("parallel.ep", "parallel.etp") and not k.startswith("moe.")
-        }
-    return trainer_settings
-
-
-def registered(hardware: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Every configuration with its prediction: the deepest model, by twos, that all its layouts hold, or the whole one."""
-    capacity = SHARE * cluster(hardware).memory_gib * GIB
-    layouts = LAYOUTS[gpus]
-    if gpus in WHOLE:
-        yield from whole(hardware, gpus, capacity)
-    else:
-        for model in MODELS:
-            layers = 48 if model != "dense" else 36
-            while any(_held(settings(model, layout, gpus, layers), gpus) > capacity for layout in layouts):
-                layers -= 2
-            for layout in layouts:
-                trainer_settings = settings(model, layout, gpus, layers)
-                name = _DENSE.get(layout, layout) if model == "dense" else layout
-                yield _row(hardware, gpus, model, name, trainer_settings)
-
-
-def whole(hardware: str, gpus: int, capacity: float) -> Iterator[dict[str, Any]]:
-    """The layouts of a whole model, each with the micro-batch and the recompute that are predicted to be its fastest of those that fit."""
-    model = WHOLE[gpus]
-    for layout in LAYOUTS[gpus]:
-        fits = [s for spared in _SPARING if _held(s := settings(model, layout, gpus, 48) | spared, gpus) <= capacity]
-        rows = [_row(hardware, gpus, model, layout, s) for s in fits]
-        yield max(rows, key=lambda row: row["predicted"]["tokens_per_s_per_gpu"]["value"])
-
-
-def _row(hardware: str, gpus: int, model: str, layout: str, trainer_settings: dict[str, Any]) -> dict[str, Any]:
-    row = {"hardware": hardware, "gpus": gpus, "model": model, "layout": layout}
-    return {**row, "settings": trainer_settings, "predicted": _predicted(trainer_settings, gpus, hardware)}
 
 
 def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
@@ -196,15 +72,7 @@ def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
             yield {**row, "predicted": {"tokens_per_s_per_gpu": speed, "memory_gib": round(_held(overrides, gpus, config) / GIB, 1)}}
 
 
-def _predicted(overrides: Mapping[str, Any], gpus: int, hardware: str) -> dict[str, Any]:
-    speed = dry_run.predicted(tree.load(ROOT / CONFIG, overrides), gpus, cluster(hardware))
-    assert speed is not None
-    figures = speed.tokens_per_s_per_gpu
-    tokens = {k: float(f"{getattr(figures, k):.4g}") for k in ("value", "low", "high")}
-    return {"tokens_per_s_per_gpu": tokens, "memory_gib": round(_held(overrides, gpus) / GIB, 1)}
-
-
-def _held(overrides: Mapping[str, Any], gpus: int, config: Path = ROOT / CONFIG) -> float:
+def _held(overrides: Mapping[str, Any], gpus: int, config: Path) -> float:
     """Bytes of the fullest rank; rows are text, so the vision tower keeps no activations."""
     report = dry_run.dry_run(tree.load(config, overrides), gpus)
     return max(stage.peak - stage.vision for stage in report.stages)
@@ -217,11 +85,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def name_of(row: Mapping[str, Any]) -> str:
     """A configuration in a word, such as `4/moe-128/ep4`, or `h100x4/moe-128/ep4` on other GPUs than the usual."""
-    return f"{_machine(row.get('hardware', USUAL), row['gpus'])}/{row['model']}/{row['layout']}"
-
-
-def _machine(hardware: str, gpus: int) -> str:
-    return str(gpus) if hardware == USUAL else f"{hardware}x{gpus}"
+    hardware = row.get("hardware", USUAL)
+    return f"{'' if hardware == USUAL else f'{hardware}x'}{row['gpus']}/{row['model']}/{row['layout']}"
 
 
 def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], pairs: int, *, again: bool) -> list[tuple[str, int]]:
@@ -254,11 +119,6 @@ def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
     return {key: sorted(each, key=lambda pair: -pair[1]) for key, each in groups.items()}
 
 
-def _hardware(device: str | None) -> str:
-    """The planner's word for a GPU by its device name; the name itself where it has none."""
-    return next((name for name in ("h100", "h200") if name in (device or "").lower()), device or "")
-
-
 def speeds_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Tokens per second and GPU of each configuration: the median of its runs."""
     by_name: dict[str, list[float]] = {}
@@ -275,18 +135,12 @@ def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehea
     if timed is not None:
         overrides |= {"train.steps": config.train.warmup_steps + timed, "train.log_every": 1}
     if rehearse:
-        overrides, file = (
-            {**{k: v for k, v in overrides.items() if k.startswith("parallel.")}, "model": _tiny(config), **_SMALL},
-            str(ROOT / CONFIG),
-        )
+        layout = {k: v for k, v in overrides.items() if k.startswith("parallel.")}
+        vision, experts = config.model.vision is not None, config.model.num_experts
+        tiny = "qwen3_vl_moe_tiny" if vision else "qwen3_moe_tiny" if experts else "qwen3_tiny"
+        overrides, file = {**layout, "model": tiny, **_SMALL}, str(ROOT / CONFIG)
     words = [file, *(f"{k}={json.dumps(v)}" for k, v in overrides.items())]
     return megatron_table.launch(words, gpus, limit_s, lambda folder: megatron_table.measured(folder, len(gpus), ()))
-
-
-def _tiny(config: tree.TrainerConfig) -> str:
-    """The model that stands for the configuration's in a rehearsal."""
-    model = config.model
-    return "qwen3_vl_moe_tiny" if model.vision is not None else "qwen3_moe_tiny" if model.num_experts else "qwen3_tiny"
 
 
 def asked_for(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -299,7 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     path = arguments.out / RUNS
     machine = detect.detect()
-    hardware = arguments.hardware if arguments.rehearse else _hardware(machine.gpu)
+    gpu = machine.gpu or ""
+    hardware = arguments.hardware if arguments.rehearse else next((name for name in ("h100", "h200") if name in gpu.lower()), gpu)
     rows = [
         r
         for r in asked_for(arguments)
@@ -373,9 +228,9 @@ def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]])
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("command", choices=("register", "run", "report"))
-    parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4, help="8: the whole Qwen3-30B-A3B")
-    parser.add_argument("--hardware", choices=("h100", "h200"), default=USUAL, help="the GPUs to predict for, or to rehearse")
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=4, help="8: the whole Qwen3-30B-A3B")
+    parser.add_argument("--hardware", choices=("h100", "h200"), default=USUAL, help="the GPUs to rehearse for")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="variants of these cases, instead of the registered layouts")
     parser.add_argument("--timed", type=int, help="timed steps of a run, instead of its configuration's")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the runs")
@@ -388,26 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         return run(arguments)
-    runs = read(arguments.out / RUNS)
-    if arguments.command == "register":
-        return register(arguments, runs)
-    print(report(asked_for(arguments), runs))
-    return 0
-
-
-def register(arguments: argparse.Namespace, runs: Sequence[Mapping[str, Any]]) -> int:
-    """Write the predictions of one kind and number of GPUs, beside those of others; never after a run on them."""
-    rows = read(arguments.out / REGISTERED)
-    machine = _machine(arguments.hardware, arguments.gpus)
-    if any(r["name"].partition("/")[0] == machine for r in runs):
-        print(
-            f"{arguments.out / RUNS} holds runs on {arguments.gpus} {arguments.hardware}: predictions are not changed after them",
-            file=sys.stderr,
-        )
-        return 1
-    others = [row for row in rows if _machine(row.get("hardware", USUAL), row["gpus"]) != machine]
-    text = "".join(json.dumps(row) + "\n" for row in (*others, *registered(arguments.hardware, arguments.gpus)))
-    (arguments.out / REGISTERED).write_text(text, encoding="utf-8")
+    print(report(asked_for(arguments), read(arguments.out / RUNS)))
     return 0
 
 

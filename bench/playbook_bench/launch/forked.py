@@ -27,7 +27,6 @@ from playbook_trainer.config import environment as trainer_environment
 
 _IMPORT_S = 120.0
 """How long imports may take before ranks are started without them."""
-_LONG_S = 86_400.0
 _SIGKILL = -9
 
 
@@ -78,12 +77,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End it, and with it every rank that is left."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(OSError), self.process:  # which closes its pipes and waits for it
+            self.process.kill()
 
 
 @dataclass
@@ -103,15 +98,15 @@ class Forked:
         self.server.listen(0.0, lambda: self.returncode is not None)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         """Its code, as soon as it has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not, in so many seconds.
         """
-        self.server.listen(_LONG_S if timeout is None else timeout, lambda: self.returncode is not None)
+        self.server.listen(timeout, lambda: self.returncode is not None)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+            raise subprocess.TimeoutExpired("a forked rank", timeout)
         return self.returncode
 
 

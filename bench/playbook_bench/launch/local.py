@@ -30,7 +30,7 @@ from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook.processes import adopting, die_with_parent, listed
-from playbook_bench.launch.outcome import Ended, Result, StartMethod, judge, tail
+from playbook_bench.launch.outcome import Ended, Result, judge, tail
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.tree import TrainerConfig
@@ -100,7 +100,7 @@ class Process(Protocol):
         """Look whether it has ended."""
         ...
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         """Wait until it has."""
         ...
 
@@ -146,8 +146,7 @@ class LocalLauncher:
         try:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
-            watched = Watch(spec, on_step)
-            hung = _wait(ranks, watched, clock, self.drain_s)
+            hung = _wait(ranks, Watch(spec, on_step), clock, self.drain_s)
         finally:
             with deferred_signals() as arrived_signals:
                 terminate_ranks(ranks, self.grace_s, arrived_signals)
@@ -157,7 +156,8 @@ class LocalLauncher:
             result = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
         else:
             result = judge([Ended(r.index, r.exit_code, r.log) for r in ranks], spec.written, started, wall)
-        return replace(result, launched=_launched(ranks))
+        forked = {r.forked for r in ranks}
+        return replace(result, launched="mixed" if len(forked) > 1 else "fork" if True in forked else "")
 
     def _staying(self) -> Collection[int]:
         """Processes that outlive a launch."""
@@ -169,11 +169,6 @@ class LocalLauncher:
         command = [*self.command, str(config)]
         with log.open("wb") as out:
             return started(index, self.wrap(index, command) if self.wrap else command, log, out, env)
-
-
-def _launched(ranks: Sequence[Rank]) -> StartMethod:
-    forked = {r.forked for r in ranks}
-    return "mixed" if len(forked) > 1 else "fork" if True in forked else ""
 
 
 def started(

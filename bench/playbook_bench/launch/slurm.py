@@ -75,21 +75,20 @@ class Allocation:
     """Where the first node can be reached from the others."""
 
 
-def allocation(environment: Mapping[str, str] | None = None) -> Allocation:
+def allocation() -> Allocation:
     """The allocation that this process runs in.
 
     Raises:
         ConfigError: there is none, or this is not its first node.
     """
-    env = os.environ if environment is None else environment
-    job, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
+    job, nodes = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         raise ConfigError(
             "--launcher srun runs inside an allocation, and SLURM_JOB_ID is not set here; submit with --launcher slurm instead"
         )
     require_tools("srun", "scontrol", "squeue", "scancel")
     hosts = tuple(_tool(["scontrol", "show", "hostnames", nodes]).split())
-    if env.get("SLURMD_NODENAME") != hosts[0]:
+    if os.environ.get("SLURMD_NODENAME") != hosts[0]:
         raise ConfigError(f"--launcher srun runs on the allocation's first node, {hosts[0]}; submit with --launcher slurm instead")
     match = re.search(r"\bNodeAddr=(\S+)", _tool(["scontrol", "--oneliner", "show", "node", hosts[0]]))
     return Allocation(job, hosts, match[1] if match else hosts[0])
@@ -299,15 +298,10 @@ def end(process: subprocess.Popen[bytes], job: str, folder: Path, grace_s: float
             if _ended(process, min(_POLL_S, grace_s)):
                 return
         with contextlib.suppress(OSError):
-            cancel(job, (folder / "step").read_text(encoding="ascii").strip(), signal.SIGKILL)
+            _tool(["scancel", "--signal=KILL", f"{job}.{(folder / 'step').read_text(encoding='ascii').strip()}"])
         if not _ended(process, grace_s):
             process.kill()
             process.wait()
-
-
-def cancel(job: str, step: str, signum: int) -> None:
-    """Send a signal to every task of a step."""
-    _tool(["scancel", f"--signal={signal.Signals(signum).name.removeprefix('SIG')}", f"{job}.{step}"])
 
 
 def _wait_where_the_job_ends(job: str) -> None:

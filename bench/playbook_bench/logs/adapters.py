@@ -18,7 +18,6 @@ from playbook_bench.logs.parsers import VALIDATION, Row
 
 # TensorBoard's event files, by TensorBoard's own reader.
 
-_Row = tuple[int, dict[str, Any]]
 _ITEM = re.compile(r"'([\w./@ -]{1,100})': (?:np\.\w{1,20}\()?([-+]?[\d.]{1,30}(?:e[+-]?\d{1,3})?)")
 _SLIME = re.compile(r"\b(perf|rollout) (\d{1,15}): \{")
 _OPENRLHF = re.compile(r"\bGlobal step (\d{1,15}): \{")
@@ -56,7 +55,7 @@ _LENGTHS = (
 """Mean and longest response: in seconds where turns with tools make tokens no measure, else in tokens."""
 
 
-def slime(text: str) -> Iterator[_Row]:
+def slime(text: str) -> Iterator[Row]:
     """`perf 2: {'perf/rollout_time': 98.6, ...}`, one from the engine and one from the trainer for each rollout, and `rollout 2: {...}`.
 
     The three are one row.
@@ -73,7 +72,7 @@ def slime(text: str) -> Iterator[_Row]:
             rollouts.clear()
 
 
-def openrlhf(text: str) -> Iterator[_Row]:
+def openrlhf(text: str) -> Iterator[Row]:
     """`Global step 5: {'policy_loss': ..., 'timing/generation': 41.2, ..., 'timing/step_total': 77.0}`."""
     for line_number, line in lines(text):
         start = _OPENRLHF.search(line)
@@ -81,7 +80,7 @@ def openrlhf(text: str) -> Iterator[_Row]:
             yield line_number, {"step": start[1], **items}
 
 
-def nemo_rl(text: str) -> Iterator[_Row]:
+def nemo_rl(text: str) -> Iterator[Row]:
     """Blocks of NeMo-RL: a rule with `Step 3/100`, then one figure a line, such as `• policy_training: 25.05s (37.6%)`."""
     row: dict[str, Any] = {}
     first = 0
@@ -96,7 +95,7 @@ def nemo_rl(text: str) -> Iterator[_Row]:
         yield first, row
 
 
-def steps(rows: Iterator[_Row]) -> list[Step]:
+def steps(rows: Iterator[Row]) -> list[Step]:
     """The steps of a log that names phases or lengths of responses; none of one that does not."""
     return [s for s in (_step(row) for _, row in rows) if len(s.phases) > 1 or s.longest is not None]
 
@@ -191,11 +190,8 @@ def _events(path: Path) -> Iterator[Any]:
 
 
 def _scalar(value: Any) -> float | None:
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    if value.HasField("tensor") and len(value.tensor.float_val) == 1:
-        return float(value.tensor.float_val[0])
-    return None
+    values = [value.simple_value] if value.HasField("simple_value") else value.tensor.float_val
+    return float(values[0]) if len(values) == 1 else None
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def step_log(rows: Iterable[Row], expected: Expected) -> StepLog:
     every = steps.interval(lines, expected)
     remarks += steps.end(lines, every, expected)
     clock, seconds = _seconds(lines, names, expected)
+    arrivals = expected.arrivals or ()
     tokens = _tokens(lines, names, expected)
     covered = [min(every, max(1, lines[0].step)), *(b.step - a.step for a, b in itertools.pairwise(lines))]
     begin = int(clock != "logged" or ("tokens_total" in names and "tokens" not in names))
@@ -64,9 +65,9 @@ def step_log(rows: Iterable[Row], expected: Expected) -> StepLog:
             line.step,
             seconds[i],
             tokens[i],
-            **{name: _optional(line, name, names) for name in FIELDS if name not in ("tokens", "skipped")},
+            **{name: line.values.get(name) for name in names.intersection(FIELDS) - {"tokens", "skipped"}},
             skipped=line.values["skipped"] >= covered[i] if "skipped" in names else None,
-            arrived=_arrived(line, expected.arrivals),
+            arrived=arrivals[line.number - 1] if line.number <= len(arrivals) else None,
         )
         for i, line in enumerate(lines)
         if i >= begin
@@ -113,17 +114,9 @@ def _with_bar_clock(rows: list[Numbered]) -> list[Numbered]:
     return [(number, values | ({"clock": values["bar_clock"]} if "bar_clock" in values else {})) for number, values in rows]
 
 
-def _arrived(line: Line, arrivals: Sequence[float] | None) -> float | None:
-    return arrivals[line.number - 1] if arrivals is not None and line.number <= len(arrivals) else None
-
-
 def in_bursts(moments: Sequence[float]) -> bool:
     """Whether most lines came together with the line before: the command buffers what it prints, and arrivals are no clock."""
     return 2 * sum(b - a < _BURST_S for a, b in itertools.pairwise(moments)) > len(moments)
-
-
-def _optional(line: Line, name: str, names: set[str]) -> float | None:
-    return line.values.get(name) if name in names else None
 
 
 def _fields(rows: Sequence[Numbered], expected: Expected) -> tuple[set[str], list[str]]:
@@ -265,7 +258,7 @@ def _skipped(lines: Sequence[Line], covered: int) -> Iterable[str]:
 
 def _caveats(lines: Sequence[Line], every: int, clock: Clock, sparse: Sequence[str], expected: Expected) -> Iterable[str]:
     """What the figures do not vouch for, as sentences. `sparse`: figures that most lines lack."""
-    if steps.is_late(lines, every, expected):
+    if steps.is_late(lines, every):
         yield f"the log begins at step {lines[0].step}: the run went on from a checkpoint, or the beginning is missing"
     if clock == "differences" and expected.running and (unit := _clock_unit(lines)):
         of_unit = "whole seconds" if unit == 1 else f"steps of {unit:g} s"

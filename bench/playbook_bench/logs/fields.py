@@ -14,7 +14,6 @@ from typing import Any, Literal
 from playbook import files
 from playbook.errors import LogError
 
-_OF = ("global_step/max_steps", "steps[global_step/max_steps]")
 _DATES = ("time", "datetime", "date", "asctime", "created_at", "ts")
 """Names of a clock only where they hold a date: as numbers they mean too many things."""
 _GIB = 2.0**30
@@ -27,8 +26,10 @@ def _each(names: str, factor: float = 1.0) -> tuple[tuple[str, float], ...]:
 
 
 NAMES: dict[str, tuple[tuple[str, float], ...]] = {
-    "step": _each("step, global_step, iteration, iter, trainer/global_step, _step, current_steps, num_updates")
-    + tuple((n, 1.0) for n in _OF),
+    "step": (
+        *_each("step, global_step, iteration, iter, trainer/global_step, _step, current_steps, num_updates"),
+        *_each("global_step/max_steps, steps[global_step/max_steps]"),
+    ),
     "micro": _each("micro, micro_step, micro_batch, microbatch, micro_iteration"),
     "total": _each("total_steps, max_steps, train_iters"),
     "seconds": (

@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import regex
@@ -44,39 +43,8 @@ _CLOSING = {"current_steps", "remaining_time"}
 _SPLIT = ("split", "mode", "phase", "stage", "type")
 _OTHER_SPLITS = frozenset({"eval", "val", "valid", "validation", "test"})
 """What a line of a validation has under one of those names."""
-_NANOGPT = (
-    re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms"),
-    re.compile(
-        r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?"
-        r"train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
-    ),
-)
-_DEEPSPEED = (
-    re.compile(
-        r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, "
-        r"MemAllocated=[\d.]{1,20}GB, MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
-    ),
-    re.compile(r"\b\d{1,15}/(?P<step>\d{1,15}), (?:RunningAvg)?SamplesPerSec=[\d.]{1,20}"),
-)
-_MMENGINE = (
-    re.compile(
-        r"\b(?:Iter\(train\)\s+|Epoch\(train\)\s+\[(?P<epoch>\d{1,9})\])\[\s*(?P<step>\d{1,15})/\d{1,15}\] .{1,200} "
-        r"time: (?P<seconds>\d{1,9}\.\d{4})  ?data_time: \d{1,9}\.\d{4} .{0,80}"
-        r"\bmemory: (?P<memory_mib>\d{1,9})  .{0,80}\bloss: (?P<loss>\d{1,9}\.\d{4})\b"
-    ),
-)
-_TIMM = (
-    re.compile(
-        r"\bTrain: (?P<epoch>\d{1,9}) \[\s*(?P<step>\d{1,15})/\d{1,15} \(\s*\d{1,3}%\)\]\s+Loss:\s+(?P<loss>[\d.]{1,20}) \([\d.]{1,20}\)\s+"
-        r"Time: (?P<seconds>[\d.]{1,20})s,\s+[\d.]{1,20}/s .{1,120}Data: [\d.]{1,20} \([\d.]{1,20}\)"
-    ),
-)
 _TORCHTUNE = re.compile(r"^Step (\d{1,15}) \| (?=loss:)")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3,6}")
-_OLMO = re.compile(r"\[step=(\d{1,15})/(\d{1,15}),epoch=\d{1,15}[^\]\n]{0,100}\]")
-_OLMO_FIGURE = re.compile(r"\s+([\w .()/-]{1,80})=([-+.,\deE]{1,30})")
-_COMPOSER = re.compile(r"^(?:\[epoch=\d{1,9}\])?\[batch=(\d{1,15})/(\d{1,15})\]:$")
-_COMPOSER_FIGURE = re.compile(r"\s+Train ([\w ./-]{1,100}): ([-+.,\deE]{1,30})")
 _BAR = re.compile(r"\| (\d{1,15})/(\d{1,15}) \[(?:(\d{1,5}):)?(\d{1,2}):(\d\d)<")
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
 _TITAN_ENDS = ("mfu:", "lr:")
@@ -146,13 +114,12 @@ def json_lines(text: str) -> Iterator[Row]:
 def _beside(row: dict[str, Any]) -> bool:
     """Whether a line is of a validation, or of the run's end."""
     names = [name for name, value in row.items() if value is not None]
-    if any(name.endswith("train_runtime") for name in names) and not {"loss", "train/loss"} & set(names):
-        return True
-    if "loss" not in names and set(names) >= _CLOSING:
-        return True
-    if any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT):
-        return True
-    return "loss" not in figures(dict.fromkeys(names, 0.0)) and any(VALIDATION.match(name) for name in names)
+    return (
+        (any(name.endswith("train_runtime") for name in names) and not {"loss", "train/loss"} & set(names))
+        or ("loss" not in names and set(names) >= _CLOSING)
+        or any(str(row.get(name)).lower() in _OTHER_SPLITS for name in _SPLIT)
+        or ("loss" not in figures(dict.fromkeys(names, 0.0)) and any(VALIDATION.match(name) for name in names))
+    )
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +186,8 @@ def _trainer_console(text: str) -> Iterator[Row]:
     for number, before, body in _objects(text):
         bar = _BAR.search(before)
         if bar and bars and bars[-1] is None:
-            bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": _bar_seconds(bar)}
+            clock = int(bar[3] or 0) * 3600 + int(bar[4]) * 60 + int(bar[5])
+            bars[-1] = {"global_step": bar[1], "max_steps": bar[2], "progress bar's clock": clock}
         if not (body.startswith("{'") and body.endswith("}")):
             continue
         items = [_HF_ITEM.fullmatch(item) for item in _BETWEEN_ITEMS.split(body[1:-1].strip())]
@@ -243,10 +211,6 @@ def _trainer_console(text: str) -> Iterator[Row]:
         raise Unfinished(
             "hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early"
         )
-
-
-def _bar_seconds(bar: re.Match[str]) -> int:
-    return int(bar[3] or 0) * 3600 + int(bar[4]) * 60 + int(bar[5])
 
 
 def table(text: str) -> Iterator[Row]:
@@ -318,15 +282,8 @@ def torchtitan(text: str) -> Iterator[Row]:
         row |= {n: row[n].replace(",", "") for n in ("tps", "wps", "tflops") if n in row}
         row["tokens_per_s_per_gpu"] = row.pop("tps", row.pop("wps", None))
         if moments := _TITAN_TIME.findall(line[: start.start()]):
-            row["timestamp"] = _moment(moments[-1])
+            row["timestamp"] = moments[-1]
         yield number, row
-
-
-def _moment(text: str) -> float | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None
 
 
 def megatron(text: str) -> Iterator[Row]:
@@ -378,7 +335,7 @@ def verl(text: str) -> Iterator[Row]:
             yield number, {"step": start[1], **row}
 
 
-def _matching(patterns: tuple[re.Pattern[str], ...]) -> Parser:
+def _matching(*patterns: re.Pattern[str]) -> Parser:
     """A parser of lines that one of these patterns finds; the last date before the match is a clock."""
 
     def parse(text: str) -> Iterator[Row]:
@@ -393,13 +350,36 @@ def _matching(patterns: tuple[re.Pattern[str], ...]) -> Parser:
     return parse
 
 
-nanogpt = _matching(_NANOGPT)
+nanogpt = _matching(
+    re.compile(r"\biter (?P<step>\d{1,15}): loss (?P<loss>[\w.]{1,20}), time (?P<ms>[\d.]{1,20})ms"),
+    re.compile(
+        r"\bstep:(?P<step>\d{1,15})/(?P<total_steps>\d{1,15}) (?:train_loss:(?P<loss>[\w.]{1,20}) )?"
+        r"train_time:(?P<ms_total>[\d.]{1,20})ms step_avg"
+    ),
+)
 """`iter 10: loss 2.9, time 345.1ms, mfu 38.2%`, and modded-nanoGPT's `step:10/1750 train_time:1234ms step_avg:123.4ms`, since the start."""
-deepspeed = _matching(_DEEPSPEED)
+deepspeed = _matching(
+    re.compile(
+        r"\bglobal_step=(?P<step>\d{1,15}), RunningAvgSamplesPerSec=[\d.]{1,20}, CurrSamplesPerSec=[\d.]{1,20}, "
+        r"MemAllocated=[\d.]{1,20}GB, MaxMemAllocated=(?P<memory_gib>[\d.]{1,20})GB"
+    ),
+    re.compile(r"\b\d{1,15}/(?P<step>\d{1,15}), (?:RunningAvg)?SamplesPerSec=[\d.]{1,20}"),
+)
 """The throughput timer's lines, `.../global_step=10, RunningAvgSamplesPerSec=...`, and those of 2022, `0/10, SamplesPerSec=...`."""
-mmengine = _matching(_MMENGINE)
+mmengine = _matching(
+    re.compile(
+        r"\b(?:Iter\(train\)\s+|Epoch\(train\)\s+\[(?P<epoch>\d{1,9})\])\[\s*(?P<step>\d{1,15})/\d{1,15}\] .{1,200} "
+        r"time: (?P<seconds>\d{1,9}\.\d{4})  ?data_time: \d{1,9}\.\d{4} .{0,80}"
+        r"\bmemory: (?P<memory_mib>\d{1,9})  .{0,80}\bloss: (?P<loss>\d{1,9}\.\d{4})\b"
+    ),
+)
 """`Epoch(train) [1][50/300]  lr: 2e-2  time: 0.5012  data_time: 0.0012  memory: 3512  loss: 1.2345`, and `Iter(train) [50/80000] ...`."""
-timm = _matching(_TIMM)
+timm = _matching(
+    re.compile(
+        r"\bTrain: (?P<epoch>\d{1,9}) \[\s*(?P<step>\d{1,15})/\d{1,15} \(\s*\d{1,3}%\)\]\s+Loss:\s+(?P<loss>[\d.]{1,20}) \([\d.]{1,20}\)\s+"
+        r"Time: (?P<seconds>[\d.]{1,20})s,\s+[\d.]{1,20}/s .{1,120}Data: [\d.]{1,20} \([\d.]{1,20}\)"
+    ),
+)
 """`Train: 0 [  50/1251 (  4%)]  Loss: 6.914 (6.93)  Time: 0.512s, 500.1/s  (0.530s, ...)  LR: 1.000e-05  Data: 0.010 (0.012)`."""
 
 
@@ -444,9 +424,17 @@ def _blocks(adapter: str, head: re.Pattern[str], figure: re.Pattern[str]) -> Par
     return parse
 
 
-olmo_core = _blocks("olmo-core", _OLMO, _OLMO_FIGURE)
+olmo_core = _blocks(
+    "olmo-core",
+    re.compile(r"\[step=(\d{1,15})/(\d{1,15}),epoch=\d{1,15}[^\]\n]{0,100}\]"),
+    re.compile(r"\s+([\w .()/-]{1,80})=([-+.,\deE]{1,30})"),
+)
 """Blocks of OLMo's and OLMo-core's console: `[step=10/1000,epoch=1]`, and below it figures such as `train/CE loss=2.5`."""
-composer = _blocks("composer", _COMPOSER, _COMPOSER_FIGURE)
+composer = _blocks(
+    "composer",
+    re.compile(r"^(?:\[epoch=\d{1,9}\])?\[batch=(\d{1,15})/(\d{1,15})\]:$"),
+    re.compile(r"\s+Train ([\w ./-]{1,100}): ([-+.,\deE]{1,30})"),
+)
 """Blocks of Composer's console: `[batch=10/1000]:`, and below it figures such as `Train loss/train/total: 2.5`."""
 
 

@@ -97,7 +97,9 @@ def _names(form: _Form) -> dict[int, str]:
     """Names of groups by the place of their figure; none where no figure counts steps."""
     places = range(len(form.words) - 1)
     counters = [i for i in places if _counts(form.column(i)) and not form.words[i + 1].startswith("%")]
-    of_groups = next((i for i in places if _STEP.search(form.words[i]) and _counts_groups(form.column(i))), None)
+    # A step counts lines in groups where each of its micro-batches has a line.
+    groups = [i for i in places if {b - a for a, b in pairwise(_wholes(form.column(i)))} == {0, 1}]
+    of_groups = next((i for i in groups if _STEP.search(form.words[i])), None)
     if of_groups is not None and counters:
         names = {of_groups: "step", counters[0]: "micro"}
     else:
@@ -111,18 +113,14 @@ def _names(form: _Form) -> dict[int, str]:
     return names
 
 
-def _counts_groups(column: Sequence[str]) -> bool:
-    """Whether a figure counts lines in groups, as a step does where each of its micro-batches has a line."""
-    if not all(_WHOLE.fullmatch(value) for value in column):
-        return False
-    return {int(b) - int(a) for a, b in pairwise(column)} == {0, 1}
+def _wholes(column: Sequence[str]) -> list[int]:
+    """The numbers of a column of whole ones; none of another."""
+    return [int(value) for value in column] if all(_WHOLE.fullmatch(value) for value in column) else []
 
 
 def _counts(column: Sequence[str]) -> bool:
     """Whether a figure grows by the same whole number from line to line, be it that it begins again at times, as with an epoch."""
-    if not all(_WHOLE.fullmatch(value) for value in column):
-        return False
-    values = [int(value) for value in column]
+    values = _wholes(column)
     growths = {b - a for a, b in pairwise(values) if b != min(values)}
     return len(growths) == 1 and min(growths) > 0
 
@@ -151,8 +149,10 @@ def _grows(column: Sequence[str]) -> bool:
 
 
 def _by_neighbours(form: _Form, names: dict[int, str]) -> str:
-    """Each figure with the word before it and its unit, whatever stands between."""
-    parts = [f"(?P<time>{_ANY_DATE})"] if _dated(form, names) else []
+    """Each figure with the word before it and its unit, whatever stands between; a date before the step where it is a line's only time."""
+    timed = {"ms", "seconds", "ms_total", "seconds_total"} & set(names.values())
+    dated = not timed and any("\1" in words for words in form.words[: min(names) + 1])
+    parts = [f"(?P<time>{_ANY_DATE})"] if dated else []
     for i in sorted(names):
         before = form.words[i].replace("\1", " ")
         word = next((w for k in range(1, 4) if re.search(r"\w", w := " ".join(before.split(" ")[-k:]))), before)
@@ -169,12 +169,6 @@ def _by_all_words(form: _Form, names: dict[int, str]) -> str:
         if i < last:
             parts.append(_escaped(form.words[i + 1]))
     return "".join(parts) + _unit(form.words[last + 1])
-
-
-def _dated(form: _Form, names: dict[int, str]) -> bool:
-    """Whether a date before the step is the only time of a line."""
-    timed = {"ms", "seconds", "ms_total", "seconds_total"} & set(names.values())
-    return not timed and any("\1" in words for words in form.words[: min(names) + 1])
 
 
 def _unit(behind: str) -> str:

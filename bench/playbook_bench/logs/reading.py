@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,8 @@ from playbook_bench.logs.steps import Expected
 _PATTERN = "regex:"
 _NAMES = ", ".join(each.name for each in ADAPTERS)
 _KNOWN = f"{_NAMES}, {_PATTERN}PATTERN"
+_FILES = [name for each in ADAPTERS for name in each.files]
+"""Patterns of the files that adapters read in a folder."""
 
 
 class NoAdapter(LogError):
@@ -43,7 +44,6 @@ def read(
     adapter: str | None = None,
     *,
     steps: int | None = None,
-    first: int | None = None,
     arrivals: Sequence[float] | None = None,
     running: bool = False,
     beside: bool = True,
@@ -51,8 +51,8 @@ def read(
     """The steps that a log tells of: its text, a file, or a folder with one file that an adapter knows.
 
     `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make:
-    only with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that
-    is neither 0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs without times.
+    only with it does a log that ends early show, except where the log names the number. `arrivals` are the moments, in seconds on one
+    clock, at which the lines of the text arrived: for logs without times.
     `running`: the run may go on, so that a log which ends early is one, with a caveat; so is one without times: its seconds
     are those of a file `beside` it that has its steps and losses, else the mean of the run, else NaN.
 
@@ -63,12 +63,11 @@ def read(
     chosen = _chosen(adapter, content)
     source = _source(chosen, content)
     arrived = arrivals if chosen.printed else None
-    log = step_log(chosen.parse(source), Expected(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
+    log = step_log(chosen.parse(source), Expected(chosen.name, steps, arrived, chosen.each_step, chosen.timed, running))
     log = log if chosen.binary else replace(log, facts=fields.of(source))
     if log.clock not in NO_TIME:
         return log
-    names = [name for each in ADAPTERS for name in each.files]
-    timed = _timed_beside(log, content, names, partial(read, running=True, beside=False)) if isinstance(content, Path) and beside else None
+    timed = _timed_beside(log, content) if isinstance(content, Path) and beside else None
     return timed or replace(
         log, caveats=(*log.caveats, f"the log holds no time of a step, which `playbook ab` needs. {chosen.timed}; {ARRIVAL}")
     )
@@ -92,26 +91,18 @@ def _file(path: Path) -> Path:
     """The file itself, or the one in a folder that an adapter reads."""
     if not path.is_dir():
         return path
-    patterns = [name for each in ADAPTERS for name in each.files]
-    files = [file for name in patterns for file in sorted(path.glob(name))]
+    files = [file for name in _FILES for file in sorted(path.glob(name))]
     if len(files) != 1:
         raise LogError(
-            f"{path}: holds {len(files)} files that an adapter reads; expected one of {', '.join(patterns)}, or name the file itself"
+            f"{path}: holds {len(files)} files that an adapter reads; expected one of {', '.join(_FILES)}, or name the file itself"
         )
     return files[0]
 
 
 def _source(adapter: Adapter, content: str | Path) -> str:
     if adapter.binary:
-        if isinstance(content, str):
-            raise LogError(f"{adapter.name}: reads {adapter.reads}; expected a path, and found what a command printed. Name the file")
         return str(content)
-    text = fields.load(content) if isinstance(content, Path) else content
-    if len(text) > fields.MAX_BYTES:
-        raise LogError(
-            f"the log is longer than {fields.MAX_BYTES >> 20} MiB; expected the log of one run. Let one rank write it, or run fewer steps"
-        )
-    return text
+    return fields.load(content) if isinstance(content, Path) else content
 
 
 def named(name: str) -> Adapter:
@@ -170,18 +161,15 @@ _LIKE = 0.2
 """Share by which two files' seconds of one run may differ: where clocks stand in a step is the trainer's choice."""
 
 
-def _timed_beside(log: StepLog, path: Path, names: Iterable[str], read: Callable[[Path], StepLog]) -> StepLog | None:
-    """The log with the seconds of a file beside it that has its steps and their losses; None where there is none, or several disagree.
-
-    `names` are patterns of files that tell steps; `read` reads one of them.
-    """
+def _timed_beside(log: StepLog, path: Path) -> StepLog | None:
+    """The log with the seconds of a file beside it that has its steps and their losses; None where there is none, or several disagree."""
     folders = [path.parent, *([path.parent.parent] if path.parent.match(_CHECKPOINT) else [])]
-    patterns = [*(f"{below}{name}" for name in names for below in ("", _BELOW)), *_PRINTED]
+    patterns = [*(f"{below}{name}" for name in _FILES for below in ("", _BELOW)), *_PRINTED]
     beside = (each for folder in folders for name in patterns for each in sorted(folder.glob(name)) if each != path and each.is_file())
     matches = []
     for each in islice(beside, _MOST_FILES):
         with suppress(LogError):
-            if (match := _with_seconds(log, read(each))) is not None:
+            if (match := _with_seconds(log, read(each, running=True, beside=False))) is not None:
                 matches.append((each, match))
     middles = [median(step.seconds for step in match.steps) for _, match in matches]
     if not matches or max(middles) > (1 + _LIKE) * min(middles):

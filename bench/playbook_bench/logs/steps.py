@@ -46,8 +46,6 @@ class Expected:
     adapter: str
     steps: int | None
     """Steps that the run was to make; None where nobody knows, and then a log that ends early may pass."""
-    first: int | None
-    """Number of its first step; None: 0 or 1."""
     arrivals: Sequence[float] | None
     """Seconds on one clock at which each line of the text arrived."""
     each_step: str
@@ -111,9 +109,9 @@ def numbered(rows: Sequence[Numbered], expected: Expected) -> tuple[list[Line], 
     """
     if any("step" in values for _, values in rows):
         return _through_epochs([Line(number, _whole(values["step"], number, expected), values) for number, values in rows])
-    origin, every = _uncounted([values for _, values in rows], expected)
+    every = _uncounted([values for _, values in rows], expected)
     _even_epochs(rows, expected)
-    return [Line(number, origin + every * i, values) for i, (number, values) in enumerate(rows)], []
+    return [Line(number, every * i, values) for i, (number, values) in enumerate(rows, start=1)], []
 
 
 def _through_epochs(lines: list[Line]) -> tuple[list[Line], list[str]]:
@@ -153,18 +151,16 @@ def last_run(lines: list[Line]) -> tuple[list[Line], list[str]]:
     ]
 
 
-def _uncounted(rows: Sequence[Mapping[str, float]], expected: Expected) -> tuple[int, int]:
-    """The first step and the steps of a line, where lines have none: by the number expected, or by what the closing line implies."""
+def _uncounted(rows: Sequence[Mapping[str, float]], expected: Expected) -> int:
+    """The steps of a line, where lines have no step: by the number expected, or by what the closing line implies."""
     n = len(rows)
-    before = 0 if expected.first is None else expected.first - 1
     if expected.steps is not None:
         if expected.steps % n:
             raise LogError(
                 f"{expected.adapter}: the log has {n} lines about steps, which does not divide the {expected.steps} steps expected; "
                 f"lines are missing or doubled. Let each step be logged: {expected.each_step}"
             )
-        every = expected.steps // n
-        return before + every, every
+        return expected.steps // n
     if "run_steps" in rows[0]:
         steps = rows[0]["run_steps"]
         least, most = steps * (1 - _CLOSING) - 1, steps * (1 + _CLOSING) + 1
@@ -174,8 +170,8 @@ def _uncounted(rows: Sequence[Mapping[str, float]], expected: Expected) -> tuple
                 f"{expected.adapter}: the log has {n} lines about steps, and its closing line tells of about {steps:.0f} steps, "
                 f"which leaves open how many a line covers; expected the number of steps as well, or a line for each: {expected.each_step}"
             )
-        return before + fits[0], fits[0]
-    return before + 1, 1
+        return fits[0]
+    return 1
 
 
 def _whole(value: float, number: int, expected: Expected) -> int:
@@ -222,32 +218,26 @@ def interval(lines: Sequence[Line], expected: Expected) -> int:
     within = [gap for gap, line in zip(gaps, lines, strict=False) if line.next_in is None]
     every = min(within[1:-1] or within[1:] or within or gaps)
     for i, (a, b) in enumerate(itertools.pairwise(lines)):
-        is_first = i == 0 and a.step == (min(a.step, 1) if expected.first is None else expected.first) and b.step - a.step < every
+        is_first = i == 0 and a.step <= 1 and b.step - a.step < every
         is_last = i == len(gaps) - 1 > 1 and b.step - a.step < every
         if b.step - a.step != (a.next_in or every) and not is_first and not is_last:
             raise LogError(
                 f"{expected.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), "
                 f"where every {every} is logged; steps are missing from the log"
             )
-    begin = lines[0].step
-    if expected.first is not None and begin not in range(expected.first, expected.first + every):
-        raise LogError(
-            f"{expected.adapter}: the first step logged is {begin} on line {lines[0].number}, where every {every} is logged; "
-            f"expected {expected.first} or less than {every} after it: the beginning is missing, or the run resumed another"
-        )
     return every
 
 
 def end(lines: Sequence[Line], every: int, expected: Expected) -> list[str]:
     """The last line is the last that the run should have written; of a run that may go on, what is missing is said."""
     total = lines[-1].values.get("total", 0)
-    steps = expected.steps if expected.steps is not None else int(total) if 0 < total < _LARGEST_STEP and expected.first is None else None
+    steps = expected.steps if expected.steps is not None else int(total) if 0 < total < _LARGEST_STEP else None
     if steps is None:
         return []
     begin, last = lines[0].step, lines[-1].step
     # What the caller expects counts from a late beginning; the number that a log names, from the first step of all.
-    late = expected.steps is not None and is_late(lines, every, expected)
-    origin = expected.first if expected.first is not None else begin if late else int(begin not in (0, every - 1) or begin == 1)
+    late = expected.steps is not None and is_late(lines, every)
+    origin = begin if late else int(begin not in (0, every - 1) or begin == 1)
     least = origin + steps - 1 - (every - 1 if late else 0)
     if last + (lines[-1].next_in or every) <= least:
         if expected.running:
@@ -268,6 +258,6 @@ def end(lines: Sequence[Line], every: int, expected: Expected) -> list[str]:
     return []
 
 
-def is_late(lines: Sequence[Line], every: int, expected: Expected) -> bool:
+def is_late(lines: Sequence[Line], every: int) -> bool:
     """Whether the log begins after the first steps, as that of a run which goes on from a checkpoint does."""
-    return expected.first is None and lines[0].step not in {0, 1, every - 1, every}
+    return lines[0].step not in {0, 1, every - 1, every}

@@ -6,14 +6,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.lint.base import show
 from playbook.lint.labels import excluded, label_problems, table_for, tables
-from playbook.planner import flops, memory, pipeline, traffic
+from playbook.planner import flops, memory, pipeline
 from playbook.planner.activations import tokens
 from playbook.planner.layout import cp_for, grid, min_gpus
 from playbook.planner.memory import GIB
@@ -79,8 +78,7 @@ def dp_floor(*, gpus: int, pp: int, tp: int, seq_lens: Sequence[int]) -> Stateme
     halves = all(b == a // 2 for a, b in pairwise(dps) if a)
     floor = next((row for row in rows if row["dp"] == 1), None)
     cliff = next((row for row in rows if row["dp"] == 0), None)
-    holds = halves and floor is not None and cliff is not None
-    if not holds or floor is None or cliff is None:
+    if not halves or floor is None or cliff is None:
         return (
             False,
             f"on {gpus} GPUs with pp {pp} and tp {tp}, dp goes {dps} and does not fall by halves to 1 and then to no layout",
@@ -211,14 +209,10 @@ def hot_inside(
         raise ConfigError(f"axis '{axis}' of model '{model}': expected an axis of {', '.join(_AXES)} and a model of {', '.join(MODELS)}")
     if domain < 1 or fast_bytes_per_s <= 0 or slow_bytes_per_s <= 0:
         raise ConfigError("a domain and its bandwidths must be positive; change domain or the two bandwidths")
-    plan = Plan(MODELS[model], gpus=degree * pp, pp=pp, mbs=micro_batch_size, seq_len=seq_len, options=Options(uneven=True))
-    if axis == "tp":
-        plan = replace(plan, tp=degree)
-    else:
-        plan = replace(plan, cp=degree) if axis == "cp" else replace(plan, ep=degree)
+    along: dict[str, Any] = {axis: degree}
+    plan = Plan(MODELS[model], gpus=degree * pp, pp=pp, mbs=micro_batch_size, seq_len=seq_len, options=Options(uneven=True), **along)
     layers = range(plan.require().shape.layers)
-    nothing = Sent(0, 0)
-    of_axis = sum(per_layer(plan, i).get(axis, nothing).total for i in layers) / pp
+    of_axis = sum(per_layer(plan, i).get(axis, Sent(0, 0)).total for i in layers) / pp
     of_pp = boundary(plan).total
 
     def seconds(axis_stride: int, pp_stride: int) -> float:
@@ -254,12 +248,12 @@ def platform_walls(
         raise ConfigError(f"{len(platforms)} platforms; expected two, the one with dearer communication first")
     plan = Plan(_shape_of(model), model, gpus=ep, ep=ep, seq_len=seq_len).require()
     layers = range(plan.shape.layers)
-    sent = sum(traffic.per_layer(plan, i).get("ep", traffic.Sent(0, 0)).total for i in layers)
+    sent = sum(per_layer(plan, i).get("ep", Sent(0, 0)).total for i in layers)
     work = flops.per_token(plan.shape, seq_len) * tokens(plan)
     launches = kernels_per_layer * plan.shape.layers * launch_s
     weights: dict[str, tuple[float, float]] = {}
     for name, p in platforms.items():
-        leaves = traffic.outside(degree=ep, stride=1, domain=int(p["domain"]))
+        leaves = outside(degree=ep, stride=1, domain=int(p["domain"]))
         compute = work / p["peak_flops_per_s"]
         moved = sent * (leaves / p["slow_bytes_per_s"] + (1 - leaves) / p["fast_bytes_per_s"])
         weights[name] = (moved / compute, launches / compute)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -43,14 +43,7 @@ def train(config: str, out: Path, *words: str) -> str:
     return "" if done.returncode == 0 else f"the trainer ended with code {done.returncode}: {(done.stderr or done.stdout)[-400:].strip()}"
 
 
-class OfflineRun(NamedTuple):
-    """What W&B kept of a run."""
-
-    configuration: dict[str, Any]
-    history: list[dict[str, Any]]
-
-
-def read_wandb_offline_run(wandb_dir: Path) -> OfflineRun:
+def read_wandb_offline_run(wandb_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Configuration and history of the only W&B offline run in `wandb_dir` (`offline-run-*/*.wandb`).
 
     Keys of W&B itself (leading `_`) are left out of the configuration, not of the history, which has a dict for each logged row. Nested
@@ -71,7 +64,7 @@ def read_wandb_offline_run(wandb_dir: Path) -> OfflineRun:
             config[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
         if record.history.item:
             history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-    return OfflineRun({key: value for key, value in config.items() if not key.startswith("_")}, history)
+    return {key: value for key, value in config.items() if not key.startswith("_")}, history
 
 
 def _records(data: bytes) -> Iterator[bytes]:
@@ -194,7 +187,7 @@ def offline_run_gets_configuration() -> Statement:
         if problem:
             return False, problem, {}
         written = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
-        sent = read_wandb_offline_run(out / "wandb").configuration
+        sent, _ = read_wandb_offline_run(out / "wandb")
     missing = [key for key, value in written.items() if sent.get(key) != value]
     holds = not missing and written["optimizer"]["lr"] == 0.000123
     return holds, f"sections of the resolved configuration missing from the run: {', '.join(missing) or 'none'}", {"missing": missing}

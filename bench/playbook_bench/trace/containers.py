@@ -63,10 +63,6 @@ class Unpacked(io.RawIOBase):
             self._head += more
         return self._head[:size]
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
     def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes; none at the end, be it the file's or where its packed data was cut.
 
@@ -89,14 +85,11 @@ class Unpacked(io.RawIOBase):
             return b""
         try:
             data = self._read(size)
-        except EOFError:
+        except (EOFError, *_BROKEN) as e:
+            if not isinstance(e, EOFError) and "unexpected end of data" not in str(e) and "Truncated" not in str(e):
+                raise PlaybookError(f"{self.name}: is a damaged file ({_shown(str(e)) or type(e).__name__}); copy it anew") from e
             self.cut = True
             return b""
-        except _BROKEN as e:
-            if self._ended(e):
-                self.cut = True
-                return b""
-            raise PlaybookError(f"{self.name}: is a damaged file ({_shown(str(e)) or type(e).__name__}); copy it anew") from e
         if self.quota is not None:
             self.quota -= len(data)
             if self.quota < 0:
@@ -105,16 +98,6 @@ class Unpacked(io.RawIOBase):
         if self._budget[0] < 0:
             raise PlaybookError(f"{self.name}: is larger than {MAX_BYTES >> 30} GiB unpacked; trace fewer steps (profile.steps)")
         return data
-
-    @staticmethod
-    def _ended(error: BaseException) -> bool:
-        return "unexpected end of data" in str(error) or "Truncated" in str(error)
-
-    def readinto(self, buffer: Any) -> int:
-        """For what wants a file."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
 
 def files(path: Path) -> Iterator[Unpacked]:
@@ -128,18 +111,6 @@ def files(path: Path) -> Iterator[Unpacked]:
             yield from _inside(str(path), f, [MAX_BYTES])
     except OSError as e:
         raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
-
-
-def one(path: Path) -> Iterator[Unpacked]:
-    """The file at a path, as `files` gives it.
-
-    Raises:
-        PlaybookError: it cannot be read, or is an archive of several.
-    """
-    for i, each in enumerate(files(path)):
-        if i:
-            raise PlaybookError(f"{path}: holds several files; expected the trace of one rank")
-        yield each
 
 
 def _inside(name: str, stream: IO[bytes], budget: list[int]) -> Iterator[Unpacked]:
@@ -307,8 +278,7 @@ def load_pickle(stream: Unpacked) -> Any:
 def _bounded(size: int) -> Iterator[None]:
     """So many bytes more for this process: an opcode of five bytes may ask for a table of 64 GB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most = used + size
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + size
     limited = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
     resource.setrlimit(resource.RLIMIT_AS, (limited, before[1]))
     try:

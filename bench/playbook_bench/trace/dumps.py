@@ -78,7 +78,6 @@ class _Open(NamedTuple):
     sequence: int
     calls: dict[int, _Call]
     missing: tuple[int, ...]
-    members: tuple[int, ...]
 
 
 def is_dump(document: Any) -> bool:
@@ -126,8 +125,8 @@ def _text(value: Any, most: int = 120) -> str:
     return "".join(c for c in value[:most] if c.isprintable()) if isinstance(value, str) else ""
 
 
-def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+def _bounded(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 else None
 
 
 def _group(entry: Mapping[str, Any]) -> str:
@@ -145,7 +144,7 @@ def _calls(dump: Mapping[str, Any]) -> list[_Call]:
         if not isinstance(entry, dict):
             continue
         sent = entry.get("is_p2p") is True
-        number = _int(entry.get("p2p_seq_id" if sent else "collective_seq_id"))
+        number = _bounded(entry.get("p2p_seq_id" if sent else "collective_seq_id"))
         name = _text(entry.get("profiling_name"))
         if number is None or not name:
             continue
@@ -171,7 +170,7 @@ def _where(frames: Any) -> str:
     valid = [f for f in frames[:64] if isinstance(f, dict)] if isinstance(frames, list | tuple) else []
     outside = [f for f in valid if "/torch/" not in _text(f.get("filename"), 400)]
     for frame in (outside or valid)[:1]:
-        return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_int(frame.get('line')) or 0} {_text(frame.get('name'))}"
+        return f"{_text(frame.get('filename'), 400).rpartition('/')[2]}:{_bounded(frame.get('line')) or 0} {_text(frame.get('name'))}"
     return ""
 
 
@@ -203,7 +202,7 @@ def _opened(calls: Mapping[int, list[_Call]], members: Mapping[str, set[int]]) -
             present = {rank: each[sequence] for rank, each in sorted(by_sequence.items()) if sequence in each}
             missing = tuple(sorted(rank for rank in ranks if last[rank] < sequence))
             if any(not c.done for c in present.values()):
-                out.append(_Open(group, sequence, present, missing, tuple(sorted(ranks))))
+                out.append(_Open(group, sequence, present, missing))
                 break
     return out
 
@@ -249,8 +248,7 @@ def _sentence(
     cause: str, label: str, ranks: Sequence[int], waiting: Sequence[int], chosen: _Open, standings: Mapping[int, RankStanding]
 ) -> str:
     """The answer in words: what `ranks` did, at which collective (`label`), and who waits for them."""
-    who = _ranks(ranks)
-    who = who[0].upper() + who[1:]
+    who = _ranks(ranks).capitalize()
     match cause:
         case "different":
             other = {rank: call for rank, call in chosen.calls.items() if rank not in ranks}
@@ -348,10 +346,6 @@ def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
             "the memory snapshot holds no allocation; expected one of torch.cuda.memory._dump_snapshot, taken while the run had memory"
         )
     return _answer(document, device, peaks[device], bool(records.get(device)))
-
-
-def _bounded(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 else None
 
 
 def _size(value: Any) -> int:
@@ -463,11 +457,9 @@ def _answer(document: Mapping[str, Any], device: int, live: list[_Allocation], r
     )
     traces = document.get("device_traces")
     events = traces[device] if isinstance(traces, list) and device < len(traces) else []
-    for event in _dicts(events):
-        if event.get("action") == "oom":
-            free = _size(event.get("device_free"))
-            notes.append(f"out of memory: {_size(event.get('size')) / GIB:.2f} GiB were asked for, and the GPU had {free / GIB:.2f} left")
-            break
+    if refused := next((event for event in _dicts(events) if event.get("action") == "oom"), None):
+        free = _size(refused.get("device_free"))
+        notes.append(f"out of memory: {_size(refused.get('size')) / GIB:.2f} GiB were asked for, and the GPU had {free / GIB:.2f} left")
     largest, most = parts.most_common(1)[0]
     site = sites[0]
     sentence = (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.kernels import communicates, union
-from playbook_bench.trace.containers import Document, Unpacked, one
+from playbook_bench.trace.containers import Document, Unpacked, files
 from playbook_bench.trace.table import CONTAINERS, Kind, Op, RangePath, Span, Stacks, Timeline, close_backward, main_thread
 
 _MAX_EVENTS = 4_000_000
@@ -28,15 +28,13 @@ _EVALUATE = "autograd::engine::evaluate_function: "
 # Annotations that the profiler, the optimizer base class and the process groups add; they name no part of the step.
 _FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|enumerate\(|gloo:|nccl:|c10d::|autograd::|## )")
 _DETAIL = re.compile(r" \(.*\)$", re.DOTALL)
-_FSDP = "FSDP::"
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _MAX_US = 10**16
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 _MOST_NAMED = 64
 _MOST_RANKS = 4096
-_ON_DEVICE = "gpu_user_annotation"
-_READ = {*_DEVICE, *_HOST, _ON_DEVICE}
+_READ = {*_DEVICE, *_HOST, "gpu_user_annotation"}
 _LABEL = re.compile(r"\[([^\]]{1,60})\] |(rank[-_ ]?\d{1,6})\b", re.IGNORECASE)
 """What tools that merge traces write before the number of a process: `[TP03] 7`, `rank3 7`."""
 _NUMBERED = re.compile(r"(?:tp|rank)[-_ ]?(\d{1,6})", re.IGNORECASE)
@@ -99,16 +97,7 @@ class _Recorded:
         self.processes |= other.processes
         self.devices |= other.devices
 
-    def keep(self, e: dict[str, Any], span: Span | None, start: int, duration: int) -> None:
-        """One piece of work, checked: of the device, or `span` of the host or a range."""
-        args = e.get("args")
-        args = args if isinstance(args, dict) else {}
-        if e["cat"] in _DEVICE:
-            self._ran(e["cat"], self._names.setdefault(e["name"], e["name"][:300]), start, start + duration, args)
-        elif span is not None:
-            self._called(e["cat"], span, args)
-
-    def _called(self, category: str, span: Span, args: dict[str, Any]) -> None:
+    def called(self, category: str, span: Span, args: dict[str, Any]) -> None:
         """What the host did, and ranges."""
         if category in _LAUNCH:
             number = _int(args.get("correlation"))
@@ -121,7 +110,8 @@ class _Recorded:
         else:
             (self.annotations if category == "user_annotation" else self.marks).append(span)
 
-    def _ran(self, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
+    def ran(self, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
+        """What the device did."""
         kind: Kind = "copy" if _DEVICE[category] == "copy" else _kind(name)
         if category == "kernel" and "device" in args and len(self.devices) < _MOST_NAMED:
             self.devices.add(str(args["device"])[:40])
@@ -195,7 +185,11 @@ class _Reader:
         if category in _HOST and "pid" in e and len(rank.processes) < _MOST_NAMED:
             rank.processes.add(str(e["pid"])[:40])
         name = self._names.setdefault(e["name"], e["name"][:300])
-        rank.keep(e, None if thread is None else Span(thread, name, start, start + duration), start, duration)
+        args = e["args"] if isinstance(e.get("args"), dict) else {}
+        if category in _DEVICE:
+            rank.ran(category, name, start, start + duration, args)
+        elif thread is not None:
+            rank.called(category, Span(thread, name, start, start + duration), args)
 
     def split(self) -> list[tuple[str, int | None, _Recorded]]:
         """The ranks of the file with a name and, where it is told, a number: several where tools that merge traces left what tells them
@@ -225,19 +219,10 @@ def read(path: Path) -> Timeline:
     """The trace of one rank.
 
     Raises:
-        PlaybookError: unreadable, too large, not JSON, or no Chrome trace.
+        PlaybookError: unreadable, too large, not JSON, no Chrome trace, or of several ranks.
     """
-    for stream in one(path):
-        return parse(stream)
-    raise PlaybookError(f"{path}: holds no file; expected the Chrome trace that torch.profiler writes")
-
-
-def parse(stream: Unpacked) -> Timeline:
-    """The trace of one rank, from the bytes of its file.
-
-    Raises:
-        PlaybookError: too large, not JSON, no Chrome trace, or of several ranks.
-    """
+    streams = files(path)  # the file is open as long as this is held
+    stream = next(streams)
     (_, timeline), *others = of_document(Document(stream), stream)
     if others:
         raise PlaybookError(
@@ -263,20 +248,21 @@ def of_document(document: Document, stream: Unpacked) -> list[tuple[str, Timelin
 
 def _timeline(recorded: _Recorded, name: str, number: int | None, cut: bool) -> Timeline:
     """One rank's work, checked. `cut`: its file is cut off."""
-    spans = [span._replace(name=_range_name(span.name)) for span in recorded.annotations if _is_range(span.name)]
+    # FSDP2 annotates each of its steps per module: together they are one range, and so are calls that differ in their details.
+    spans = [
+        span._replace(name="fsdp" if span.name.startswith("FSDP::") else _DETAIL.sub("", span.name))
+        for span in recorded.annotations
+        if _is_range(span.name)
+    ]
     _check_one_rank(recorded, spans, name)
-    stacks, amount = Stacks(close_backward(spans)), _amount(recorded)
+    stacks = Stacks(close_backward(spans))
+    amount = f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
     timeline = _device_timeline(spans, stacks, recorded) if recorded.device else _host_timeline(spans, stacks, recorded)
     timeline.marks = [span for span in recorded.annotations if not _is_range(span.name)]
     timeline.device_marks, timeline.rank = recorded.marks, number
     if cut:
         timeline.notes.append(f"the file is cut off: what is whole of it counts, {amount}")
     return timeline
-
-
-def _amount(recorded: _Recorded) -> str:
-    """How much of a trace there is."""
-    return f"{len(recorded.device):,} operations of the GPU" if recorded.device else f"{len(recorded.operators):,} operators"
 
 
 def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
@@ -300,11 +286,6 @@ def _check_one_rank(recorded: _Recorded, spans: list[Span], name: str) -> None:
 
 def _is_range(name: str) -> bool:
     return not _FOREIGN.match(name)
-
-
-def _range_name(name: str) -> str:
-    """The name without what differs from call to call. FSDP2 annotates each of its steps per module: together they are one range."""
-    return "fsdp" if name.startswith(_FSDP) else _DETAIL.sub("", name)
 
 
 def _is_host_work(name: str) -> bool:
@@ -427,29 +408,22 @@ class _BackwardToForward:
         """Index forward operators by thread and number, and the wrappers of backward work by thread, both in order of time."""
         self._stacks = stacks
         self._wrappers: defaultdict[int, list[Event]] = defaultdict(list)
-        self._forward: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for e in events:
-            if e.number is None or e.number < 0:
-                continue
+        self._forward: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for e in sorted((e for e in events if e.number is not None and e.number >= 0), key=lambda e: e.start):
             if e.name.startswith(_EVALUATE):
                 self._wrappers[e.thread].append(e)
             elif not e.forward:
                 self._forward[e.thread, e.number].append(e.start)
-        for wrappers in self._wrappers.values():
-            wrappers.sort(key=lambda e: e.start)
-        for starts in self._forward.values():
-            starts.sort()
         self._threads = self._learn(flows)
 
-    def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int, int]:
+    def _learn(self, flows: dict[tuple[str, int], tuple[int, int]]) -> dict[int | None, int]:
         """Autograd's number of each forward thread, to the thread's number in the trace."""
-        threads: dict[int, int] = {}
+        threads: dict[int | None, int] = {}
         for (end, number), (thread, moment) in flows.items():
             source = flows.get(("s", number))
             wrapper = self._wrapper(thread, moment) if end == "f" else None
-            forward = wrapper.forward if wrapper else None
-            if source is not None and forward is not None:
-                threads.setdefault(forward, source[0])
+            if source is not None and wrapper is not None and wrapper.forward is not None:
+                threads.setdefault(wrapper.forward, source[0])
         return threads
 
     def _wrapper(self, thread: int, moment: int) -> Event | None:
@@ -464,14 +438,9 @@ class _BackwardToForward:
     def forward_path(self, thread: int, moment: int) -> RangePath:
         """The forward parts whose backward runs on `thread` at `moment`; empty where that cannot be told."""
         wrapper = self._wrapper(thread, moment)
-        if wrapper is None:
+        source = self._threads.get(wrapper.forward) if wrapper else None
+        if wrapper is None or source is None:
             return ()
-        number, forward = wrapper.number, wrapper.forward
-        if number is None or forward is None:
-            return ()
-        source = self._threads.get(forward)
-        starts = self._forward.get((source, number), []) if source is not None else []
+        starts = self._forward.get((source, wrapper.number), [])
         i = bisect_right(starts, wrapper.start) - 1
-        if i < 0 or source is None:
-            return ()
-        return tuple(n for n in self._stacks.at(source, starts[i]) if n not in CONTAINERS)
+        return tuple(n for n in self._stacks.at(source, starts[i]) if n not in CONTAINERS) if i >= 0 else ()

@@ -47,13 +47,8 @@ def read(path: Path, ranges: bool = True) -> Timeline:
     """The trace of the process that ran the steps; without ranges, of the process whose kernels ran longest.
 
     Raises:
-        PlaybookError: not a SQLite file, damaged, or without the tables that a trace of CUDA has, and of NVTX where ranges are wanted.
+        PlaybookError: not there, damaged, or without the tables that a trace of CUDA has, and of NVTX where ranges are wanted.
     """
-    if not path.is_file():
-        raise PlaybookError(f"{path}: no such file; expected the SQLite export of an Nsight Systems report")
-    with path.open("rb") as f:
-        if f.read(16) != b"SQLite format 3\0":
-            raise PlaybookError(f"{path}: is not a SQLite file; make one with: nsys export --type sqlite {path.stem}.nsys-rep")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as db:
             return _timeline(_guarded(db), path, ranges)
@@ -80,7 +75,8 @@ def _timeline(db: sqlite3.Connection, path: Path, ranges: bool) -> Timeline:
     """The timeline of the process that ran the steps, from the tables of an open export; without `ranges`, of the busiest process."""
     tables = _tables(db)
     _check(tables, path, ranges)
-    strings = _strings(db, tables)
+    named = {"id", "value"} <= tables.get("StringIds", set())
+    strings = {i: str(v) for i, v in db.execute("SELECT id, value FROM StringIds") if isinstance(i, int)} if named else {}
     spans = _spans(db, tables, strings, path) if "NVTX_EVENTS" in tables else []
     process = _process(spans) if ranges else _busiest(db, tables, path)
     spans = [s for s in spans if s.thread & _PROCESS == process]
@@ -133,12 +129,6 @@ def _rows(db: sqlite3.Connection, table: str, columns: list[str], path: Path) ->
         yield row
 
 
-def _strings(db: sqlite3.Connection, tables: dict[str, set[str]]) -> dict[int, str]:
-    if not {"id", "value"} <= tables.get("StringIds", set()):
-        return {}
-    return {i: str(v) for i, v in db.execute("SELECT id, value FROM StringIds") if isinstance(i, int)}
-
-
 def _times(path: Path, table: str, *values: object) -> tuple[int, ...]:
     for value in values:
         if not isinstance(value, int) or not -_MAX_TIME < value < _MAX_TIME:
@@ -175,11 +165,9 @@ def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[in
 
 def _process(spans: list[Span]) -> int:
     """The process that ran the steps: data workers, forked from it, have ranges too."""
-    counts: dict[int, tuple[int, int]] = {}
-    for s in spans:
-        steps, every = counts.get(s.thread & _PROCESS, (0, 0))
-        counts[s.thread & _PROCESS] = (steps + (s.name == STEP), every + 1)
-    return max(counts, key=lambda p: counts[p], default=0)
+    every = Counter(s.thread & _PROCESS for s in spans)
+    steps = Counter(s.thread & _PROCESS for s in spans if s.name == STEP)
+    return max(every, key=lambda p: (steps[p], every[p]), default=0)
 
 
 def _busiest(db: sqlite3.Connection, tables: dict[str, set[str]], path: Path) -> int:
@@ -239,15 +227,9 @@ def _operations(
             unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
             names = [strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed) for label in labels]
             thread, launch = call or (0, begin)
-            kind = _kind(table, names)
+            # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
+            kind: Kind = "copy" if table in _COPIES else "communication" if any(map(communicates, names)) else "compute"
             yield Op(thread, launch, begin, until, kind, _name(names) if kind == "compute" else names[0]), call is not None
-
-
-def _kind(table: str, names: list[str]) -> Kind:
-    if table in _COPIES:
-        return "copy"
-    # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
-    return "communication" if any(map(communicates, names)) else "compute"
 
 
 def _name(names: list[str]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,12 @@ def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
             f"{path}: holds the traces of several ranks; expected one rank's: playbook bench trace --file {path} compares them "
             "and names the one that waits least"
         )
-    for _, timeline in ranks:
-        if isinstance(timeline, PlaybookError):
-            raise timeline
-        if not isinstance(timeline, Timeline):
-            raise PlaybookError(f"{path}: is no trace of a step; expected a report of nsys, its SQLite export, or a Chrome trace")
-        return timeline
-    raise PlaybookError(f"{path}: holds no file; expected a report of nsys, its SQLite export, or a Chrome trace")
+    _, timeline = ranks[0]
+    if isinstance(timeline, PlaybookError):
+        raise timeline
+    if not isinstance(timeline, Timeline):
+        raise PlaybookError(f"{path}: is no trace of a step; expected a report of nsys, its SQLite export, or a Chrome trace")
+    return timeline
 
 
 def memory_from_file(path: Path) -> dumps.Snapshot:
@@ -56,12 +54,11 @@ def memory_from_file(path: Path) -> dumps.Snapshot:
     Raises:
         PlaybookError: it is none, or damaged.
     """
-    for _, each in contents(path):
-        if isinstance(each, PlaybookError):
-            raise each
-        if dumps.is_snapshot(each) and isinstance(each, dict):
-            return dumps.read_snapshot(each)
-        break
+    _, each = next(contents(path))
+    if isinstance(each, PlaybookError):
+        raise each
+    if isinstance(each, dict) and dumps.is_snapshot(each):
+        return dumps.read_snapshot(each)
     raise PlaybookError(f"{path}: is no memory snapshot; expected what torch.cuda.memory._dump_snapshot writes")
 
 
@@ -74,7 +71,10 @@ def contents(path: Path, ranges: bool = False) -> Iterator[tuple[str, Timeline |
     """
     for file in _files(path):
         if file.suffix == ".nsys-rep" or _starts(file, nsys.SQLITE_MAGIC):
-            yield str(file), _tried(partial(_of_nsys, file, ranges))
+            try:
+                yield str(file), _of_nsys(file, ranges)
+            except PlaybookError as e:
+                yield str(file), e
             continue
         for stream in containers.files(file):
             try:
@@ -91,13 +91,6 @@ def _files(path: Path) -> list[Path]:
     if not 0 < len(files) <= containers.MAX_FILES:
         raise PlaybookError(f"{path}: holds {len(files) or 'no'} files; expected the traces of 1 to {containers.MAX_FILES} ranks")
     return files
-
-
-def _tried(read: Callable[[], Timeline | dict[str, Any]]) -> Timeline | dict[str, Any] | PlaybookError:
-    try:
-        return read()
-    except PlaybookError as e:
-        return e
 
 
 def _starts(path: Path, head: bytes) -> bool:
@@ -131,8 +124,7 @@ def _dump(document: Any, name: str) -> dict[str, Any]:
             f"{name}: is no trace, no dump of the flight recorder, which has version, pg_config and entries, and no memory snapshot, "
             "which has segments"
         )
-    plain: dict[str, Any] = document
-    return plain
+    return dict(document)
 
 
 def _of_nsys(path: Path, ranges: bool) -> Timeline:

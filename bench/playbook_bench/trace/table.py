@@ -128,10 +128,7 @@ class Stacks:
 
     def at(self, thread: int, moment: int) -> RangePath:
         """The names of the ranges open on `thread` at `moment`, outermost first."""
-        times = self._times.get(thread)
-        if not times:
-            return ()
-        i = bisect_right(times, moment) - 1
+        i = bisect_right(self._times.get(thread, []), moment) - 1
         return self._names[thread][i] if i >= 0 else ()
 
     def cut(self, thread: int, interval: Interval) -> list[Interval]:

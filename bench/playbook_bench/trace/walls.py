@@ -22,18 +22,21 @@ Wall = Literal[
     "data wait", "host-bound", "idle of unknown cause", "exposed communication", "memory-bound kernels", "compute-bound", "mixed", "no GPU"
 ]
 
-DATA_WAIT = 0.10
-"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is
-above what tracing itself adds."""
-HOST_BOUND = 0.10
-"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU
-bounds (1 to 3 us for each operator), so a smaller share may be the profiler's own."""
-UNKNOWN_IDLE = 0.10
-"""Share of the step in which the GPU is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the
-trace: as much as of the idle time whose cause is known."""
-EXPOSED = 0.15
-"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a
-collective also waits for the slowest rank."""
+THRESHOLDS: dict[Wall, float] = {
+    # The GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is above what tracing itself
+    # adds.
+    "data wait": 0.10,
+    # It is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us for each
+    # operator), so a smaller share may be the profiler's own.
+    "host-bound": 0.10,
+    # It is idle, no data is fetched and the next kernel had been launched before, or its launch is not in the trace: as much as of the idle
+    # time whose cause is known.
+    "idle of unknown cause": 0.10,
+    # Collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the
+    # slowest rank.
+    "exposed communication": 0.15,
+}
+"""Shares of the step from which on a cause outside the kernels is a wall."""
 BUSY = 0.80
 """Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its
 threshold says enough."""
@@ -199,7 +202,18 @@ def of_stretch(trace: Timeline, part: Stretch) -> Walls:
     wall = beyond[0] if beyond else _kernels(trace.measures, shares["computing"], classes)
     return Walls(
         wall=wall,
-        sentence=_sentence(wall, waited, host, unknown, shares, classes, waits_for),
+        sentence=_SENTENCES["slow operators" if wall == "host-bound" and waits_for else wall].format(
+            waited=waited,
+            host=host,
+            unknown=unknown,
+            named=" and ".join(
+                f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
+                for each in waits_for
+            ),
+            largest=classes[0].name if classes else "nothing",
+            idle=1 - shares["busy"],
+            **shares,
+        ),
         collector=trace.collector,
         num_steps=num_steps,
         span_ms=span / NS_PER_MS / num_steps,
@@ -306,13 +320,8 @@ def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
 def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
     """The parts of a gap that lie in sorted stretches."""
     first = max(0, bisect_left(stretches, gap) - 1)
-    out = []
-    for start, end in stretches[first:]:
-        if start >= gap[1]:
-            break
-        if end > gap[0]:
-            out.append((max(start, gap[0]), min(end, gap[1])))
-    return out
+    last = bisect_left(stretches, gap[1], key=lambda stretch: stretch[0])
+    return [(max(start, gap[0]), min(end, gap[1])) for start, end in stretches[first:last] if end > gap[0]]
 
 
 def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
@@ -360,17 +369,9 @@ def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, .
     return tuple(ClassTime(name, ns / NS_PER_MS / num_steps, ns / span, count[name] / num_steps) for name, ns in time.most_common())
 
 
-_THRESHOLDS: dict[Wall, float] = {
-    "data wait": DATA_WAIT,
-    "host-bound": HOST_BOUND,
-    "idle of unknown cause": UNKNOWN_IDLE,
-    "exposed communication": EXPOSED,
-}
-
-
 def _beyond(measures: str, shares: Mapping[Wall, float | None]) -> list[Wall]:
     """Walls outside the kernels that are above their thresholds, the largest first."""
-    over = [(share, wall) for wall, share in shares.items() if share is not None and share > _THRESHOLDS[wall]]
+    over = [(share, wall) for wall, share in shares.items() if share is not None and share > THRESHOLDS[wall]]
     return [wall for _, wall in sorted(over, reverse=True) if measures == "gpu" or wall == "data wait"]
 
 
@@ -387,67 +388,28 @@ def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> W
     return "memory-bound kernels" if of_compute.get("elementwise", 0.0) > MOST * total else "mixed"
 
 
-def _sentence(
-    wall: Wall,
-    waited: float | None,
-    host: float | None,
-    unknown: float | None,
-    shares: dict[str, float],
-    classes: Sequence[ClassTime],
-    waits_for: Sequence[HostOperator],
-) -> str:
-    """The answer in one sentence, with the share behind it and what to try."""
-    largest = classes[0].name if classes else "nothing"
-    match wall:
-        case "data wait":
-            return (
-                f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
-                "prefetching, or cheaper collation."
-            )
-        case "host-bound" if waits_for:
-            named = " and ".join(
-                f"{each.count:.3g} slow {'call' if each.count == 1 else 'calls'} of {each.name} (up to {each.longest_ms:.0f} ms)"
-                for each in waits_for
-            )
-            return (
-                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet, most of that in "
-                f"{named}; an operator that takes so long prepares or compiles, often for a shape that it has "
-                "not met: let fewer shapes come (pack rows, pad to a multiple), or choose another kernel."
-            )
-        case "host-bound":
-            return (
-                f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, "
-                "torch.compile, fused kernels, or larger micro-batches."
-            )
-        case "idle of unknown cause":
-            return (
-                f"Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched and the next "
-                "kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for "
-                "waits between streams and for other ranks."
-            )
-        case "exposed communication":
-            return (
-                f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, "
-                "or another layout or dispatcher."
-            )
-        case "memory-bound kernels":
-            return (
-                f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try "
-                "fusion, by torch.compile or fused norms, rotary and optimizer."
-            )
-        case "compute-bound":
-            return (
-                f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer "
-                "FLOPs (recomputation, padding) or faster ones (FP8)."
-            )
-        case "no GPU":
-            return (
-                f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for "
-                f"{waited or 0:.0%}."
-            )
-        case "mixed":
-            idle = f"idle {1 - shares['busy']:.0%}, exposed communication {shares['exposed']:.0%}, computing {shares['computing']:.0%}"
-            return f"Mixed: no single cause is above its threshold ({idle}; the largest class is {largest})."
+_SENTENCES: dict[str, str] = {
+    "data wait": "Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, "
+    "prefetching, or cheaper collation.",
+    "slow operators": "Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet, most of that in "
+    "{named}; an operator that takes so long prepares or compiles, often for a shape that it has not met: let fewer shapes come (pack "
+    "rows, pad to a multiple), or choose another kernel.",
+    "host-bound": "Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, "
+    "torch.compile, fused kernels, or larger micro-batches.",
+    "idle of unknown cause": "Idle of unknown cause: for {unknown:.0%} of the step the GPU has nothing to do, though no data is fetched "
+    "and the next kernel was launched before, or its launch is not in the trace; trace more steps, with the host's calls, or look for "
+    "waits between streams and for other ranks.",
+    "exposed communication": "Exposed communication: for {exposed:.0%} of the step collectives run and nothing is computed; try overlap, "
+    "or another layout or dispatcher.",
+    "memory-bound kernels": "Memory-bound kernels: computing takes {computing:.0%} of the step, most of it in elementwise kernels; try "
+    "fusion, by torch.compile or fused norms, rotary and optimizer.",
+    "compute-bound": "Compute-bound: computing takes {computing:.0%} of the step, most of it in products; what is left is fewer FLOPs "
+    "(recomputation, padding) or faster ones (FP8).",
+    "no GPU": "No GPU in this trace: the host works for {busy:.0%} of the step, most in {largest}, and waits for data for {waited:.0%}.",
+    "mixed": "Mixed: no single cause is above its threshold (idle {idle:.0%}, exposed communication {exposed:.0%}, computing "
+    "{computing:.0%}; the largest class is {largest}).",
+}
+"""The answer in one sentence, by wall, with the share behind it and what to try."""
 
 
 _IDLE = {"idle for the host": "host_idle", "idle for data": "data_wait", "idle of unknown cause": "unknown_idle"}

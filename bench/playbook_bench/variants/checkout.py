@@ -91,14 +91,11 @@ def files_of(root: Path, reference: str) -> Iterator[Path]:
     commit = commit_of(root, reference)
     _remove_abandoned(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    tree, index = folder / "tree", {"GIT_INDEX_FILE": str(folder / "index")}
+    tree = folder / "tree"
     try:
         with _locked(folder):
             tree.mkdir()
-            for words in (["read-tree", commit], ["checkout-index", "--all", "--quiet", f"--prefix={tree}/"]):
-                done = git(root, words, index)
-                if done.returncode:
-                    raise LaunchError(f"git cannot write the files of {reference}: {done.stderr.strip()[:500]}")
+            _write_tree(root, commit, tree, folder / "index", reference)
             yield tree
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -322,7 +319,7 @@ class TreeFiles:
             _remove_unused(parent)
             shutil.rmtree(folder, ignore_errors=True)
             top.mkdir(parents=True)
-            _write_tree(self.repository, self.tree, top, folder / "index")
+            _write_tree(self.repository, self.tree, top, folder / "index", self.tree[:12])
             for path, text in self.overlay:
                 _overlay_file(top, path, text)
             if self.prepare:
@@ -408,11 +405,12 @@ def working_tree(repository: Path) -> str:
     return done.stdout.strip()
 
 
-def _write_tree(repository: Path, tree: str, target: Path, index: Path) -> None:
+def _write_tree(repository: Path, tree: str, target: Path, index: Path, shown: str) -> None:
+    """Write the files of a tree, or of a commit, which is `shown` where git cannot."""
     for words in (["read-tree", tree], ["checkout-index", "--all", "--quiet", f"--prefix={target}/"]):
         done = git(repository, words, {"GIT_INDEX_FILE": str(index)})
         if done.returncode:
-            raise LaunchError(f"git cannot write the files of {tree[:12]}: {done.stderr.strip()[:500]}")
+            raise LaunchError(f"git cannot write the files of {shown}: {done.stderr.strip()[:500]}")
 
 
 def _prepare(words: Sequence[str], top: Path, log: Path) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CommandVariant:
-    """One variant, ready to launch; see `playbook_bench.variants.resolve.Runnable`."""
+    """One variant, ready to launch: what `playbook_bench.variants.resolve.Resolved` is for a configuration of our trainer."""
 
     variant: Variant
     words: tuple[str, ...]

@@ -74,7 +74,7 @@ def trace_counts(trace: Path) -> dict[str, Any]:
     }
 
 
-def keep_trace(trace: Path, folder: Path, run: str) -> Path:
+def keep_trace(trace: Path, folder: Path, run: str) -> None:
     """A copy of a launch's trace that stays beside the records, by the run's id; JSON is packed.
 
     Raises:
@@ -88,7 +88,6 @@ def keep_trace(trace: Path, folder: Path, run: str) -> Path:
             shutil.copyfileobj(source, target)
     except OSError as e:
         raise LaunchError(f"the trace {copy} cannot be kept: {e.strerror or e}; choose another folder with --results") from e
-    return copy
 
 
 def _collective(name: str) -> str | None:
@@ -135,7 +134,7 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment}
     printed = _PrintedOutput(folder / "rank0.log")
-    states = {path: _state(path) for path in _expected_files(program)}
+    states = {path: _state(path) for path in (program.steps_file, program.trace) if path is not None}
     began, clock = time.time(), time.monotonic()
     stopped, process = "", None
     kill_orphans = adopting()
@@ -265,11 +264,6 @@ def _write(program: Program, folder: Path, printed: _PrintedOutput, environment:
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     except OSError as e:
         raise LaunchError(f"the run folder {folder} cannot be written: {e.strerror or e}; choose another with --results") from e
-
-
-def _expected_files(program: Program) -> list[Path]:
-    """The files that a launch is to leave."""
-    return [path for path in (program.steps_file, program.trace) if path is not None]
 
 
 def _state(path: Path) -> dict[Path, tuple[int, int]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
@@ -22,80 +22,12 @@ from playbook_trainer.config.tree import TrainerConfig, flatten, torch_only
 
 if TYPE_CHECKING:
     from playbook_bench.launch.local import Launcher
+    from playbook_bench.variants.command import CommandVariant
 
 _CONFIG_PREFIX = "trainer/configs/"
 _NOT_COMPARED = frozenset({"output"})
-
-
-class Runnable(Protocol):
-    """One variant, ready to launch: a configuration of our trainer, or a command."""
-
-    @property
-    def variant(self) -> Variant:
-        """The variant's name."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes that train."""
-        ...
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Environment variables that the variant sets."""
-        ...
-
-    @property
-    def dump(self) -> Mapping[str, Any]:
-        """The resolved configuration, or the command with its files, as plain data; records hold it."""
-        ...
-
-    @property
-    def sha(self) -> str:
-        """Hash of `dump`."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Steps of a launch, warm-up included; 0 if only the log of a command tells."""
-        ...
-
-    def timed_steps(self, first: int) -> int:
-        """Timed steps of a launch. A command that does not state them has `first`, those of the series' first launch, which is 0 before
-        that launch.
-        """
-        ...
-
-    @property
-    def host_works(self) -> bool:
-        """Whether the host's CPU does much of a step's work, so that its number of threads matters."""
-        ...
-
-    def settings(self, threads: int, cache: Path) -> dict[str, str]:
-        """Environment variables that the harness sets: threads of a rank, and folders of compiled kernels."""
-        ...
-
-    def facts(self, machine: Machine) -> dict[str, Any]:
-        """The facts about machine, layout and model that a claim's scope is compared with."""
-        ...
-
-    def missing(self) -> list[Missing]:
-        """The packages that the variant needs and this machine lacks."""
-        ...
-
-    def extended(self) -> Self:
-        """The variant with a longer warm-up."""
-        ...
-
-    def ready(self, cache: Path, proves: bool) -> Self:
-        """The variant prepared for one launch. `proves` marks a launch that is not timed, in which a command may be traced."""
-        ...
-
-    def launch(
-        self, launcher: Launcher, folder: Path, environment: Mapping[str, str], timeout_s: float, on_step: Callable[[int], None]
-    ) -> Result:
-        """Run it once; what it leaves lies in the folder as `docs/trainer-files.md` says."""
-        ...
+Runnable: TypeAlias = "Resolved | CommandVariant"
+"""One variant, ready to launch: a configuration of our trainer, or a command. Both have the same methods."""
 
 
 @dataclass(frozen=True)
@@ -202,14 +134,6 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
     Raises:
         ConfigError: the case has no such profile, `ranks` is not a positive whole number, or ranks share a GPU and time is judged.
     """
-    merged, ranks = _overrides(case, variant, profile)
-    if profile == "cpu":
-        merged.setdefault("train.device", "cpu")
-    return merged, ranks
-
-
-def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
-    """As `overrides`, without the device: profile, delta of the variant, and its delta for this profile; later ones win."""
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
     profile_delta = case.variant_profiles.get(profile, {}).get(variant, {})
@@ -224,6 +148,8 @@ def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, An
             f"{', '.join(timed)} rests on it; "
             "name counted metrics alone, such as state_bytes_per_rank or peak_memory_bytes, or as many GPUs as ranks"
         )
+    if profile == "cpu" and not case.command:
+        merged.setdefault("train.device", "cpu")
     return merged, ranks
 
 
@@ -235,11 +161,11 @@ def resolve(case: Case, variant: Variant, profile: str, started_in: Path | None 
     """
     if not case.command:
         return resolve_variant(case, variant, profile)
-    merged, ranks = _overrides(case, variant, profile)
+    merged, ranks = overrides(case, variant, profile)
     # It brings readers of logs and traces: a tenth of a second for who launches no command.
-    from playbook_bench.variants.command import CommandVariant
+    from playbook_bench.variants import command
 
-    return CommandVariant.of(case, variant, merged, ranks, started_in or Path.cwd(), tree)
+    return command.CommandVariant.of(case, variant, merged, ranks, started_in or Path.cwd(), tree)
 
 
 def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
@@ -305,7 +231,7 @@ def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, 
     declared = {key for delta in case.variants.values() for key in delta}
     if baseline.get("backend") != candidate.get("backend"):
         declared |= set(torch_only())
-    return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
+    return [k for k in differing(baseline, candidate) if not any(k == d or k.startswith(d + ".") for d in declared)]
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -317,7 +243,3 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 class _Absent:
     """Stands for a key that is not there."""
-
-
-def _covered(key: str, declared: Iterable[str]) -> bool:
-    return any(key == d or key.startswith(d + ".") for d in declared)

@@ -112,9 +112,10 @@ def test_a_node_or_a_rank_that_went_away_is_no_hang(srun, sinfo, outcome, first,
     assert (found.outcome, found.message.splitlines()[0][: len(first)]) == (outcome, first)
 
 
-def test_an_allocation_is_needed():
+def test_an_allocation_is_needed(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set"):
-        allocation({})
+        allocation()
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,7 @@ def test_each_adapter_has_its_row_with_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_the_thresholds_are_those_of_the_code() -> None:
-    said = {
-        name: [int(n) for n in re.findall(r"(\d+) %", cells(name)[1])]
-        for name in ("data wait", "host-bound", "idle of unknown cause", "exposed communication")
-    }
-    assert said == {
-        "data wait": [walls.DATA_WAIT * 100],
-        "host-bound": [walls.HOST_BOUND * 100],
-        "idle of unknown cause": [walls.UNKNOWN_IDLE * 100],
-        "exposed communication": [walls.EXPOSED * 100],
-    }
+    said = {name: [int(n) for n in re.findall(r"(\d+) %", cells(name)[1])] for name in walls.THRESHOLDS}
+    assert said == {name: [share * 100] for name, share in walls.THRESHOLDS.items()}
     for name in ("memory-bound kernels", "compute-bound"):
         assert [int(n) for n in re.findall(r"(\d+) %", cells(name)[1])] == [walls.BUSY * 100, walls.MOST * 100]

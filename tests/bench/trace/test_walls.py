@@ -18,7 +18,7 @@ from playbook.paths import repo_root
 from playbook_app.cli.app import main
 from playbook_bench.trace import nsys, reports
 from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
-from playbook_bench.trace.walls import BUSY, DATA_WAIT, EXPOSED, HOST_BOUND, Walls, walls
+from playbook_bench.trace.walls import BUSY, THRESHOLDS, Walls, walls
 
 MS = NS_PER_MS
 GEMM, ADD, NCCL, MEMCPY = "nvjet_sm90_tst_128x256", "void at::native::vectorized_elementwise_kernel<4>", "ncclDevKernel_AllReduce", "memcpy"
@@ -215,10 +215,10 @@ def test_the_largest_of_several_walls_comes_first_and_the_others_are_named() -> 
 @pytest.mark.parametrize("margin", [-0.01, 0.01])
 def test_thresholds_decide(margin: float) -> None:
     over = margin > 0
-    assert (walls(trace(planted(100 * (HOST_BOUND + margin), launch=99))).wall == "host-bound") is over
-    idle = 100 * (DATA_WAIT + margin)
+    assert (walls(trace(planted(100 * (THRESHOLDS["host-bound"] + margin), launch=99))).wall == "host-bound") is over
+    idle = 100 * (THRESHOLDS["data wait"] + margin)
     assert (walls(trace(planted(idle, launch=99), span("data", 0, 100))).wall == "data wait") is over
-    alone = 100 * (EXPOSED + margin)
+    alone = 100 * (THRESHOLDS["exposed communication"] + margin)
     assert (walls(trace([op(GEMM, 0, 100 - alone), op(NCCL, 100 - alone, 100)])).wall == "exposed communication") is over
     assert (walls(trace([op(GEMM, 0, 100 * (BUSY + margin)), op(MEMCPY, 50, 100)])).wall == "compute-bound") is over
 
