@@ -6,8 +6,7 @@ from playbook.errors import ConfigError
 from playbook.planner.parameters import total
 from playbook_trainer.config import automatic
 from playbook_trainer.config import megatron_checks as megatron
-from playbook_trainer.config.megatron_checks import broken
-from playbook_trainer.config.sections import FREEZABLE, MegatronConfig, shape_of
+from playbook_trainer.config.sections import FREEZABLE, MegatronConfig, broken, shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 

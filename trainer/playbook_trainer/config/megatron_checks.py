@@ -11,7 +11,7 @@ from playbook.planner import layout
 from playbook.planner.options import Options
 from playbook.planner.rules import Words
 from playbook_trainer.config.row_lengths import unlike_lengths, variable_lengths
-from playbook_trainer.config.sections import MegatronConfig, shape_of
+from playbook_trainer.config.sections import MegatronConfig, broken, shape_of
 from playbook_trainer.config.tree import TrainerConfig, neutral, torch_only
 
 WORDS = Words(
@@ -104,11 +104,6 @@ def arithmetic_problems(config: TrainerConfig, world: int, chosen: Options | Non
         tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=chosen, shape=shape_of(model),
         words=WORDS,
     )  # fmt: skip
-
-
-def broken(rules: Mapping[str, object]) -> list[str]:
-    """The lines of a table of rules whose condition holds."""
-    return [line for line, holds in rules.items() if holds]
 
 
 def vocabulary_problems(config: TrainerConfig) -> list[str]:
