@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,11 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from playbook.errors import ConfigError
 from playbook_trainer.config.environment import GROUPED_GEMM
-from playbook_trainer.preflight import Place, meeting, place
+from playbook_trainer.preflight import Place, joined, meeting, nothing, place, windows
 
 _LINK_BYTES = tuple(1 << power for power in range(16, 31, 2))
 """Bytes of the whole tensor: 64 KiB to 1 GiB."""
-_LINK_WINDOW_S, _LINK_WINDOWS = 0.02, 5
+_LINK_WINDOW_S = 0.02
 _SLOWEST_BYTES_PER_S = 50e9
 """Every rank has to repeat a collective equally often, so the repeats are chosen by its size alone."""
 
@@ -62,18 +61,6 @@ def _spawned(rank: int, degree: int, device: str, sizes: Sequence[int], nodes: i
         if rank == 0:
             Path(out).write_text(json.dumps(measured), encoding="utf-8")
         dist.barrier()
-
-
-@contextmanager
-def joined(placed: Place, store: dist.Store, device: str) -> Iterator[None]:
-    """The collectives of a job at this rank, on the GPU of its place."""
-    if device == "cuda":
-        torch.cuda.set_device(placed.local % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def job_rows(placed: Place, device: str, sizes: Sequence[int] = _LINK_BYTES) -> list[dict[str, Any]]:
@@ -133,18 +120,10 @@ def _collectives(ahead: int, behind: int, group: Any, whole: Tensor, part: Tenso
 def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
     """Median time of one call; on a GPU calls follow one another without waiting for the host."""
     repeats = max(3, min(100, int(_LINK_WINDOW_S * _SLOWEST_BYTES_PER_S / size))) if cuda else 1
+    wait = torch.cuda.synchronize if cuda else nothing
     run()
-    times = []
-    for _ in range(_LINK_WINDOWS):
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / repeats)
-    return statistics.median(times)
+    wait()
+    return windows(run, repeats, wait)
 
 
 SCHEMA = "calibration/1"
@@ -198,6 +177,19 @@ def _row(kind: str, seconds: float, *, flops: float = 0.0, num_bytes: float = 0.
     return {"kind": kind, **shape, "seconds": seconds, **rates}
 
 
+def _passes(
+    kind: str, run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor, unit: str, forward: float, backward: float, **shape: Any
+) -> list[dict[str, Any]]:
+    """A row for the forward pass alone and one for the backward pass, which do so much of `unit`."""
+    with torch.no_grad():
+        forward_s = seconds(run)
+    both_s = seconds(lambda: torch.autograd.grad(run(), inputs, grad))
+    return [
+        _row(kind, forward_s, phase="forward", **{unit: forward}, **shape),
+        _row(kind, both_s - forward_s, phase="backward", **{unit: backward}, **shape),
+    ]
+
+
 def linear() -> Iterator[dict[str, Any]]:
     """Products of linear layers in bfloat16: output, gradient of the input, gradient of the weight."""
     for wide_in, wide_out in _LINEAR:
@@ -235,11 +227,7 @@ def grouped() -> Iterator[dict[str, Any]]:
                 w, g = _normal(experts, wide_out, wide_in).requires_grad_(), _normal(total, wide_out)
                 shape = {"rows_per_expert": rows, "experts": experts, "wide_in": wide_in, "wide_out": wide_out}
                 work = 2.0 * total * wide_in * wide_out
-                with torch.no_grad():
-                    forward = seconds(lambda: grouped_product(x, w, ends))  # noqa: B023
-                yield _row("grouped", forward, flops=work, phase="forward", **shape)
-                both = seconds(lambda: torch.autograd.grad(grouped_product(x, w, ends), (x, w), g))  # noqa: B023
-                yield _row("grouped", both - forward, flops=2 * work, phase="backward", **shape)
+                yield from _passes("grouped", lambda: grouped_product(x, w, ends), (x, w), g, "flops", work, 2 * work, **shape)  # noqa: B023
 
 
 def _megatron_grouped() -> Iterator[dict[str, Any]]:
@@ -262,11 +250,8 @@ def _megatron_grouped() -> Iterator[dict[str, Any]]:
                 "wide_out": 2 * width,
             }
             work = 2.0 * total * hidden * 2 * width
-            with torch.no_grad():
-                forward = seconds(lambda: layer(x, splits))  # noqa: B023
-            yield _row("megatron_grouped", forward, flops=work, phase="forward", **shape)
-            both = seconds(lambda: torch.autograd.grad(layer(x, splits), (x, *layer.parameters()), g))  # noqa: B023
-            yield _row("megatron_grouped", both - forward, flops=2 * work, phase="backward", **shape)
+            inputs = (x, *layer.parameters())
+            yield from _passes("megatron_grouped", lambda: layer(x, splits), inputs, g, "flops", work, 2 * work, **shape)  # noqa: B023
 
 
 def attention() -> Iterator[dict[str, Any]]:
@@ -285,11 +270,8 @@ def attention() -> Iterator[dict[str, Any]]:
                     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: B023
 
                 with sdpa_kernel(kernel):
-                    with torch.no_grad():
-                        forward = seconds(run)
-                    both = seconds(lambda: torch.autograd.grad(run(), (q, k, v), g))  # noqa: B023
-                yield _row("attention", forward, flops=work, phase="forward", kernel=name, **shape)
-                yield _row("attention", both - forward, flops=2.5 * work, phase="backward", kernel=name, **shape)
+                    rows = _passes("attention", run, (q, k, v), g, "flops", work, 2.5 * work, kernel=name, **shape)
+                yield from rows
 
 
 def _elementwise() -> Iterator[dict[str, Any]]:
@@ -300,17 +282,10 @@ def _elementwise() -> Iterator[dict[str, Any]]:
         for tokens in TOKENS:
             x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
             moved = 2.0 * tokens * width
-            with torch.no_grad():
-                forward = seconds(lambda: dense.norm(x, scale, 1e-6))  # noqa: B023
-            both = seconds(lambda: torch.autograd.grad(dense.norm(x, scale, 1e-6), (x, scale), g))  # noqa: B023
-            yield _row("norm", forward, num_bytes=2 * moved, phase="forward", tokens=tokens, width=width)
-            yield _row("norm", both - forward, num_bytes=3 * moved, phase="backward", tokens=tokens, width=width)
+            shape = {"tokens": tokens, "width": width}
+            yield from _passes("norm", lambda: dense.norm(x, scale, 1e-6), (x, scale), g, "num_bytes", 2 * moved, 3 * moved, **shape)  # noqa: B023
             h = _normal(tokens, 2 * width).requires_grad_()
-            with torch.no_grad():
-                forward = seconds(lambda: dense.swiglu(h))  # noqa: B023
-            both = seconds(lambda: torch.autograd.grad(dense.swiglu(h), h, g))  # noqa: B023
-            yield _row("swiglu", forward, num_bytes=3 * moved, phase="forward", tokens=tokens, width=width)
-            yield _row("swiglu", both - forward, num_bytes=5 * moved, phase="backward", tokens=tokens, width=width)
+            yield from _passes("swiglu", lambda: dense.swiglu(h), (h,), g, "num_bytes", 3 * moved, 5 * moved, **shape)  # noqa: B023
             yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
             k = 8
             permutation = torch.randperm(tokens * k, device="cuda")
