@@ -35,6 +35,11 @@ class Axis:
     """The process group; None where size is 1 and nothing needs one."""
     ranks: tuple[int, ...] = (0,)
 
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Put the sum over the ranks, or what else `op` says, in the place of `x`; nothing where there is one rank."""
+        if self.size > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+
 
 @dataclass(frozen=True)
 class Axes:

@@ -304,8 +304,7 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
         data_seconds = time.perf_counter() - began
         # `full` fills on the device. A copy from the host would make the host wait for the step before.
         labels = torch.full((), float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
-        if axes.dp.size > 1:
-            dist.all_reduce(labels, group=axes.dp.group)
+        axes.dp.all_reduce(labels)
         labels.clamp_(min=1.0)  # a step whose images are all bad has no labels; its gradient is then zero, not 0 / 0
         loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
@@ -340,12 +339,11 @@ def _measured_step(trainer: Trainer, recorder: Recorder) -> StepStats:
         # The update begins to count anew.
         stats = train_step(trainer, (lambda: load_counts.append(engine.load())) if loads else None)
     if busy is not None:
-        recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, device))
+        recorder.ranks[stats.step] = compare(busy.seconds(), trainer.axes, device)
     if loads:
         engine.count_load(False)
-        if trainer.axes.world.size > 1:
-            dist.all_reduce(load_counts[0])
-        recorder.note_load(stats.step, load_counts[0])
+        trainer.axes.world.all_reduce(load_counts[0])
+        recorder.loads[stats.step] = load_counts[0]
     return stats
 
 
@@ -361,8 +359,7 @@ def _sum_over_ranks(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Ste
         **counted,
     )
     packed = own_totals.pack(trainer.device)
-    if axes.world.size > 1:
-        dist.all_reduce(packed)
+    axes.world.all_reduce(packed)
     return StepTotals.unpack(packed)
 
 
@@ -384,8 +381,7 @@ def _evaluate(trainer: Trainer) -> float:
     sums = torch.zeros(2, device=trainer.device, dtype=torch.float64)
     for _, batches in zip(range(config.eval.batches), trainer.held_out, strict=False):
         sums += engine.evaluate(engine.local(batches))
-    if axes.world.size > 1:
-        dist.all_reduce(sums)
+    axes.world.all_reduce(sums)
     loss, labels = sums.tolist()
     return float(loss / labels) if labels else math.nan
 
@@ -444,10 +440,8 @@ def _left_out(counters: Mapping[str, int], data: DataConfig) -> list[str]:
 def _data_counters(trainer: Trainer) -> dict[str, int]:
     """What the loaders of all data-parallel ranks have counted."""
     counters = trainer.loader.counters()
-    if trainer.axes.dp.size == 1:
-        return counters
     counts = torch.tensor(list(counters.values()), device=trainer.device)
-    dist.all_reduce(counts, group=trainer.axes.dp.group)
+    trainer.axes.dp.all_reduce(counts)
     return dict(zip(counters, counts.tolist(), strict=True))
 
 

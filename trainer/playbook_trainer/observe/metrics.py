@@ -81,7 +81,7 @@ class Recorder:
     phases: dict[str, float] = field(default_factory=dict)
     pending: list[tuple[StepStats, Any, dict[str, float]]] = field(default_factory=list)
     evals: dict[int, float] = field(default_factory=dict)
-    timed_compile: dict[str, float] = field(default_factory=dict)
+    timed_compile: Counter[str] = field(default_factory=Counter)
     timed_seconds: float = 0.0
     timed_steps: int = 0
     peak_memory: tuple[int, int] = (0, 0)
@@ -146,14 +146,6 @@ class Recorder:
         self.say(f"step {step}  eval loss {loss:.4f}{' (its rows have no label, or it is not finite)' if math.isnan(loss) else ''}")
         self._restart()
 
-    def note_ranks(self, step: int, times: dict[str, Any]) -> None:
-        """Record the comparison of the ranks' own times in a step."""
-        self.ranks[step] = times
-
-    def note_load(self, step: int, load: Tensor) -> None:
-        """Record how often each expert of each layer was chosen in a step; read with the step's other figures."""
-        self.loads[step] = load
-
     def note_save(self, seconds: float, *, in_background: bool, behind_another: bool) -> None:
         """Record a checkpoint that training has waited `seconds` for; it may be written in the background,
         and may have waited for the one before.
@@ -175,8 +167,7 @@ class Recorder:
         rows = [self._row(totals, *entry) for totals, entry in zip(steps, self.pending, strict=True)]
         own_ends = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
         maxima = torch.tensor([*own_ends, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
-        if self.axes.world.size > 1:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        self.axes.world.all_reduce(maxima, dist.ReduceOp.MAX)
         *latest, allocated, reserved = maxima.tolist()
         self.peak_memory = int(allocated), int(reserved)
         lasted = lengths(self._latest_s, latest)
@@ -192,8 +183,7 @@ class Recorder:
                 self.timed_steps += 1
                 self.model_flops.update(self.ledger.model(step))
                 self.hardware_flops.update(self.ledger.hardware(step))
-                for k in ("recompiles", "compile_seconds"):
-                    self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
+                self.timed_compile.update({k: row[k] for k in ("recompiles", "compile_seconds")})
         if self.out is not None:
             with writing(self.out), (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps(r) + "\n" for r in rows)
@@ -406,7 +396,7 @@ def write_summary(
     assert recorder.out is not None
     rows = [json.loads(line) for line in (recorder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = [r for r in rows if r["timed"] and r["step"] > recorder.first_step]
-    compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
+    compiled = recorder.timed_compile
     allocated, reserved = recorder.peak_memory if any(recorder.peak_memory) else peak_memory(recorder.device)
     metrics = {
         **extra.get("metrics", {}),

@@ -255,12 +255,8 @@ def compile_regions(model: Decoder, config: CompileConfig) -> None:
     """torch.compile, block by block; attention and collectives stay outside the compiled parts."""
     if config.vision is True and hasattr(model, "vision"):
         for block in model.vision.blocks:
-            _compile(block, ("projected", "before", "after"), config)
-
-
-def _compile(module: nn.Module, methods: tuple[str, ...], config: CompileConfig) -> None:
-    for name in methods:
-        setattr(module, name, _compiled(getattr(module, name), config=config))
+            for name in ("projected", "before", "after"):
+                setattr(block, name, _compiled(getattr(block, name), config=config))
 
 
 def _compiled(f: Callable[..., Any], *, config: CompileConfig) -> Callable[..., Any]:
