@@ -221,16 +221,17 @@ class Target:
 
 def here(gpu: str | None, ranks: int) -> Target:
     """This machine, with that GPU for each of so many ranks."""
-    return Target(gpu, _is_installed("transformer_engine"), _is_installed("triton"), ranks)
+    return Target(gpu, is_installed("transformer_engine"), is_installed("triton"), ranks)
 
 
 def meant_for(profile: str, ranks: int | None = None) -> Target:
     """The machine of a case's profile, such as `h200x4`: Triton comes with its torch, whatever there is here."""
-    return Target(None if profile == "cpu" else profile, _is_installed("transformer_engine"), ranks=ranks)
+    return Target(None if profile == "cpu" else profile, is_installed("transformer_engine"), ranks=ranks)
 
 
 @cache
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package is here, asked without importing it."""
     return importlib.util.find_spec(package) is not None
 
 

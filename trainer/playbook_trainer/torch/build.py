@@ -22,7 +22,6 @@ from playbook_trainer.config.sections import broken
 from playbook_trainer.config.tree import CompileConfig, TrainConfig, TrainerConfig
 from playbook_trainer.torch import weights
 from playbook_trainer.torch.model import fp8, graphs
-from playbook_trainer.torch.model.attention import has_packed_cudnn
 from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.model.ops import Ops, compiled
 from playbook_trainer.torch.parallel.sharding import Put, fill, initial_value, set_values
@@ -143,7 +142,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
         ),
         "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
         "run pip install '.[gpu]' in a clone of Playbook, or set train.attention: auto": (
-            gpu and train.attention == "cudnn" and not has_packed_cudnn() and unequal
+            gpu and train.attention == "cudnn" and not automatic.is_installed("transformer_engine") and unequal
         ),
         "precision.fp8 multiplies into 16-bit results on a GPU: set train.dtype: bf16": gpu and in_8_bits and train.dtype != "bf16",
         "precision.fp8 needs a Hopper GPU or a later one: set it to none": (

@@ -12,7 +12,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,21 +105,10 @@ def _has_flash(q_NHd: Tensor) -> bool:
     return q_NHd.is_cuda and q_NHd.dtype in (torch.bfloat16, torch.float16)
 
 
-class _Segment(NamedTuple):
-    """One segment's queries over the keys that they see."""
-
-    rows: slice
-    """Of N, its queries."""
-    keys: slice
-    """Of M, its keys."""
-    scores: Tensor
-    """(G, H / G, n, m), masked."""
-    k: Tensor
-    v: Tensor
-
-
-def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds) -> Iterator[_Segment]:
-    """The segments in order; scores, k and v in at least float32."""
+def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Of each segment in order: its queries among the N and its keys among the M, masked scores (G, H / G, n, m), keys and values;
+    the last three in at least float32.
+    """
     kv_heads, dtype = k_MGd.shape[1], wide(q_NHd.dtype)
     bq, bk = bounds.cu_q.tolist(), bounds.cu_k.tolist()
     for q0, q1, k0, k1 in zip(bq[:-1], bq[1:], bk[:-1], bk[1:], strict=True):
@@ -129,7 +118,7 @@ def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds
         if bounds.causal:
             hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).triu(1 + k1 - k0 - (q1 - q0))
             scores = scores.masked_fill(hidden, -torch.inf)
-        yield _Segment(slice(q0, q1), slice(k0, k1), scores, k, v)
+        yield slice(q0, q1), slice(k0, k1), scores, k, v
 
 
 # Ring attention: keys and values travel around the context-parallel ranks, block by block, while the block before is computed.
