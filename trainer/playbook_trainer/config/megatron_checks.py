@@ -161,25 +161,20 @@ def _router_problems(config: TrainerConfig) -> list[str]:
 
     Source: megatron-core, `moe_utils.py` (group_limited_topk, topk_routing_with_score_function); transformers, `DeepseekV3TopkRouter`.
     """
-    model, problems = config.model, []
+    model, several = config.model, config.model.top_k > 1
     top_groups, scored = model.router_group_top_k, _SCORED_EXPERTS
-    if top_groups < model.router_groups and model.top_k // top_groups != scored:
-        problems.append(
-            f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best "
-            f"experts, and megatron-core by its top_k // router_group_top_k = {model.top_k // top_groups} best; set model.top_k to "
-            f"{scored * top_groups} or model.router_group_top_k to {max(1, model.top_k // scored)}"
-        )
-    if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
-        does = (
-            "divides the probabilities of the chosen experts by their sum"
-            if model.top_k > 1
-            else "leaves the probability of a single expert"
-        )
-        problems.append(
-            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always "
-            f"{does}; set it to {_text(model.top_k > 1)}"
-        )
-    return problems
+    best = model.top_k // max(1, top_groups)
+    does = "divides the probabilities of the chosen experts by their sum" if several else "leaves the probability of a single expert"
+    rules = {
+        f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best "
+        f"experts, and megatron-core by its top_k // router_group_top_k = {best} best; set model.top_k to "
+        f"{scored * top_groups} or model.router_group_top_k to {max(1, model.top_k // scored)}": (
+            top_groups < model.router_groups and best != scored
+        ),
+        f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always "
+        f"{does}; set it to {_text(several)}": model.router_score == "sigmoid" and model.norm_topk_prob != several,
+    }
+    return broken(rules)
 
 
 def _row_problems(config: TrainerConfig) -> list[str]:

@@ -33,6 +33,7 @@ from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import config_sha
 from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.observe import trackers as tracker
+from playbook_trainer.observe.ranges import elapsed, moment
 from playbook_trainer.observe.totals import FORMULA, Ledger, StepTotals, peak
 from playbook_trainer.observe.trackers import Tracker, figures
 
@@ -135,7 +136,7 @@ class Recorder:
         counters = compile_counters()
         compiled = {k: counters[k] - self._compiled[k] for k in counters}
         self._compiled = counters
-        self.pending.append((stats, self._now(), compiled))
+        self.pending.append((stats, moment(self.device.type == "cuda"), compiled))
         if flush and stats.step % self.config.train.log_every == 0:
             self.flush()
 
@@ -201,7 +202,7 @@ class Recorder:
         """The line of metrics of one step, before its seconds are those of the slowest rank."""
         loss, norm = totals.loss / max(1.0, stats.labels.item()), totals.grad_norm
         bad = not (math.isfinite(loss) and math.isfinite(norm))
-        seconds, self._mark = self._between(self._mark, end), end
+        seconds, self._mark = elapsed(self._mark, end), end
         return {
             "step": stats.step,
             "timed": self._timed,
@@ -224,21 +225,8 @@ class Recorder:
 
     def _restart(self) -> None:
         """All ranks, which have just met or are about to begin, count from here."""
-        self._mark = self._now()
+        self._mark = moment(self.device.type == "cuda")
         self._own_s = self._latest_s = 0.0
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, a: Any, b: Any) -> float:
-        if self.device.type != "cuda":
-            return float(b - a)
-        b.synchronize()
-        return float(a.elapsed_time(b)) / 1000
 
     def _line(self, row: dict[str, Any]) -> str:
         rate = 1 / max(row["seconds"], 1e-9) / self.axes.world.size

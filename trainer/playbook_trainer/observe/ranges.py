@@ -16,6 +16,7 @@ offload (a layer whose saved tensors leave) and prefetch (they start on their wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -65,6 +66,23 @@ def tally(name: str, amount: int = 1) -> None:
     """Add `amount` to the counter `name` of every sink; receipts report these counters."""
     for sink in _sinks:
         sink.tally(name, amount)
+
+
+def moment(on_gpu: bool) -> Any:
+    """Now, on the host's clock, or where the GPU has come to once it has done what was issued until now."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(a: Any, b: Any) -> float:
+    """Seconds between two moments of one clock; waits for the second."""
+    if isinstance(a, float):
+        return float(b - a)
+    b.synchronize()
+    return float(a.elapsed_time(b)) / 1000
 
 
 class NvtxSink:
