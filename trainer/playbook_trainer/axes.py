@@ -40,6 +40,13 @@ class Axis:
         if self.size > 1:
             dist.all_reduce(x, op=op, group=self.group)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of each rank, in their order."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 @dataclass(frozen=True)
 class Axes:

@@ -413,11 +413,7 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
 
 def _data_state(trainer: Trainer) -> dict[str, Any]:
     """Where the data stream stands, for all data-parallel ranks: each knows its own lanes, and any layout may resume."""
-    own_state = trainer.loader.state()
-    states: list[Any] = [own_state] * trainer.axes.dp.size
-    if trainer.axes.dp.size > 1:
-        dist.all_gather_object(states, own_state, group=trainer.axes.dp.group)
-    return merge_states(states)
+    return merge_states(trainer.axes.dp.gathered(trainer.loader.state()))
 
 
 def _name_left_out(trainer: Trainer) -> None:

@@ -17,6 +17,7 @@ offload (a layer whose saved tensors leave) and prefetch (they start on their wa
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -109,20 +110,18 @@ class KinetoSink:
     """Ranges as record_function spans, which torch.profiler records."""
 
     def __init__(self) -> None:
-        self._open: list[Any] = []
+        self._open: defaultdict[str, list[Any]] = defaultdict(list)
 
     def push(self, name: str) -> None:
         """Enter a record_function."""
         span = torch.profiler.record_function(name)
         span.__enter__()
-        self._open.append((name, span))
+        self._open[name].append(span)
 
     def pop(self, name: str) -> None:
         """Leave the innermost record_function of this name."""
-        for i in range(len(self._open) - 1, -1, -1):
-            if self._open[i][0] == name:
-                self._open.pop(i)[1].__exit__(None, None, None)
-                return
+        if self._open[name]:
+            self._open[name].pop().__exit__(None, None, None)
 
     def tally(self, name: str, amount: int) -> None:
         """Do nothing: traces hold no counters."""

@@ -39,6 +39,7 @@ from playbook_trainer.checkpoint_files import (
     writing_folder,
 )
 from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.huggingface.names import slices
 from playbook_trainer.torch.optimizer import Frozen, Shard, ensure_state, masters, put_into
 from playbook_trainer.torch.parallel.sharding import full_shape, local_boxes
 
@@ -47,19 +48,12 @@ from playbook_trainer.torch.parallel.sharding import full_shape, local_boxes
 
 
 @dataclass(frozen=True)
-class Box:
-    """A stretch of a rank's own tensor in every dimension, and where it begins in the whole one."""
-
-    local: tuple[slice, ...]
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a rank's part of a parameter lies in the whole parameter."""
 
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]
+    """Stretches of the rank's own tensor in every dimension, each with where it begins in the whole one."""
 
     def of(self, values: Tensor) -> Pieces:
         """`values`, of the shape of this rank's part, as pieces of the whole; they share its memory."""
@@ -72,7 +66,7 @@ class Place:
 
     def cut(self, values: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of `values`, each with its offsets in the whole tensor."""
-        return [(b.offsets, values[b.local]) for b in self.boxes]
+        return [(offsets, values[local]) for local, offsets in self.boxes]
 
 
 class Pieces:
@@ -111,9 +105,7 @@ class Pieces:
 
 def place(name: str, param: Tensor, axes: Axes) -> Place:
     """Where this rank's part of the parameter lies; no boxes where FSDP leaves it nothing."""
-    boxes = (
-        Box(tuple(slice(a, b) for a, b in local), tuple(first for first, _ in whole)) for local, whole in local_boxes(param, name, axes)
-    )
+    boxes = ((slices(local), tuple(first for first, _ in whole)) for local, whole in local_boxes(param, name, axes))
     return Place(tuple(full_shape(param, name, axes)), tuple(boxes))
 
 
