@@ -353,17 +353,12 @@ _SAVING = ("checkpoint.every", "checkpoint.async_save")
 
 def config_sha(config: TrainerConfig, target: Target) -> str:
     """A hash of the resolved value of every key that is not neutral, for a run on the machine `target`."""
-    return sha_of(dump(config), target)
-
-
-def sha_of(data: Mapping[str, Any], target: Target) -> str:
-    """The same for a resolved configuration as plain data, such as a record holds."""
-    line = json.dumps(covered(data, target), sort_keys=True, separators=(",", ":"))
+    line = json.dumps(covered(dump(config), target), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
 def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """The keys that the hash covers, dotted, with their values."""
+    """The keys that the hash covers, dotted, with their values, of a resolved configuration as plain data."""
     plain = neutral()
     whole = {**plain, **flatten(data)}
     resolved = resolve(whole, target)

@@ -132,9 +132,7 @@ def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds
 def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:
     """What this rank sends and computes in each step, from the documents' borders over the whole stream."""
     cp, size = axis.size, num_tokens // (2 * axis.size)
-    first, second = axis.rank * size, (2 * cp - 1 - axis.rank) * size
-    token_indices = np.concatenate([np.arange(first, first + size), np.arange(second, second + size)])
-    documents = np.searchsorted(cu_seqlens, token_indices, side="right")
+    documents = np.searchsorted(cu_seqlens, local_index(num_tokens, axis, "ring").numpy(), side="right")
     cu = np.concatenate([[0], np.flatnonzero(np.diff(documents)) + 1, [2 * size]])
     receive, send = [], []
     for step in range(1, cp):
