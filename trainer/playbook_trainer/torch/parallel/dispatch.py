@@ -75,10 +75,8 @@ class Route:
     """Probabilities of the rows at their experts, where experts weigh them."""
 
 
-class Local:
+class Local(Dispatcher):
     """All experts are here: sort the rows by expert, and unsort them."""
-
-    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.sort: _Sort = partial(sort_rows, num_experts=num_experts)
@@ -96,10 +94,8 @@ class Local:
         return _weigh(out_RD, route)
 
 
-class AllToAll:
+class AllToAll(Dispatcher):
     """Each (token, expert) row travels to the expert's rank and its output travels back; probabilities stay at home."""
-
-    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.ep = ep
@@ -138,10 +134,8 @@ class Gathered:
     prob_R: Tensor
 
 
-class AllGather:
+class AllGather(Dispatcher):
     """Every rank gets every token, computes its own experts' rows, and the weighted sums are reduce-scattered."""
-
-    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.num_experts, self.ep = num_experts, ep
@@ -287,7 +281,7 @@ class DedupRoute:
     receive: list[int]
 
 
-class Dedup:
+class Dedup(Dispatcher):
     """One row per token and rank, both ways; one wait for the device per layer, to learn how many rows come."""
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
