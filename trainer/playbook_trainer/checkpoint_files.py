@@ -284,7 +284,7 @@ def is_finished(config: TrainerConfig) -> bool:
 
 def mark_finished(config: TrainerConfig) -> None:
     """Leave word that a run of this configuration needs not be run again: a job that is queued anew after its end has nothing to do."""
-    if config.checkpoint.dir and Path(config.checkpoint.dir).is_dir() and not (config.profile.nvtx or config.profile.kineto):
+    if config.checkpoint.dir and Path(config.checkpoint.dir).is_dir() and not config.profile.traced:
         with suppress(OSError):  # the job would look at its checkpoints again, no more
             files.replace(Path(config.checkpoint.dir) / _FINISHED, _mark(config))
 

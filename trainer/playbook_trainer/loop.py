@@ -154,7 +154,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if outcome == "ok" and config.checkpoint.export:
         engine.export(Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
-    if outcome == "ok" and config.train.receipt and not profiling(config):
+    if outcome == "ok" and config.train.receipt and not config.profile.traced:
         began = time.perf_counter()
         extra = _observe_step(trainer)
         recorder.phases["receipt"] = time.perf_counter() - began
@@ -178,7 +178,7 @@ def _opening(trainer: Trainer, *, resumed: bool) -> Iterator[str]:
     if resumed:
         hint = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         yield f"resumed after step {trainer.step} of {train.steps}{hint}"
-    if profiling(config):
+    if config.profile.traced:
         yield (
             f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; "
             "leave out the section profile to train on"
@@ -247,7 +247,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     _freeze()
     gc.disable()  # ranks would collect one after the other, and the others wait for each
     try:
-        with trainer.engine.ranges() if profiling(config) else nullcontext(), _annotated(config, recorder.out) as trace:
+        with trainer.engine.ranges() if config.profile.traced else nullcontext(), _annotated(config, recorder.out) as trace:
             while trainer.step < last:
                 if trainer.step == warm:
                     _freeze()  # what was compiled stays
@@ -290,7 +290,7 @@ def _freeze() -> None:
 def last_step(trainer: Trainer) -> int:
     """Number of the last step. Call it before the first step of the run: in a traced run it counts from where the trainer stands."""
     config = trainer.config
-    return trainer.step + config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
+    return trainer.step + config.train.warmup_steps + config.profile.steps if config.profile.traced else config.train.steps
 
 
 def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None) -> StepStats:
@@ -488,11 +488,6 @@ def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, fl
     rows = [r for r in observer.as_dict()["collectives"] if r["inside"] in ("dispatch", "combine") and r["phase"] == "forward"]
     cells = numbers["tokens_per_rank"] * numbers["moe_layers"]
     return {"dispatch_bytes_per_token_layer": sum(r["bytes"] for r in rows) / cells} if cells else {}
-
-
-def profiling(config: TrainerConfig) -> bool:
-    """Whether this run records a trace; such a run times nothing and ends after the traced steps."""
-    return config.profile.nvtx or config.profile.kineto
 
 
 class _Trace:

@@ -103,13 +103,13 @@ def _size_problems(config: TrainerConfig) -> list[str]:
 
 def feature_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that its backend does not support."""
-    train, profile = config.train, config.profile
+    train = config.train
     rules = {
         "checkpoint.export_dtype source is the precision of init.weights, and there are none: set fp32, bf16 or auto": (
             config.checkpoint.export_dtype == "source" and config.init.weights is None
         ),
         f"train.warmup_steps {train.warmup_steps} leaves none of {train.steps} steps to time; raise train.steps": (
-            train.epochs is None and train.warmup_steps >= train.steps and not (profile.nvtx or profile.kineto)
+            train.epochs is None and train.warmup_steps >= train.steps and not config.profile.traced
         ),
     }
     problems = _data_problems(config) + _size_problems(config) + broken(rules)

@@ -298,6 +298,11 @@ class ProfileConfig(Strict):
     steps: int = Field(default=2, gt=0)
     """Traced steps, taken after the warm-up."""
 
+    @property
+    def traced(self) -> bool:
+        """Whether this run records a trace; such a run times nothing and ends after the traced steps."""
+        return self.nvtx or self.kineto
+
 
 class TrainerConfig(Strict):
     """The root of the configuration."""

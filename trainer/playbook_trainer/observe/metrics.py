@@ -125,7 +125,7 @@ class Recorder:
     def begin_timed(self) -> None:
         """End the warm-up: steps from here on are timed."""
         self.flush()
-        self._timed = not (self.config.profile.nvtx or self.config.profile.kineto)
+        self._timed = not self.config.profile.traced
         self.phases["warm_up"] = time.time() - self.began
         self._restart()
 
