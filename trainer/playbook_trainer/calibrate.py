@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -218,16 +219,15 @@ def grouped() -> Iterator[dict[str, Any]]:
     """One product for all experts of a rank (`torch._grouped_mm`), both layers of a SwiGLU expert, every expert with the same rows."""
     from playbook_trainer.torch.model.decoder import grouped_product
 
-    for hidden, width, experts in EXPERTS:
-        for rows in _ROWS_PER_EXPERT:
-            total = rows * experts
-            ends = torch.arange(rows, total + 1, rows, device="cuda", dtype=torch.int32)
-            for wide_in, wide_out in ((hidden, 2 * width), (width, hidden)):
-                x = _normal(total, wide_in).requires_grad_()
-                w, g = _normal(experts, wide_out, wide_in).requires_grad_(), _normal(total, wide_out)
-                shape = {"rows_per_expert": rows, "experts": experts, "wide_in": wide_in, "wide_out": wide_out}
-                work = 2.0 * total * wide_in * wide_out
-                yield from _passes("grouped", lambda: grouped_product(x, w, ends), (x, w), g, "flops", work, 2 * work, **shape)  # noqa: B023
+    for (hidden, width, experts), rows in product(EXPERTS, _ROWS_PER_EXPERT):
+        total = rows * experts
+        ends = torch.arange(rows, total + 1, rows, device="cuda", dtype=torch.int32)
+        for wide_in, wide_out in ((hidden, 2 * width), (width, hidden)):
+            x = _normal(total, wide_in).requires_grad_()
+            w, g = _normal(experts, wide_out, wide_in).requires_grad_(), _normal(total, wide_out)
+            shape = {"rows_per_expert": rows, "experts": experts, "wide_in": wide_in, "wide_out": wide_out}
+            work = 2.0 * total * wide_in * wide_out
+            yield from _passes("grouped", lambda: grouped_product(x, w, ends), (x, w), g, "flops", work, 2 * work, **shape)  # noqa: B023
 
 
 def _megatron_grouped() -> Iterator[dict[str, Any]]:
@@ -237,63 +237,60 @@ def _megatron_grouped() -> Iterator[dict[str, Any]]:
     from transformer_engine.pytorch import GroupedLinear
 
     library = "cutlass" if os.environ.get(GROUPED_GEMM) == "1" else "cublas"
-    for hidden, width, experts in EXPERTS:
-        for rows in _ROWS_PER_EXPERT:
-            total, splits = rows * experts, [rows] * experts
-            layer = GroupedLinear(experts, hidden, 2 * width, bias=False, params_dtype=torch.bfloat16, device="cuda")
-            x, g = _normal(total, hidden).requires_grad_(), _normal(total, 2 * width)
-            shape: dict[str, Any] = {
-                "library": library,
-                "rows_per_expert": rows,
-                "experts": experts,
-                "wide_in": hidden,
-                "wide_out": 2 * width,
-            }
-            work = 2.0 * total * hidden * 2 * width
-            inputs = (x, *layer.parameters())
-            yield from _passes("megatron_grouped", lambda: layer(x, splits), inputs, g, "flops", work, 2 * work, **shape)  # noqa: B023
+    for (hidden, width, experts), rows in product(EXPERTS, _ROWS_PER_EXPERT):
+        total, splits = rows * experts, [rows] * experts
+        layer = GroupedLinear(experts, hidden, 2 * width, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        x, g = _normal(total, hidden).requires_grad_(), _normal(total, 2 * width)
+        shape: dict[str, Any] = {
+            "library": library,
+            "rows_per_expert": rows,
+            "experts": experts,
+            "wide_in": hidden,
+            "wide_out": 2 * width,
+        }
+        work = 2.0 * total * hidden * 2 * width
+        inputs = (x, *layer.parameters())
+        yield from _passes("megatron_grouped", lambda: layer(x, splits), inputs, g, "flops", work, 2 * work, **shape)  # noqa: B023
 
 
 def attention() -> Iterator[dict[str, Any]]:
     """Causal attention of one row, by cuDNN and by flash; half of the square is counted."""
     kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    for heads, kv_heads, width in HEADS:
-        for length in LENGTHS:
-            q = _normal(1, heads, length, width).requires_grad_()
-            k, v = (_normal(1, kv_heads, length, width).requires_grad_() for _ in range(2))
-            g = _normal(1, heads, length, width)
-            work = 4.0 * heads * length * length * width / 2
-            shape = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
-            for name, kernel in kernels.items():
+    for (heads, kv_heads, width), length in product(HEADS, LENGTHS):
+        q = _normal(1, heads, length, width).requires_grad_()
+        k, v = (_normal(1, kv_heads, length, width).requires_grad_() for _ in range(2))
+        g = _normal(1, heads, length, width)
+        work = 4.0 * heads * length * length * width / 2
+        shape = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
+        for name, kernel in kernels.items():
 
-                def run() -> Tensor:
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: B023
+            def run() -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: B023
 
-                with sdpa_kernel(kernel):
-                    rows = _passes("attention", run, (q, k, v), g, "flops", work, 2.5 * work, kernel=name, **shape)
-                yield from rows
+            with sdpa_kernel(kernel):
+                rows = _passes("attention", run, (q, k, v), g, "flops", work, 2.5 * work, kernel=name, **shape)
+            yield from rows
 
 
 def _elementwise() -> Iterator[dict[str, Any]]:
     """Norms, activation, permutation, copies: bytes that must move, over time."""
     from playbook_trainer.torch.kernels import dense, experts
 
-    for width in WIDTHS:
-        for tokens in TOKENS:
-            x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
-            moved = 2.0 * tokens * width
-            shape = {"tokens": tokens, "width": width}
-            yield from _passes("norm", lambda: dense.norm(x, scale, 1e-6), (x, scale), g, "num_bytes", 2 * moved, 3 * moved, **shape)  # noqa: B023
-            h = _normal(tokens, 2 * width).requires_grad_()
-            yield from _passes("swiglu", lambda: dense.swiglu(h), (h,), g, "num_bytes", 3 * moved, 5 * moved, **shape)  # noqa: B023
-            yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
-            k = 8
-            permutation = torch.randperm(tokens * k, device="cuda")
-            rows = _normal(tokens * k, width)
-            permute = seconds(lambda: experts.spread(x.detach(), permutation, k))  # noqa: B023
-            unpermute = seconds(lambda: experts.collect(rows, permutation, None, k))  # noqa: B023
-            yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
-            yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
+    for width, tokens in product(WIDTHS, TOKENS):
+        x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
+        moved = 2.0 * tokens * width
+        shape = {"tokens": tokens, "width": width}
+        yield from _passes("norm", lambda: dense.norm(x, scale, 1e-6), (x, scale), g, "num_bytes", 2 * moved, 3 * moved, **shape)  # noqa: B023
+        h = _normal(tokens, 2 * width).requires_grad_()
+        yield from _passes("swiglu", lambda: dense.swiglu(h), (h,), g, "num_bytes", 3 * moved, 5 * moved, **shape)  # noqa: B023
+        yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
+        k = 8
+        permutation = torch.randperm(tokens * k, device="cuda")
+        rows = _normal(tokens * k, width)
+        permute = seconds(lambda: experts.spread(x.detach(), permutation, k))  # noqa: B023
+        unpermute = seconds(lambda: experts.collect(rows, permutation, None, k))  # noqa: B023
+        yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
+        yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
 
 
 def loss() -> Iterator[dict[str, Any]]:
@@ -302,12 +299,11 @@ def loss() -> Iterator[dict[str, Any]]:
     from playbook_trainer.torch.kernels.dense import fused_rows
     from playbook_trainer.torch.parallel.tensor import CHUNK, linear_cross_entropy
 
-    for hidden, words in ((2048, 151936), (7168, 129280)):
-        for tokens in TOKENS[1:]:
-            x, w = _normal(tokens, hidden).requires_grad_(), _normal(words, hidden).requires_grad_()
-            labels = torch.randint(0, words, (tokens,), device="cuda")
-            run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, labels, Axis("tp"), CHUNK, fused_rows), (x, w))  # noqa: B023, E731
-            yield _row("loss", seconds(run), flops=6.0 * tokens * hidden * words, phase="both", tokens=tokens, hidden=hidden, words=words)
+    for (hidden, words), tokens in product(((2048, 151936), (7168, 129280)), TOKENS[1:]):
+        x, w = _normal(tokens, hidden).requires_grad_(), _normal(words, hidden).requires_grad_()
+        labels = torch.randint(0, words, (tokens,), device="cuda")
+        run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, labels, Axis("tp"), CHUNK, fused_rows), (x, w))  # noqa: B023, E731
+        yield _row("loss", seconds(run), flops=6.0 * tokens * hidden * words, phase="both", tokens=tokens, hidden=hidden, words=words)
 
 
 def optimizer() -> Iterator[dict[str, Any]]:
