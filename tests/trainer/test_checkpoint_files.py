@@ -18,7 +18,7 @@ from playbook_trainer.torch.checkpoint import Pieces
 
 def pieces(fill=None):
     values = torch.arange(12.0).reshape(4, 3) if fill is None else torch.full((4, 3), fill)
-    return {"model.a": Pieces((4, 3), torch.float32, [((0, 0), values[:1]), ((1, 0), values[1:])])}
+    return {"model.a": Pieces((4, 3), torch.float32, lambda: [((0, 0), values[:1]), ((1, 0), values[1:])])}
 
 
 @pytest.mark.filterwarnings("ignore")

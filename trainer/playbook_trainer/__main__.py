@@ -122,8 +122,7 @@ def _check_files(config: TrainerConfig, rank: int) -> None:
         weights.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
     _take_output(Path(config.output))
     if config.checkpoint.dir:
-        traced = config.profile.nvtx or config.profile.kineto
-        hold(Path(config.checkpoint.dir), None if traced else config.train.steps)
+        hold(Path(config.checkpoint.dir), None if config.profile.traced else config.train.steps)
 
 
 def _train(config: TrainerConfig, rank: int, world: int) -> int:

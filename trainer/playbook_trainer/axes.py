@@ -35,6 +35,18 @@ class Axis:
     """The process group; None where size is 1 and nothing needs one."""
     ranks: tuple[int, ...] = (0,)
 
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Put the sum over the ranks, or what else `op` says, in the place of `x`; nothing where there is one rank."""
+        if self.size > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of each rank, in their order."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 @dataclass(frozen=True)
 class Axes:

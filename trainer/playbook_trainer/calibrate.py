@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from playbook.errors import ConfigError
 from playbook_trainer.config.environment import GROUPED_GEMM
-from playbook_trainer.preflight import Place, meeting, place
+from playbook_trainer.preflight import Place, joined, meeting, nothing, place, windows
 
 _LINK_BYTES = tuple(1 << power for power in range(16, 31, 2))
 """Bytes of the whole tensor: 64 KiB to 1 GiB."""
-_LINK_WINDOW_S, _LINK_WINDOWS = 0.02, 5
+_LINK_WINDOW_S = 0.02
 _SLOWEST_BYTES_PER_S = 50e9
 """Every rank has to repeat a collective equally often, so the repeats are chosen by its size alone."""
 
@@ -62,18 +62,6 @@ def _spawned(rank: int, degree: int, device: str, sizes: Sequence[int], nodes: i
         if rank == 0:
             Path(out).write_text(json.dumps(measured), encoding="utf-8")
         dist.barrier()
-
-
-@contextmanager
-def joined(placed: Place, store: dist.Store, device: str) -> Iterator[None]:
-    """The collectives of a job at this rank, on the GPU of its place."""
-    if device == "cuda":
-        torch.cuda.set_device(placed.local % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def job_rows(placed: Place, device: str, sizes: Sequence[int] = _LINK_BYTES) -> list[dict[str, Any]]:
@@ -133,18 +121,10 @@ def _collectives(ahead: int, behind: int, group: Any, whole: Tensor, part: Tenso
 def _collective_seconds(run: Callable[[], Any], size: int, cuda: bool) -> float:
     """Median time of one call; on a GPU calls follow one another without waiting for the host."""
     repeats = max(3, min(100, int(_LINK_WINDOW_S * _SLOWEST_BYTES_PER_S / size))) if cuda else 1
+    wait = torch.cuda.synchronize if cuda else nothing
     run()
-    times = []
-    for _ in range(_LINK_WINDOWS):
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / repeats)
-    return statistics.median(times)
+    wait()
+    return windows(run, repeats, wait)
 
 
 SCHEMA = "calibration/1"
@@ -198,6 +178,19 @@ def _row(kind: str, seconds: float, *, flops: float = 0.0, num_bytes: float = 0.
     return {"kind": kind, **shape, "seconds": seconds, **rates}
 
 
+def _passes(
+    kind: str, run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor, unit: str, forward: float, backward: float, **shape: Any
+) -> list[dict[str, Any]]:
+    """A row for the forward pass alone and one for the backward pass, which do so much of `unit`."""
+    with torch.no_grad():
+        forward_s = seconds(run)
+    both_s = seconds(lambda: torch.autograd.grad(run(), inputs, grad))
+    return [
+        _row(kind, forward_s, phase="forward", **{unit: forward}, **shape),
+        _row(kind, both_s - forward_s, phase="backward", **{unit: backward}, **shape),
+    ]
+
+
 def linear() -> Iterator[dict[str, Any]]:
     """Products of linear layers in bfloat16: output, gradient of the input, gradient of the weight."""
     for wide_in, wide_out in _LINEAR:
@@ -226,20 +219,15 @@ def grouped() -> Iterator[dict[str, Any]]:
     """One product for all experts of a rank (`torch._grouped_mm`), both layers of a SwiGLU expert, every expert with the same rows."""
     from playbook_trainer.torch.model.decoder import grouped_product
 
-    for hidden, width, experts in EXPERTS:
-        for rows in _ROWS_PER_EXPERT:
-            total = rows * experts
-            ends = torch.arange(rows, total + 1, rows, device="cuda", dtype=torch.int32)
-            for wide_in, wide_out in ((hidden, 2 * width), (width, hidden)):
-                x = _normal(total, wide_in).requires_grad_()
-                w, g = _normal(experts, wide_out, wide_in).requires_grad_(), _normal(total, wide_out)
-                shape = {"rows_per_expert": rows, "experts": experts, "wide_in": wide_in, "wide_out": wide_out}
-                work = 2.0 * total * wide_in * wide_out
-                with torch.no_grad():
-                    forward = seconds(lambda: grouped_product(x, w, ends))  # noqa: B023
-                yield _row("grouped", forward, flops=work, phase="forward", **shape)
-                both = seconds(lambda: torch.autograd.grad(grouped_product(x, w, ends), (x, w), g))  # noqa: B023
-                yield _row("grouped", both - forward, flops=2 * work, phase="backward", **shape)
+    for (hidden, width, experts), rows in product(EXPERTS, _ROWS_PER_EXPERT):
+        total = rows * experts
+        ends = torch.arange(rows, total + 1, rows, device="cuda", dtype=torch.int32)
+        for wide_in, wide_out in ((hidden, 2 * width), (width, hidden)):
+            x = _normal(total, wide_in).requires_grad_()
+            w, g = _normal(experts, wide_out, wide_in).requires_grad_(), _normal(total, wide_out)
+            shape = {"rows_per_expert": rows, "experts": experts, "wide_in": wide_in, "wide_out": wide_out}
+            work = 2.0 * total * wide_in * wide_out
+            yield from _passes("grouped", lambda: grouped_product(x, w, ends), (x, w), g, "flops", work, 2 * work, **shape)  # noqa: B023
 
 
 def _megatron_grouped() -> Iterator[dict[str, Any]]:
@@ -249,76 +237,60 @@ def _megatron_grouped() -> Iterator[dict[str, Any]]:
     from transformer_engine.pytorch import GroupedLinear
 
     library = "cutlass" if os.environ.get(GROUPED_GEMM) == "1" else "cublas"
-    for hidden, width, experts in EXPERTS:
-        for rows in _ROWS_PER_EXPERT:
-            total, splits = rows * experts, [rows] * experts
-            layer = GroupedLinear(experts, hidden, 2 * width, bias=False, params_dtype=torch.bfloat16, device="cuda")
-            x, g = _normal(total, hidden).requires_grad_(), _normal(total, 2 * width)
-            shape: dict[str, Any] = {
-                "library": library,
-                "rows_per_expert": rows,
-                "experts": experts,
-                "wide_in": hidden,
-                "wide_out": 2 * width,
-            }
-            work = 2.0 * total * hidden * 2 * width
-            with torch.no_grad():
-                forward = seconds(lambda: layer(x, splits))  # noqa: B023
-            yield _row("megatron_grouped", forward, flops=work, phase="forward", **shape)
-            both = seconds(lambda: torch.autograd.grad(layer(x, splits), (x, *layer.parameters()), g))  # noqa: B023
-            yield _row("megatron_grouped", both - forward, flops=2 * work, phase="backward", **shape)
+    for (hidden, width, experts), rows in product(EXPERTS, _ROWS_PER_EXPERT):
+        total, splits = rows * experts, [rows] * experts
+        layer = GroupedLinear(experts, hidden, 2 * width, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        x, g = _normal(total, hidden).requires_grad_(), _normal(total, 2 * width)
+        shape: dict[str, Any] = {
+            "library": library,
+            "rows_per_expert": rows,
+            "experts": experts,
+            "wide_in": hidden,
+            "wide_out": 2 * width,
+        }
+        work = 2.0 * total * hidden * 2 * width
+        inputs = (x, *layer.parameters())
+        yield from _passes("megatron_grouped", lambda: layer(x, splits), inputs, g, "flops", work, 2 * work, **shape)  # noqa: B023
 
 
 def attention() -> Iterator[dict[str, Any]]:
     """Causal attention of one row, by cuDNN and by flash; half of the square is counted."""
     kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    for heads, kv_heads, width in HEADS:
-        for length in LENGTHS:
-            q = _normal(1, heads, length, width).requires_grad_()
-            k, v = (_normal(1, kv_heads, length, width).requires_grad_() for _ in range(2))
-            g = _normal(1, heads, length, width)
-            work = 4.0 * heads * length * length * width / 2
-            shape = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
-            for name, kernel in kernels.items():
+    for (heads, kv_heads, width), length in product(HEADS, LENGTHS):
+        q = _normal(1, heads, length, width).requires_grad_()
+        k, v = (_normal(1, kv_heads, length, width).requires_grad_() for _ in range(2))
+        g = _normal(1, heads, length, width)
+        work = 4.0 * heads * length * length * width / 2
+        shape = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
+        for name, kernel in kernels.items():
 
-                def run() -> Tensor:
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: B023
+            def run() -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: B023
 
-                with sdpa_kernel(kernel):
-                    with torch.no_grad():
-                        forward = seconds(run)
-                    both = seconds(lambda: torch.autograd.grad(run(), (q, k, v), g))  # noqa: B023
-                yield _row("attention", forward, flops=work, phase="forward", kernel=name, **shape)
-                yield _row("attention", both - forward, flops=2.5 * work, phase="backward", kernel=name, **shape)
+            with sdpa_kernel(kernel):
+                rows = _passes("attention", run, (q, k, v), g, "flops", work, 2.5 * work, kernel=name, **shape)
+            yield from rows
 
 
 def _elementwise() -> Iterator[dict[str, Any]]:
     """Norms, activation, permutation, copies: bytes that must move, over time."""
     from playbook_trainer.torch.kernels import dense, experts
 
-    for width in WIDTHS:
-        for tokens in TOKENS:
-            x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
-            moved = 2.0 * tokens * width
-            with torch.no_grad():
-                forward = seconds(lambda: dense.norm(x, scale, 1e-6))  # noqa: B023
-            both = seconds(lambda: torch.autograd.grad(dense.norm(x, scale, 1e-6), (x, scale), g))  # noqa: B023
-            yield _row("norm", forward, num_bytes=2 * moved, phase="forward", tokens=tokens, width=width)
-            yield _row("norm", both - forward, num_bytes=3 * moved, phase="backward", tokens=tokens, width=width)
-            h = _normal(tokens, 2 * width).requires_grad_()
-            with torch.no_grad():
-                forward = seconds(lambda: dense.swiglu(h))  # noqa: B023
-            both = seconds(lambda: torch.autograd.grad(dense.swiglu(h), h, g))  # noqa: B023
-            yield _row("swiglu", forward, num_bytes=3 * moved, phase="forward", tokens=tokens, width=width)
-            yield _row("swiglu", both - forward, num_bytes=5 * moved, phase="backward", tokens=tokens, width=width)
-            yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
-            k = 8
-            permutation = torch.randperm(tokens * k, device="cuda")
-            rows = _normal(tokens * k, width)
-            permute = seconds(lambda: experts.spread(x.detach(), permutation, k))  # noqa: B023
-            unpermute = seconds(lambda: experts.collect(rows, permutation, None, k))  # noqa: B023
-            yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
-            yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
+    for width, tokens in product(WIDTHS, TOKENS):
+        x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
+        moved = 2.0 * tokens * width
+        shape = {"tokens": tokens, "width": width}
+        yield from _passes("norm", lambda: dense.norm(x, scale, 1e-6), (x, scale), g, "num_bytes", 2 * moved, 3 * moved, **shape)  # noqa: B023
+        h = _normal(tokens, 2 * width).requires_grad_()
+        yield from _passes("swiglu", lambda: dense.swiglu(h), (h,), g, "num_bytes", 3 * moved, 5 * moved, **shape)  # noqa: B023
+        yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
+        k = 8
+        permutation = torch.randperm(tokens * k, device="cuda")
+        rows = _normal(tokens * k, width)
+        permute = seconds(lambda: experts.spread(x.detach(), permutation, k))  # noqa: B023
+        unpermute = seconds(lambda: experts.collect(rows, permutation, None, k))  # noqa: B023
+        yield _row("permute", permute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
+        yield _row("unpermute", unpermute, num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)
 
 
 def loss() -> Iterator[dict[str, Any]]:
@@ -327,12 +299,11 @@ def loss() -> Iterator[dict[str, Any]]:
     from playbook_trainer.torch.kernels.dense import fused_rows
     from playbook_trainer.torch.parallel.tensor import CHUNK, linear_cross_entropy
 
-    for hidden, words in ((2048, 151936), (7168, 129280)):
-        for tokens in TOKENS[1:]:
-            x, w = _normal(tokens, hidden).requires_grad_(), _normal(words, hidden).requires_grad_()
-            labels = torch.randint(0, words, (tokens,), device="cuda")
-            run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, labels, Axis("tp"), CHUNK, fused_rows), (x, w))  # noqa: B023, E731
-            yield _row("loss", seconds(run), flops=6.0 * tokens * hidden * words, phase="both", tokens=tokens, hidden=hidden, words=words)
+    for (hidden, words), tokens in product(((2048, 151936), (7168, 129280)), TOKENS[1:]):
+        x, w = _normal(tokens, hidden).requires_grad_(), _normal(words, hidden).requires_grad_()
+        labels = torch.randint(0, words, (tokens,), device="cuda")
+        run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, labels, Axis("tp"), CHUNK, fused_rows), (x, w))  # noqa: B023, E731
+        yield _row("loss", seconds(run), flops=6.0 * tokens * hidden * words, phase="both", tokens=tokens, hidden=hidden, words=words)
 
 
 def optimizer() -> Iterator[dict[str, Any]]:

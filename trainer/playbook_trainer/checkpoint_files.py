@@ -40,8 +40,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from playbook import files
 from playbook.errors import ConfigError
@@ -286,7 +284,7 @@ def is_finished(config: TrainerConfig) -> bool:
 
 def mark_finished(config: TrainerConfig) -> None:
     """Leave word that a run of this configuration needs not be run again: a job that is queued anew after its end has nothing to do."""
-    if config.checkpoint.dir and Path(config.checkpoint.dir).is_dir() and not (config.profile.nvtx or config.profile.kineto):
+    if config.checkpoint.dir and Path(config.checkpoint.dir).is_dir() and not config.profile.traced:
         with suppress(OSError):  # the job would look at its checkpoints again, no more
             files.replace(Path(config.checkpoint.dir) / _FINISHED, _mark(config))
 
@@ -333,18 +331,6 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """As the library's, which would look for tensors here and drop everything else."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        """What this rank reads: where its pieces meet those that were saved."""
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
-        return LoadPlan(
-            [
-                item
-                for name, pieces in self.state_dict.items()
-                for item in create_read_items_for_chunk_list(name, saved[name], pieces.__create_chunk_list__())
-            ]
-        )
 
     def lookup_tensor(self, index: MetadataIndex) -> Any:
         """The memory of one piece."""
@@ -505,10 +491,7 @@ def cause(e: BaseException) -> str:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file so that it survives a crash of the machine."""
-    with path.open("wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
+    files.replace(path, content)
     _sync_folder(path.parent)
 
 

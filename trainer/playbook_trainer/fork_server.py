@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from playbook.processes import die_with_parent
-from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.config.environment import apply
+from playbook_trainer.config.tree import load
 
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 # What each backend imports before its first use of a GPU; what is missing here is reported by the ranks.
@@ -47,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     # What imports print is no answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    if not _imported(Path(words[0])):
+    config = load(Path(words[0]))
+    apply(config)  # libraries read some variables when they are imported
+    if not import_all(config.backend):
         return 2
     _say(answers, {"ready": True})
     unread = b""
@@ -62,16 +65,6 @@ def main(argv: list[str] | None = None) -> int:
                 _say(answers, {"pid": fork(job["words"], job["environment"], Path(job["log"]), answers)})
         for pid, code in _ended():
             _say(answers, {"pid": pid, "code": code})
-
-
-def _imported(path: Path) -> bool:
-    """Import as the configuration asks for; whether this process can be forked after that."""
-    from playbook_trainer.config import environment
-    from playbook_trainer.config.tree import load
-
-    config: TrainerConfig = load(path)
-    environment.apply(config)  # libraries read some variables when they are imported
-    return import_all(config.backend)
 
 
 def import_all(backend: str) -> bool:

@@ -154,7 +154,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if outcome == "ok" and config.checkpoint.export:
         engine.export(Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
-    if outcome == "ok" and config.train.receipt and not profiling(config):
+    if outcome == "ok" and config.train.receipt and not config.profile.traced:
         began = time.perf_counter()
         extra = _observe_step(trainer)
         recorder.phases["receipt"] = time.perf_counter() - began
@@ -178,7 +178,7 @@ def _opening(trainer: Trainer, *, resumed: bool) -> Iterator[str]:
     if resumed:
         hint = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         yield f"resumed after step {trainer.step} of {train.steps}{hint}"
-    if profiling(config):
+    if config.profile.traced:
         yield (
             f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; "
             "leave out the section profile to train on"
@@ -247,7 +247,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     _freeze()
     gc.disable()  # ranks would collect one after the other, and the others wait for each
     try:
-        with trainer.engine.ranges() if profiling(config) else nullcontext(), _annotated(config, recorder.out) as trace:
+        with trainer.engine.ranges() if config.profile.traced else nullcontext(), _annotated(config, recorder.out) as trace:
             while trainer.step < last:
                 if trainer.step == warm:
                     _freeze()  # what was compiled stays
@@ -290,7 +290,7 @@ def _freeze() -> None:
 def last_step(trainer: Trainer) -> int:
     """Number of the last step. Call it before the first step of the run: in a traced run it counts from where the trainer stands."""
     config = trainer.config
-    return trainer.step + config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
+    return trainer.step + config.train.warmup_steps + config.profile.steps if config.profile.traced else config.train.steps
 
 
 def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None) -> StepStats:
@@ -304,8 +304,7 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
         data_seconds = time.perf_counter() - began
         # `full` fills on the device. A copy from the host would make the host wait for the step before.
         labels = torch.full((), float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
-        if axes.dp.size > 1:
-            dist.all_reduce(labels, group=axes.dp.group)
+        axes.dp.all_reduce(labels)
         labels.clamp_(min=1.0)  # a step whose images are all bad has no labels; its gradient is then zero, not 0 / 0
         loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
@@ -340,12 +339,11 @@ def _measured_step(trainer: Trainer, recorder: Recorder) -> StepStats:
         # The update begins to count anew.
         stats = train_step(trainer, (lambda: load_counts.append(engine.load())) if loads else None)
     if busy is not None:
-        recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, device))
+        recorder.ranks[stats.step] = compare(busy.seconds(), trainer.axes, device)
     if loads:
         engine.count_load(False)
-        if trainer.axes.world.size > 1:
-            dist.all_reduce(load_counts[0])
-        recorder.note_load(stats.step, load_counts[0])
+        trainer.axes.world.all_reduce(load_counts[0])
+        recorder.loads[stats.step] = load_counts[0]
     return stats
 
 
@@ -361,8 +359,7 @@ def _sum_over_ranks(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Ste
         **counted,
     )
     packed = own_totals.pack(trainer.device)
-    if axes.world.size > 1:
-        dist.all_reduce(packed)
+    axes.world.all_reduce(packed)
     return StepTotals.unpack(packed)
 
 
@@ -384,8 +381,7 @@ def _evaluate(trainer: Trainer) -> float:
     sums = torch.zeros(2, device=trainer.device, dtype=torch.float64)
     for _, batches in zip(range(config.eval.batches), trainer.held_out, strict=False):
         sums += engine.evaluate(engine.local(batches))
-    if axes.world.size > 1:
-        dist.all_reduce(sums)
+    axes.world.all_reduce(sums)
     loss, labels = sums.tolist()
     return float(loss / labels) if labels else math.nan
 
@@ -417,11 +413,7 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
 
 def _data_state(trainer: Trainer) -> dict[str, Any]:
     """Where the data stream stands, for all data-parallel ranks: each knows its own lanes, and any layout may resume."""
-    own_state = trainer.loader.state()
-    states: list[Any] = [own_state] * trainer.axes.dp.size
-    if trainer.axes.dp.size > 1:
-        dist.all_gather_object(states, own_state, group=trainer.axes.dp.group)
-    return merge_states(states)
+    return merge_states(trainer.axes.dp.gathered(trainer.loader.state()))
 
 
 def _name_left_out(trainer: Trainer) -> None:
@@ -444,10 +436,8 @@ def _left_out(counters: Mapping[str, int], data: DataConfig) -> list[str]:
 def _data_counters(trainer: Trainer) -> dict[str, int]:
     """What the loaders of all data-parallel ranks have counted."""
     counters = trainer.loader.counters()
-    if trainer.axes.dp.size == 1:
-        return counters
     counts = torch.tensor(list(counters.values()), device=trainer.device)
-    dist.all_reduce(counts, group=trainer.axes.dp.group)
+    trainer.axes.dp.all_reduce(counts)
     return dict(zip(counters, counts.tolist(), strict=True))
 
 
@@ -498,11 +488,6 @@ def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, fl
     rows = [r for r in observer.as_dict()["collectives"] if r["inside"] in ("dispatch", "combine") and r["phase"] == "forward"]
     cells = numbers["tokens_per_rank"] * numbers["moe_layers"]
     return {"dispatch_bytes_per_token_layer": sum(r["bytes"] for r in rows) / cells} if cells else {}
-
-
-def profiling(config: TrainerConfig) -> bool:
-    """Whether this run records a trace; such a run times nothing and ends after the traced steps."""
-    return config.profile.nvtx or config.profile.kineto
 
 
 class _Trace:

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,7 @@ def _rank(placed: Place, store: dist.Store, seconds: float) -> list[dict[str, An
     """Measure on one rank; rank 0 returns the readings of all."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", placed.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
-    try:
+    with joined(placed, store, device.type):
         places: list[tuple[str, int]] = [("", 0)] * placed.ranks
         dist.all_gather_object(places, (placed.host, placed.local))
         who: dict[str, Any] = {"host": placed.host, "gpu": placed.local}
@@ -128,6 +126,16 @@ def _rank(placed: Place, store: dist.Store, seconds: float) -> list[dict[str, An
         every: list[list[dict[str, Any]]] | None = [[]] * placed.ranks if placed.rank == 0 else None
         dist.gather_object(rows, every)
         return [reading for each in every for reading in each] if every is not None else None
+
+
+@contextmanager
+def joined(placed: Place, store: dist.Store, device: str) -> Iterator[None]:
+    """The collectives of a job at this rank, on the GPU of its place."""
+    if device == "cuda":
+        torch.cuda.set_device(placed.local % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=placed.rank, world_size=placed.ranks)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -169,13 +177,17 @@ def _copied(target: Tensor, source: Tensor, device: torch.device, seconds: float
 
 def _repeated(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Median seconds of one call while it is repeated for so many seconds, in windows that follow one another."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
     run()
     wait()
     began = time.perf_counter()
     run()
     wait()
-    repeats = max(1, int(seconds / _WINDOWS / max(time.perf_counter() - began, 1e-6)))
+    return windows(run, max(1, int(seconds / _WINDOWS / max(time.perf_counter() - began, 1e-6))), wait)
+
+
+def windows(run: Callable[[], Any], repeats: int, wait: Callable[[], None]) -> float:
+    """Median seconds of one call, of so many that follow one another until `wait` says that they are done."""
     times = []
     for _ in range(_WINDOWS):
         began = time.perf_counter()
@@ -199,7 +211,7 @@ def _issued(run: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The CPU has nothing to wait for."""
 
 

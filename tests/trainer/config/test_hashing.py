@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as neutral_values
-from playbook_trainer.config.automatic import Target, config_sha, sha_of
+from playbook_trainer.config.automatic import Target, config_sha, covered
 from playbook_trainer.config.tree import TrainerConfig, dump, load, neutral, rendered
 
 TINY = Path("trainer/configs/qwen3_moe_tiny.yaml")
@@ -59,9 +59,9 @@ def test_a_new_key_keeps_every_hash_while_it_is_neutral(monkeypatch):
     grown = copy.deepcopy(before)
     grown["moe"]["brand_new"] = 0
     monkeypatch.setattr(automatic, "neutral", lambda: {**neutral(), "moe.brand_new": 0})
-    assert sha_of(grown, H200) == sha_of(before, H200)
+    assert covered(grown, H200) == covered(before, H200)
     grown["moe"]["brand_new"] = 1
-    assert sha_of(grown, H200) != sha_of(before, H200)
+    assert covered(grown, H200) != covered(before, H200)
 
 
 @pytest.mark.parametrize("key", ["optimizer.eps", "data.pack_buffer", "moe.capacity_factor", "parallel.fsdp"])
@@ -70,7 +70,7 @@ def test_another_default_changes_the_hash(key):
     data = dump(load(TINY))
     section, name = key.split(".")
     data[section][name] = (data[section][name] or 0) + 1
-    assert sha_of(data, Target()) != sha_of(dump(load(TINY)), Target())
+    assert covered(data, Target()) != covered(dump(load(TINY)), Target())
 
 
 def test_where_results_go_and_who_watches_does_not_count():

@@ -75,7 +75,3 @@ def test_an_update_of_halves_is_that_of_whole_weights(moments, monkeypatch):
         assert torch.equal(bits(ours["exp_avg"]), bits(theirs["exp_avg"]))
         assert torch.equal(bits(ours["exp_avg_sq"].abs()), bits(theirs["exp_avg_sq"]))
         assert ours["remainder"].dtype == torch.int16
-    again = make([Shard("w", params[1], params[1], True, False)], config.model_copy(update={"master_weights": "remainder"}))
-    again.load_state_dict(split.state_dict())
-    assert isinstance(again, optimizer.AdamW)
-    assert torch.equal(bits(again.whole(params[1])), bits(split.whole(params[1])))

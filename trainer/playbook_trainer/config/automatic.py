@@ -221,16 +221,17 @@ class Target:
 
 def here(gpu: str | None, ranks: int) -> Target:
     """This machine, with that GPU for each of so many ranks."""
-    return Target(gpu, _is_installed("transformer_engine"), _is_installed("triton"), ranks)
+    return Target(gpu, is_installed("transformer_engine"), is_installed("triton"), ranks)
 
 
 def meant_for(profile: str, ranks: int | None = None) -> Target:
     """The machine of a case's profile, such as `h200x4`: Triton comes with its torch, whatever there is here."""
-    return Target(None if profile == "cpu" else profile, _is_installed("transformer_engine"), ranks=ranks)
+    return Target(None if profile == "cpu" else profile, is_installed("transformer_engine"), ranks=ranks)
 
 
 @cache
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package is here, asked without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -352,17 +353,12 @@ _SAVING = ("checkpoint.every", "checkpoint.async_save")
 
 def config_sha(config: TrainerConfig, target: Target) -> str:
     """A hash of the resolved value of every key that is not neutral, for a run on the machine `target`."""
-    return sha_of(dump(config), target)
-
-
-def sha_of(data: Mapping[str, Any], target: Target) -> str:
-    """The same for a resolved configuration as plain data, such as a record holds."""
-    line = json.dumps(covered(data, target), sort_keys=True, separators=(",", ":"))
+    line = json.dumps(covered(dump(config), target), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
 def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """The keys that the hash covers, dotted, with their values."""
+    """The keys that the hash covers, dotted, with their values, of a resolved configuration as plain data."""
     plain = neutral()
     whole = {**plain, **flatten(data)}
     resolved = resolve(whole, target)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from playbook.errors import ConfigError
-from playbook.planner import layout
 from playbook.planner.parameters import total
 from playbook_trainer.config import automatic
 from playbook_trainer.config import megatron_checks as megatron
-from playbook_trainer.config.sections import FREEZABLE, MegatronConfig, shape_of
+from playbook_trainer.config.sections import FREEZABLE, MegatronConfig, broken, shape_of
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 
@@ -29,25 +28,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Violations of the layout arithmetic on `world` ranks, a line for each."""
     if config.backend == "megatron":
         return megatron.layout_problems(config, world)
-    model, par, train = config.model, config.parallel, config.train
-    problems = layout.check(
-        gpus=world,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        layers=model.num_layers,
-        experts=model.num_experts,
-        seq_len=config.data.seq_len,
-        micro_batch_size=train.micro_batch_size,
-        global_batch_size=train.global_batch_size,
-        tp=par.tp,
-        pp=par.pp,
-        vpp=par.vpp,
-        cp=par.cp,
-        ep=par.ep,
-        etp=par.etp or par.tp,
-        shape=shape_of(model),
-        words=megatron.WORDS,
-    )
+    model, par, problems = config.model, config.parallel, megatron.arithmetic_problems(config, world, None)
     if model.num_kv_heads % par.tp:
         problems.append(f"{model.num_kv_heads} key-value heads do not divide over tp {par.tp}; this backend does not replicate them")
     problems += megatron.vocabulary_problems(config)
@@ -60,55 +41,44 @@ def _replica_problems(config: TrainerConfig, world: int) -> list[str]:
     dp, over = divmod(world, par.tp * par.pp * par.cp)
     if par.dp_replicate == 1 or over:
         return []
-    if not par.fsdp:
-        return [
-            f"dp_replicate {par.dp_replicate} with fsdp: false, which makes every rank a copy; set parallel.fsdp: true or dp_replicate to 1"
-        ]
-    if dp % par.dp_replicate:
-        return [f"dp {dp} does not divide into {par.dp_replicate} copies; set parallel.dp_replicate to a divisor of {dp}"]
-    return []
+    rules = {
+        f"dp_replicate {par.dp_replicate} with fsdp: false, which makes every rank a copy; set parallel.fsdp: true or dp_replicate to 1": (
+            not par.fsdp
+        ),
+        f"dp {dp} does not divide into {par.dp_replicate} copies; set parallel.dp_replicate to a divisor of {dp}": dp % par.dp_replicate,
+    }
+    return broken(rules)[:1]
 
 
 def _token_problems(config: TrainerConfig) -> list[str]:
     """Where ranks share out one stream of tokens, or gather several, rows have one length and divide."""
     par, train = config.parallel, config.train
-    etp, moe = par.etp or par.tp, config.model.num_experts > 0
-    reasons = []
-    if par.tp > 1 and par.sequence_parallel:
-        reasons.append("sequence parallelism")
-    elif par.tp > 1 and moe and etp != par.tp:
-        reasons.append(f"etp {etp} beside tp {par.tp}")
-    problems = []
-    tokens = train.micro_batch_size * config.data.seq_len // par.cp
-    if reasons and tokens % par.tp:
-        problems.append(
-            f"{reasons[0]} cuts the {tokens} tokens of a rank over tp {par.tp}, which does not divide them; change data.seq_len"
-        )
-    if moe and etp > 1 and etp != par.tp:
-        reasons.append(f"etp {etp} beside tp {par.tp}")
-    if moe and par.ep > 1 and config.moe.dispatcher == "allgather":
-        reasons.append("moe.dispatcher allgather")
-    if reasons and not config.data.pad:
-        problems.append(f"{reasons[0]} needs rows of one length: set data.pad: true")
+    etp, moe, allgather = par.etp or par.tp, config.model.num_experts > 0, config.moe.dispatcher == "allgather"
+    unlike, differs = f"etp {etp} beside tp {par.tp}", moe and etp != par.tp
+    cut = broken({"sequence parallelism": par.tp > 1 and par.sequence_parallel, unlike: par.tp > 1 and differs})
+    alike = cut + broken({unlike: etp > 1 and differs, "moe.dispatcher allgather": moe and par.ep > 1 and allgather})
+    tokens, problems = train.micro_batch_size * config.data.seq_len // par.cp, []
+    if cut and tokens % par.tp:
+        problems.append(f"{cut[0]} cuts the {tokens} tokens of a rank over tp {par.tp}, which does not divide them; change data.seq_len")
+    if alike and not config.data.pad:
+        problems.append(f"{alike[0]} needs rows of one length: set data.pad: true")
     return problems
 
 
 def _context_problems(config: TrainerConfig) -> list[str]:
     """Ulysses shares out heads, so they must divide; with fewer key-value heads than ranks each goes to several."""
-    par, problems = config.parallel, []
+    par = config.parallel
     if par.cp == 1 or par.cp_comm != "ulysses":
         return []
     heads, kv_heads = config.model.num_heads // par.tp, config.model.num_kv_heads // par.tp
-    if heads % par.cp:
-        problems.append(
-            f"cp_comm ulysses shares out {heads} attention heads, which do not divide over cp {par.cp}; set parallel.cp_comm: ring"
-        )
-    if kv_heads and kv_heads % par.cp and par.cp % kv_heads:
-        problems.append(
-            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: "
-            "ring"
-        )
-    return problems
+    rules = {
+        f"cp_comm ulysses shares out {heads} attention heads, which do not divide over cp {par.cp}; set parallel.cp_comm: ring": (
+            heads % par.cp
+        ),
+        f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: "
+        "ring": kv_heads and kv_heads % par.cp and par.cp % kv_heads,
+    }
+    return broken(rules)
 
 
 _MOST_PARAMETERS = 10**14
@@ -119,33 +89,31 @@ _MOST_TOKENS = 2**31
 
 def _size_problems(config: TrainerConfig) -> list[str]:
     """Sizes, each possible by itself, that together no machine could serve."""
-    problems, parameters = [], total(shape_of(config.model))
-    if parameters > _MOST_PARAMETERS:
-        problems.append(f"the model has {parameters:.1e} parameters; expected at most {_MOST_PARAMETERS:.0e}: lower its sizes")
-    tokens = config.train.micro_batch_size * config.data.seq_len
-    if tokens >= _MOST_TOKENS:
-        problems.append(
-            f"a micro-batch has {tokens} tokens; expected less than {_MOST_TOKENS}: lower data.seq_len or train.micro_batch_size"
-        )
-    return problems
+    parameters, tokens = total(shape_of(config.model)), config.train.micro_batch_size * config.data.seq_len
+    rules = {
+        f"the model has {parameters:.1e} parameters; expected at most {_MOST_PARAMETERS:.0e}: lower its sizes": (
+            parameters > _MOST_PARAMETERS
+        ),
+        f"a micro-batch has {tokens} tokens; expected less than {_MOST_TOKENS}: lower data.seq_len or train.micro_batch_size": (
+            tokens >= _MOST_TOKENS
+        ),
+    }
+    return broken(rules)
 
 
 def feature_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that its backend does not support."""
-    problems = _data_problems(config) + _size_problems(config)
-    if config.checkpoint.export_dtype == "source" and config.init.weights is None:
-        problems.append("checkpoint.export_dtype source is the precision of init.weights, and there are none: set fp32, bf16 or auto")
-    if (
-        config.train.epochs is None
-        and config.train.warmup_steps >= config.train.steps
-        and not (config.profile.nvtx or config.profile.kineto)
-    ):
-        problems.append(
-            f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
-        )
-    if config.train.epochs is None:
-        problems += warm_up_problems(config)
-    problems += _evaluation_problems(config)
+    train = config.train
+    rules = {
+        "checkpoint.export_dtype source is the precision of init.weights, and there are none: set fp32, bf16 or auto": (
+            config.checkpoint.export_dtype == "source" and config.init.weights is None
+        ),
+        f"train.warmup_steps {train.warmup_steps} leaves none of {train.steps} steps to time; raise train.steps": (
+            train.epochs is None and train.warmup_steps >= train.steps and not config.profile.traced
+        ),
+    }
+    problems = _data_problems(config) + _size_problems(config) + broken(rules)
+    problems += (warm_up_problems(config) if train.epochs is None else []) + _evaluation_problems(config)
     return problems + (megatron.feature_problems(config) if config.backend == "megatron" else _torch_problems(config))
 
 
@@ -159,45 +127,41 @@ def warm_up_problems(config: TrainerConfig) -> list[str]:
 
 def _evaluation_problems(config: TrainerConfig) -> list[str]:
     """Epochs, evaluation data and best checkpoints where there is nothing to count, to evaluate or to keep."""
-    data, problems = config.data, []
+    data, evals = config.data, config.eval
     endless = data.kind == "mock" or data.source == "generated"
-    if endless and config.train.epochs is not None:
-        problems.append(f"train.epochs: {'mock' if data.kind == 'mock' else 'generated'} data is made up as it is read: set train.steps")
-    if endless and config.eval.path is not None:
-        problems.append("eval.path: the training data is made up as it is read, so there is no such file: leave it out")
-    if config.eval.path is not None and not config.eval.every:
-        problems.append("eval.path is read by evaluations, and there are none: set eval.every")
-    if config.checkpoint.keep_best and not (config.eval.every and config.checkpoint.dir):
-        problems.append("checkpoint.keep_best keeps the checkpoint of the lowest evaluation loss: set eval.every and checkpoint.dir")
-    return problems
+    rules = {
+        f"train.epochs: {'mock' if data.kind == 'mock' else 'generated'} data is made up as it is read: set train.steps": (
+            endless and config.train.epochs is not None
+        ),
+        "eval.path: the training data is made up as it is read, so there is no such file: leave it out": (
+            endless and evals.path is not None
+        ),
+        "eval.path is read by evaluations, and there are none: set eval.every": evals.path is not None and not evals.every,
+        "checkpoint.keep_best keeps the checkpoint of the lowest evaluation loss: set eval.every and checkpoint.dir": (
+            config.checkpoint.keep_best and not (evals.every and config.checkpoint.dir)
+        ),
+    }
+    return broken(rules)
 
 
 def _torch_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that the torch backend does not support."""
-    par, problems = config.parallel, []
-    if config.megatron != MegatronConfig():
-        problems.append("the section megatron belongs to the megatron backend: leave it out, or set backend: megatron")
-    if par.pipeline_layout is not None:
-        problems.append("parallel.pipeline_layout belongs to the megatron backend; here all chunks have as many layers")
-    if config.moe.capacity_factor is not None:
-        problems.append("moe.capacity_factor belongs to the megatron backend; here no token is dropped")
-    if config.moe.dispatcher not in ("allgather", "alltoall", "dedup"):
-        problems.append(
-            f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
-        )
-    layers_per_chunk, deepstack = (
-        config.model.num_layers // (par.pp * par.vpp),
-        len(config.model.vision.deepstack_layers) if config.model.vision else 0,
-    )
-    if layers_per_chunk < deepstack:
-        problems.append(
-            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
-            f"pp {par.pp} x vpp {par.vpp} leaves {layers_per_chunk} layers in a chunk; lower parallel.pp or vpp"
-        )
-    if par.pp > 1 and not config.data.pad:
-        problems.append("pp needs rows of one length: set data.pad: true")
-    problems += _model_problems(config)
-    return problems
+    par, dispatcher, vision = config.parallel, config.moe.dispatcher, config.model.vision
+    layers_per_chunk, deepstack = config.model.num_layers // (par.pp * par.vpp), len(vision.deepstack_layers) if vision else 0
+    rules = {
+        "the section megatron belongs to the megatron backend: leave it out, or set backend: megatron": (
+            config.megatron != MegatronConfig()
+        ),
+        "parallel.pipeline_layout belongs to the megatron backend; here all chunks have as many layers": par.pipeline_layout is not None,
+        "moe.capacity_factor belongs to the megatron backend; here no token is dropped": config.moe.capacity_factor is not None,
+        f"moe.dispatcher '{dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup": (
+            dispatcher not in ("allgather", "alltoall", "dedup")
+        ),
+        f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
+        f"pp {par.pp} x vpp {par.vpp} leaves {layers_per_chunk} layers in a chunk; lower parallel.pp or vpp": layers_per_chunk < deepstack,
+        "pp needs rows of one length: set data.pad: true": par.pp > 1 and not config.data.pad,
+    }
+    return broken(rules) + _model_problems(config)
 
 
 def _model_problems(config: TrainerConfig) -> list[str]:
@@ -215,51 +179,38 @@ def _model_problems(config: TrainerConfig) -> list[str]:
         f"mtp_layers: {model.mtp_layers}": model.mtp_layers > 0,
         "yarn": model.yarn is not None,
     }
-    return [
-        f"model.{setting} belongs to the megatron backend, which has DeepSeek-V3's parts" for setting, present in rules.items() if present
-    ]
+    return [f"model.{setting} belongs to the megatron backend, which has DeepSeek-V3's parts" for setting in broken(rules)]
 
 
 def switch_problems(config: TrainerConfig, world: int) -> list[str]:
     """Settings of memory and speed that exclude each other on `world` ranks or have nothing to act on, a line for each."""
     if config.backend == "megatron":
         return _freeze_problems(config) + megatron.switch_problems(config)
-    train, par, problems = config.train, config.parallel, list[str]()
-    problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
-    if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
-        problems.append(
-            f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
-            "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
-        )
-    problems += automatic.problems(flatten(dump(config)) | {automatic.RANKS: world})
+    problems = _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
+    problems += broken(megatron.still_moments(config)) + automatic.problems(flatten(dump(config)) | {automatic.RANKS: world})
     problems += _router_problems(config) + _idle_problems(config)
-    if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
-        problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
-    if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:
-        problems.append(
-            "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
-        )
-    return problems
+    rules = {
+        **megatron.narrow_attention(config),
+        "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false": (
+            config.offload.optimizer and config.parallel.pp > 1 and config.model.tie_word_embeddings
+        ),
+    }
+    return problems + broken(rules)
 
 
 def _idle_problems(config: TrainerConfig) -> list[str]:
     """Settings that would have no effect in this run, a line for each."""
-    train, moe, par, problems = config.train, config.moe, config.parallel, []
-    if not config.model.num_experts:
-        problems += megatron.dense_problems(
-            config,
-            {
-                "moe.bias_update_rate": moe.bias_update_rate > 0,
-                "moe.load_every": moe.load_every > 0,
-            },
-        )
-    elif moe.router_dtype == "bf16" and train.dtype == "fp32":
-        problems.append(
-            "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32"
-        )
-    if train.attention == "cudnn" and par.cp > 1 and par.cp_comm != "ulysses" and config.model.vision is None:
-        problems.append(f"train.attention 'cudnn' does not serve cp_comm {par.cp_comm}, whose kernel is flash: set it to auto")
-    return problems
+    train, moe, par, model = config.train, config.moe, config.parallel, config.model
+    own_settings = {"moe.bias_update_rate": moe.bias_update_rate > 0, "moe.load_every": moe.load_every > 0}
+    rules = {
+        "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32": (
+            model.num_experts and moe.router_dtype == "bf16" and train.dtype == "fp32"
+        ),
+        f"train.attention 'cudnn' does not serve cp_comm {par.cp_comm}, whose kernel is flash: set it to auto": (
+            train.attention == "cudnn" and par.cp > 1 and par.cp_comm != "ulysses" and model.vision is None
+        ),
+    }
+    return megatron.dense_problems(config, own_settings) + broken(rules)
 
 
 def notes(config: TrainerConfig) -> list[str]:
@@ -271,27 +222,20 @@ def notes(config: TrainerConfig) -> list[str]:
 
 def _router_problems(config: TrainerConfig) -> list[str]:
     """What evens out the experts' load beside graphs and exports."""
-    moe, problems = config.moe, list[str]()
-    if "moe_router" in config.train.cuda_graphs and (moe.aux_loss_coeff or moe.bias_update_rate or moe.load_every):
-        problems.append(
-            "train.cuda_graphs moe_router hides the scores that moe.aux_loss_coeff, bias_update_rate and load_every read: leave it out"
-        )
-    if moe.bias_update_rate and config.checkpoint.export:
-        problems.append(
-            "moe.bias_update_rate: Hugging Face's model has no such bias, so exported weights would route otherwise: "
-            "set moe.aux_loss_coeff instead, or leave out checkpoint.export"
-        )
-    return problems
+    moe = config.moe
+    rules = {
+        "train.cuda_graphs moe_router hides the scores that moe.aux_loss_coeff, bias_update_rate and load_every read: leave it out": (
+            "moe_router" in config.train.cuda_graphs and (moe.aux_loss_coeff or moe.bias_update_rate or moe.load_every)
+        ),
+        "moe.bias_update_rate: Hugging Face's model has no such bias, so exported weights would route otherwise: "
+        "set moe.aux_loss_coeff instead, or leave out checkpoint.export": moe.bias_update_rate and config.checkpoint.export,
+    }
+    return broken(rules)
 
 
 def _recompute_problems(config: TrainerConfig) -> list[str]:
     """Modules of selective recompute that are missing, have no counterpart in this model, or contain one another."""
-    mode, names, model, problems = config.train.recompute, config.train.recompute_modules, config.model, []
-    if mode == "selective" and not names:
-        problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
-    if mode != "selective" and names:
-        problems.append(f"train.recompute_modules needs train.recompute: selective; it is {mode}")
-    moe = model.num_experts > 0
+    names, model, moe = config.train.recompute_modules, config.model, config.model.num_experts > 0
     absent = {
         "moe": None if moe else "the model is dense: its MLP is 'mlp'",
         "moe_act": None if moe else "the model is dense: it has no experts whose activation could be made again; its MLP is 'mlp'",
@@ -300,6 +244,7 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
         "mla_up_proj": None if model.attention == "mla" else "the model has grouped-query attention, not multi-latent attention",
         "vision": None if model.vision is not None else "the model has no vision tower",
     }
+    problems = broken(megatron.named_modules(config))
     problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]
     if {"moe", "moe_act"} <= set(names):
         problems.append("train.recompute_modules 'moe' runs the experts' activation again already: leave out 'moe_act'")
@@ -311,20 +256,21 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
     frozen = config.train.freeze
     if not frozen:
         return []
-    if config.model.vision is None:
-        return [f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower"]
-    if set(frozen) == set(FREEZABLE):
-        return ["train.freeze names every part, so nothing is left to train: take one out"]
-    if "language_model" in frozen and config.data.kind not in ("vqa", "chat"):
-        return [
-            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: "
-            "vqa"
-        ]
-    if "vision" in frozen and "vision" in config.train.recompute_modules:
-        return ["train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out"]
-    if "language_model" in frozen and config.parallel.pp > 1:
-        return ["train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1"]
-    return []
+    kind = config.data.kind
+    rules = {
+        f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower": config.model.vision is None,
+        "train.freeze names every part, so nothing is left to train: take one out": set(frozen) == set(FREEZABLE),
+        f"train.freeze language_model with data.kind {kind}, which has no images, leaves nothing to train: set data.kind: vqa": (
+            "language_model" in frozen and kind not in ("vqa", "chat")
+        ),
+        "train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out": (
+            "vision" in frozen and "vision" in config.train.recompute_modules
+        ),
+        "train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1": (
+            "language_model" in frozen and config.parallel.pp > 1
+        ),
+    }
+    return broken(rules)[:1]
 
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
@@ -332,13 +278,12 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
     train, par, names = config.train, config.parallel, config.train.cuda_graphs
     if not names:
         return []
-    recomputed = set(train.recompute_modules)
     rules = {
         "a GPU is needed, and train.device is cpu": train.device == "cpu",
         "shapes must not change from batch to batch: set data.pad: true": not config.data.pad,
         "recompute of whole layers would replay a graph whose memory is still wanted: "
         "set train.recompute: selective or none": train.recompute == "full",
-        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in recomputed
+        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in train.recompute_modules
         and "moe_router" in names,
         "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
         "collectives are not captured, and passes must alternate: set parallel.tp, pp and cp to 1": max(par.tp, par.pp, par.cp) > 1,
@@ -356,7 +301,7 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         "experts get another number of rows in every batch: leave out moe": "moe" in names,
         "mlp is three kernels, too few to be worth a graph's memory: leave it out": "mlp" in names,
     }
-    return [f"train.cuda_graphs {names}: {rule}" for rule, broken in rules.items() if broken]
+    return [f"train.cuda_graphs {names}: {rule}" for rule in broken(rules)]
 
 
 _FP8_ELSEWHERE = {
@@ -369,51 +314,50 @@ _FP8_ELSEWHERE = {
 
 def _fp8_problems(config: TrainerConfig) -> list[str]:
     """Recipes and modules of `precision.fp8` that the torch backend cannot multiply, and widths on a rank that its scales do not divide."""
-    precision, model, par, problems = config.precision, config.model, config.parallel, []
+    precision, model, par = config.precision, config.model, config.parallel
     if precision.fp8 == "none":
         return []
     if precision.fp8 in _FP8_ELSEWHERE:
         return [f"precision.fp8 '{precision.fp8}' {_FP8_ELSEWHERE[precision.fp8]}; set rowwise, blockwise or none"]
     names, moe = precision.fp8_modules, model.num_experts > 0
-    if not names or (names == ["experts"] and not moe):
-        problems.append(f"precision.fp8_modules {names} leaves nothing to do in 8 bits: name linear" + (" or experts" if moe else ""))
-    if precision.fp8 == "blockwise" and "experts" in names and moe:
-        problems.append(
-            "precision.fp8 blockwise does not serve experts: torch has no grouped product with scales per block; "
-            "set precision.fp8_modules: [linear], or precision.fp8: rowwise"
-        )
-    if "experts" in names and moe and config.moe.experts == "loop":
-        problems.append("precision.fp8 multiplies all experts in one grouped product: set moe.experts: auto")
+    experts = "experts" in names and moe
     widths: dict[str, int] = {"model.hidden_size": model.hidden_size}
     if "linear" in names:
         widths["query columns"] = model.num_heads * model.head_dim // par.tp
         widths["key-value columns"] = model.num_kv_heads * model.head_dim // par.tp
         if not moe:
             widths["model.ffn_size"] = model.ffn_size // par.tp
-    if "experts" in names and moe:
+    if experts:
         widths["model.expert_ffn_size"] = model.expert_ffn_size // (par.etp or par.tp)
     unit = 16 if precision.fp8 == "rowwise" else 128
-    odd = {k: v for k, v in widths.items() if v % unit}
-    if odd:
-        odd_widths = ", ".join(f"{k} {v}" for k, v in odd.items())
-        problems.append(
-            f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {odd_widths}; leave it at none"
-        )
-    return problems
+    odd = ", ".join(f"{k} {v}" for k, v in widths.items() if v % unit)
+    rules = {
+        f"precision.fp8_modules {names} leaves nothing to do in 8 bits: name linear{' or experts' if moe else ''}": (
+            not names or (names == ["experts"] and not moe)
+        ),
+        "precision.fp8 blockwise does not serve experts: torch has no grouped product with scales per block; "
+        "set precision.fp8_modules: [linear], or precision.fp8: rowwise": precision.fp8 == "blockwise" and experts,
+        "precision.fp8 multiplies all experts in one grouped product: set moe.experts: auto": experts and config.moe.experts == "loop",
+        f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {odd}; leave it at none": odd,
+    }
+    return broken(rules)
 
 
 def _data_problems(config: TrainerConfig) -> list[str]:
     """Data options that contradict each other."""
-    data, problems = config.data, []
-    if data.pad_to_multiple is not None and data.pad:
-        problems.append("data.pad already fills every row to seq_len: set data.pad: false for data.pad_to_multiple to have an effect")
-    if data.pad_to_multiple is not None and data.seq_len % data.pad_to_multiple:
-        problems.append(
-            f"data.seq_len {data.seq_len} is no multiple of data.pad_to_multiple {data.pad_to_multiple}, so full rows would not fit"
-        )
-    if data.kind == "mock" and data.source == "generated":
-        problems.append("data.kind mock has no source of its own: leave data.source out, or set data.kind to text or vqa")
-    weights = data.generated.images_per_sample
-    if not weights or min(weights) < 0 or sum(weights) <= 0:
-        problems.append(f"data.generated.images_per_sample is {weights}; expected weights of one, two, ... images, such as [0.8, 0.2]")
-    return problems
+    data, weights, multiple = config.data, config.data.generated.images_per_sample, config.data.pad_to_multiple
+    rules = {
+        "data.pad already fills every row to seq_len: set data.pad: false for data.pad_to_multiple to have an effect": (
+            multiple and data.pad
+        ),
+        f"data.seq_len {data.seq_len} is no multiple of data.pad_to_multiple {multiple}, so full rows would not fit": (
+            multiple and data.seq_len % multiple
+        ),
+        "data.kind mock has no source of its own: leave data.source out, or set data.kind to text or vqa": (
+            data.kind == "mock" and data.source == "generated"
+        ),
+        f"data.generated.images_per_sample is {weights}; expected weights of one, two, ... images, such as [0.8, 0.2]": (
+            not weights or min(weights) < 0 or sum(weights) <= 0
+        ),
+    }
+    return broken(rules)

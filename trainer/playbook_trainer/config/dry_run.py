@@ -63,10 +63,9 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
 
 def stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
     """What a rank of each pipeline stage holds."""
-    if config.backend == "megatron":
-        return _megatron_stages(config, plan)
-    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
-    return [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
+    one = _megatron_stage if config.backend == "megatron" else _stage
+    sizes = config.parallel.pipeline_layout or pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return [one(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
 
 
 def plan_of(config: TrainerConfig, world: int) -> Plan:
@@ -323,12 +322,6 @@ def _updates_weights(config: TrainerConfig) -> bool:
     Source: Megatron-LM, `megatron/core/optimizer/distrib_optimizer.py` (_build_model_and_main_param_groups).
     """
     return config.train.dtype == "fp32" or config.megatron.precision_aware_optimizer
-
-
-def _megatron_stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
-    """What a rank of each pipeline stage holds."""
-    sizes = config.parallel.pipeline_layout or pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
-    return [_megatron_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
 
 
 def _megatron_stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:

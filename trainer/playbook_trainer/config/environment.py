@@ -70,21 +70,20 @@ def needed(
     """
     if platform == "cpu":
         return {}
-    environment = {}
-    many_streams = dispatcher in ("deepep", "hybridep") or overlap
-    if platform == "hopper" and not sharded and (tp > 1 or cp > 1) and not overlap:
-        environment[CONNECTIONS] = "1"
-    elif many_streams or (megatron and platform in ("blackwell", "nvl72") and not sharded):
-        environment[CONNECTIONS] = "32"
-    if dispatcher == "hybridep":
-        environment[_HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
-    if offload:
-        environment["NVTE_CPU_OFFLOAD_V1"] = "1"
-    if graphs:
-        environment["NCCL_GRAPH_REGISTER"] = "0"
-    if "full_iteration" in graphs:
-        environment[ALLOCATOR] = "expandable_segments:True,graph_capture_record_stream_reuse:True"
-    return environment
+    one_stream = platform == "hopper" and not sharded and (tp > 1 or cp > 1) and not overlap
+    many_streams = dispatcher in ("deepep", "hybridep") or overlap or (megatron and platform in ("blackwell", "nvl72") and not sharded)
+    values = {
+        CONNECTIONS: "1" if one_stream else "32" if many_streams else "",
+        _HYBRID_EP_RANKS: str(_largest_divisor(ep, DOMAIN[platform])) if dispatcher == "hybridep" else "",
+        "NVTE_CPU_OFFLOAD_V1": "1" if offload else "",
+        "NCCL_GRAPH_REGISTER": "0" if graphs else "",
+        ALLOCATOR: "expandable_segments:True,graph_capture_record_stream_reuse:True" if "full_iteration" in graphs else "",
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def sharded(config: TrainerConfig) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from playbook.planner import layout
 from playbook.planner.options import Options
 from playbook.planner.rules import Words
 from playbook_trainer.config.row_lengths import unlike_lengths, variable_lengths
-from playbook_trainer.config.sections import MegatronConfig, shape_of
+from playbook_trainer.config.sections import MegatronConfig, broken, shape_of
 from playbook_trainer.config.tree import TrainerConfig, neutral, torch_only
 
 WORDS = Words(
@@ -91,14 +92,18 @@ def pads_experts(config: TrainerConfig) -> bool:
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
+    return arithmetic_problems(config, world, options(config)) + vocabulary_problems(config) + _pipeline_problems(config)
+
+
+def arithmetic_problems(config: TrainerConfig, world: int, chosen: Options | None) -> list[str]:
+    """Broken rules of layout arithmetic, and of the features `chosen`, if any."""
     model, par, train = config.model, config.parallel, config.train
-    problems = layout.check(
+    return layout.check(
         gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
-        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
+        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=chosen, shape=shape_of(model),
         words=WORDS,
     )  # fmt: skip
-    return problems + vocabulary_problems(config) + _pipeline_problems(config)
 
 
 def vocabulary_problems(config: TrainerConfig) -> list[str]:
@@ -109,48 +114,46 @@ def vocabulary_problems(config: TrainerConfig) -> list[str]:
 
 def _pipeline_problems(config: TrainerConfig) -> list[str]:
     """Layer counts per chunk in `parallel.pipeline_layout` that do not fit the stages or the model."""
-    par, problems = config.parallel, []
+    par, sizes, layers = config.parallel, config.parallel.pipeline_layout, config.model.num_layers
     chunks = par.pp * par.vpp
-    if par.pipeline_layout is not None:
-        sizes, layers = par.pipeline_layout, config.model.num_layers
-        if par.pp == 1:
-            problems.append("parallel.pipeline_layout needs pp > 1; leave it out or raise parallel.pp")
-        elif len(sizes) != chunks or sum(sizes) != layers or min(sizes) < 0:
-            problems.append(
-                f"parallel.pipeline_layout {sizes} has {len(sizes)} chunks and {sum(sizes)} layers; "
-                f"expected {chunks} (pp {par.pp} x vpp {par.vpp}) and {layers}"
-            )
-        elif any(n == 0 for n in sizes[1:-1]):
-            problems.append(f"parallel.pipeline_layout {sizes}: only the first and the last chunk may be without layers")
-    return problems
+    if sizes is None:
+        return []
+    if par.pp == 1:
+        return ["parallel.pipeline_layout needs pp > 1; leave it out or raise parallel.pp"]
+    if len(sizes) != chunks or sum(sizes) != layers or min(sizes) < 0:
+        return [
+            f"parallel.pipeline_layout {sizes} has {len(sizes)} chunks and {sum(sizes)} layers; "
+            f"expected {chunks} (pp {par.pp} x vpp {par.vpp}) and {layers}"
+        ]
+    return [f"parallel.pipeline_layout {sizes}: only the first and the last chunk may be without layers"] if 0 in sizes[1:-1] else []
 
 
 def feature_problems(config: TrainerConfig) -> list[str]:
     """What this backend does not do, and settings of its section that contradict each other."""
     par, mg, problems = config.parallel, config.megatron, []
     for key in torch_only():
-        value, default = _get(config, key), neutral()[key]
+        value, default = attrgetter(key)(config), neutral()[key]
         if value not in (default, "auto"):
             problems.append(f"{key} {_text(value)} belongs to the torch backend; leave it at {_text(default)}")
-    if config.moe.dispatcher == "dedup":
-        problems.append("moe.dispatcher 'dedup' belongs to the torch backend; here there are allgather, alltoall, deepep and hybridep")
-    if config.train.device == "cpu":
-        problems.append("megatron-core needs a GPU: set train.device: cuda, or backend: torch")
-    if par.dp_replicate > 1 and mg.data_parallel not in ("distributed_optimizer", "megatron_fsdp"):
-        problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
-    if config.checkpoint.dir and mg.data_parallel == "fsdp2":
-        problems.append("checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer")
-    if config.checkpoint.dir and _offloads(config):
-        problems.append(
-            "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
-            "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0"
-        )
-    if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
-        problems.append(
-            "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "
-            "set model.tie_word_embeddings: false, or take megatron_fsdp"
-        )
-    return problems + _row_problems(config) + _vision_problems(config) + _router_problems(config)
+    rules = {
+        "moe.dispatcher 'dedup' belongs to the torch backend; here there are allgather, alltoall, deepep and hybridep": (
+            config.moe.dispatcher == "dedup"
+        ),
+        "megatron-core needs a GPU: set train.device: cuda, or backend: torch": config.train.device == "cpu",
+        f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1": (
+            par.dp_replicate > 1 and mg.data_parallel not in ("distributed_optimizer", "megatron_fsdp")
+        ),
+        "checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer": (
+            config.checkpoint.dir and mg.data_parallel == "fsdp2"
+        ),
+        "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
+        "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0": (
+            config.checkpoint.dir and _offloads(config)
+        ),
+        "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "
+        "set model.tie_word_embeddings: false, or take megatron_fsdp": (mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings),
+    }
+    return problems + broken(rules) + _row_problems(config) + _vision_problems(config) + _router_problems(config)
 
 
 def _router_problems(config: TrainerConfig) -> list[str]:
@@ -158,86 +161,71 @@ def _router_problems(config: TrainerConfig) -> list[str]:
 
     Source: megatron-core, `moe_utils.py` (group_limited_topk, topk_routing_with_score_function); transformers, `DeepseekV3TopkRouter`.
     """
-    model, problems = config.model, []
+    model, several = config.model, config.model.top_k > 1
     top_groups, scored = model.router_group_top_k, _SCORED_EXPERTS
-    if top_groups < model.router_groups and model.top_k // top_groups != scored:
-        problems.append(
-            f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best "
-            f"experts, and megatron-core by its top_k // router_group_top_k = {model.top_k // top_groups} best; set model.top_k to "
-            f"{scored * top_groups} or model.router_group_top_k to {max(1, model.top_k // scored)}"
-        )
-    if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
-        does = (
-            "divides the probabilities of the chosen experts by their sum"
-            if model.top_k > 1
-            else "leaves the probability of a single expert"
-        )
-        problems.append(
-            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always "
-            f"{does}; set it to {_text(model.top_k > 1)}"
-        )
-    return problems
+    best = model.top_k // max(1, top_groups)
+    does = "divides the probabilities of the chosen experts by their sum" if several else "leaves the probability of a single expert"
+    rules = {
+        f"model.top_k {model.top_k} over model.router_group_top_k {top_groups}: DeepSeek-V3 scores a group by its {scored} best "
+        f"experts, and megatron-core by its top_k // router_group_top_k = {best} best; set model.top_k to "
+        f"{scored * top_groups} or model.router_group_top_k to {max(1, model.top_k // scored)}": (
+            top_groups < model.router_groups and best != scored
+        ),
+        f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always "
+        f"{does}; set it to {_text(several)}": model.router_score == "sigmoid" and model.norm_topk_prob != several,
+    }
+    return broken(rules)
 
 
 def _row_problems(config: TrainerConfig) -> list[str]:
     """What the layout and its overlaps ask of the rows."""
-    par, mg, data, problems = config.parallel, config.megatron, config.data, []
-    if par.pp > 1 and not data.pad:
-        problems.append("pp needs rows of one length: set data.pad: true")
-    if par.cp > 1 and not data.pad:
-        problems.append("cp cuts rows of one length: set data.pad: true")
-    if par.tp > 1 and par.sequence_parallel and not data.pad:
-        problems.append("sequence parallelism needs rows of one length: set data.pad: true")
-    if any(size < 1 for size in mg.cp_sizes):
-        problems.append(
-            f"megatron.cp_sizes {mg.cp_sizes} are numbers of ranks: set each to 1 or more, with a product of parallel.cp {par.cp}"
-        )
-    if mg.tp_comm_overlap and not (par.tp > 1 and par.sequence_parallel):
-        problems.append(
-            "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true"
-        )
-    if mg.tp_comm_overlap and par.cp > 1 and (data.pack or config.model.vision is not None):
-        problems.append(
-            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents and images up to others: set it to false"
-        )
+    par, mg, data = config.parallel, config.megatron, config.data
+    cut_along_tokens = par.tp > 1 and par.sequence_parallel
     unlike = variable_lengths(config) or unlike_lengths(config)
-    if unlike and config.model.num_experts and config.moe.dispatcher == "allgather":
-        problems.append(
-            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and "
-            "images that cp fills up: set moe.dispatcher: alltoall"
-        )
-    if config.moe.experts == "grouped" and mg.kernels == "local":
-        problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
-    return problems
+    rules = {
+        "pp needs rows of one length: set data.pad: true": par.pp > 1 and not data.pad,
+        "cp cuts rows of one length: set data.pad: true": par.cp > 1 and not data.pad,
+        "sequence parallelism needs rows of one length: set data.pad: true": cut_along_tokens and not data.pad,
+        f"megatron.cp_sizes {mg.cp_sizes} are numbers of ranks: set each to 1 or more, with a product of parallel.cp {par.cp}": (
+            any(size < 1 for size in mg.cp_sizes)
+        ),
+        "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true": (
+            mg.tp_comm_overlap and not cut_along_tokens
+        ),
+        "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents and images up to others: set it to false": (
+            mg.tp_comm_overlap and par.cp > 1 and (data.pack or config.model.vision is not None)
+        ),
+        "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and "
+        "images that cp fills up: set moe.dispatcher: alltoall": (
+            unlike and config.model.num_experts and config.moe.dispatcher == "allgather"
+        ),
+        "moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto": (
+            config.moe.experts == "grouped" and mg.kernels == "local"
+        ),
+    }
+    return broken(rules)
 
 
 def _vision_problems(config: TrainerConfig) -> list[str]:
     """What a vision-language model excludes here: DeepStack adds the features of a micro-batch after each of the decoder's first layers."""
-    model, par, mg, problems = config.model, config.parallel, config.megatron, []
+    model, par, mg = config.model, config.parallel, config.megatron
     if model.vision is None:
         return []
     deepstack = len(model.vision.deepstack_layers)
     first_chunk_layers = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
-    if first_chunk_layers < deepstack:
-        problems.append(
-            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that "
-            f"has {first_chunk_layers}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
-        )
-    if config.train.cuda_graphs or mg.cuda_graph_impl != "none":
-        problems.append(
-            "CUDA graphs of a vision-language model: a graph takes no features of images, which differ from batch to batch; "
-            "set train.cuda_graphs: [] and megatron.cuda_graph_impl: none"
-        )
-    if mg.overlap_expert_parallel:
-        problems.append(
-            "megatron.overlap_expert_parallel runs layers in pieces, and DeepStack's features enter whole ones: set it to false for a "
-            "vision-language model"
-        )
-    if model.mtp_layers:
-        problems.append(f"model.mtp_layers {model.mtp_layers} beside a vision tower is no model that there is: set it to 0")
-    if model.attention != "gqa":
-        problems.append(f"model.attention {model.attention} has no positions in three dimensions: a vision-language model has gqa")
-    return problems
+    rules = {
+        f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that "
+        f"has {first_chunk_layers}: lower parallel.pp or vpp, or set parallel.pipeline_layout": first_chunk_layers < deepstack,
+        "CUDA graphs of a vision-language model: a graph takes no features of images, which differ from batch to batch; "
+        "set train.cuda_graphs: [] and megatron.cuda_graph_impl: none": config.train.cuda_graphs or mg.cuda_graph_impl != "none",
+        "megatron.overlap_expert_parallel runs layers in pieces, and DeepStack's features enter whole ones: set it to false for a "
+        "vision-language model": mg.overlap_expert_parallel,
+        f"model.mtp_layers {model.mtp_layers} beside a vision tower is no model that there is: set it to 0": model.mtp_layers,
+        f"model.attention {model.attention} has no positions in three dimensions: a vision-language model has gqa": (
+            model.attention != "gqa"
+        ),
+    }
+    return broken(rules)
 
 
 def _padding_problems(config: TrainerConfig) -> list[str]:
@@ -255,48 +243,51 @@ def _padding_problems(config: TrainerConfig) -> list[str]:
 
 def dense_problems(config: TrainerConfig, backend_settings: Mapping[str, bool]) -> list[str]:
     """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
+    if config.model.num_experts:
+        return []
     idle = {**backend_settings, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
     idle["moe.aux_loss_coeff"] = config.moe.aux_loss_coeff > 0
-    return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
+    return [f"{name} is about experts, and the model is dense: leave it out" for name in broken(idle)]
 
 
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches that do not go together, or that have nothing to act on."""
     problems = _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
-    return problems + _padding_problems(config) + _idle_problems(config)
-
-
-def _idle_problems(config: TrainerConfig) -> list[str]:
-    """Switches of experts that would stand in the configuration of a run and do nothing in it."""
-    if config.model.num_experts:
-        return []
-    return dense_problems(config, {"moe.capacity_factor": config.moe.capacity_factor is not None})
+    return problems + _padding_problems(config) + dense_problems(config, {"moe.capacity_factor": config.moe.capacity_factor is not None})
 
 
 def _precision_problems(config: TrainerConfig) -> list[str]:
     """Source of what 8-bit weights ask of the optimizer: Megatron-LM, `megatron/training/arguments.py`."""
-    fp8, mg, problems = config.precision.fp8, config.megatron, []
-    if fp8 == "rowwise":
-        problems.append(
-            "precision.fp8 'rowwise' belongs to the torch backend; here there are tensorwise, delayed, blockwise, mxfp8 and nvfp4"
+    fp8, mg = config.precision.fp8, config.megatron
+    rules = {
+        "precision.fp8 'rowwise' belongs to the torch backend; here there are tensorwise, delayed, blockwise, mxfp8 and nvfp4": (
+            fp8 == "rowwise"
+        ),
+        f"precision.fp8 {fp8} multiplies into 16-bit results: set train.dtype: bf16": fp8 != "none" and config.train.dtype != "bf16",
+        "precision.fp8_modules: a recipe of this backend covers projections and experts alike; leave it at [linear, experts]": (
+            fp8 != "none" and set(config.precision.fp8_modules) != {"linear", "experts"}
+        ),
+        "megatron.fp8_param belongs to a recipe: set precision.fp8, or leave it false": fp8 == "none" and mg.fp8_param,
+        "megatron.fp8_param has no 4-bit counterpart: set it to false": fp8 == "nvfp4" and mg.fp8_param,
+        f"megatron.fp8_param needs sharded optimizers, found {mg.data_parallel}: set distributed_optimizer, or it to false": (
+            mg.fp8_param and mg.data_parallel in ("ddp", "fsdp2")
+        ),
+        "megatron.fp8_param excludes a precision-aware optimizer on the host: set precision_aware_optimizer: false": (
+            mg.fp8_param and mg.precision_aware_optimizer and fp8 != "delayed" and _offloads(config)
+        ),
+        **narrow_attention(config),
+    }
+    return broken(rules) + (_cutlass_problems(config) if mg.grouped_gemm == "cutlass" else [])
+
+
+def narrow_attention(config: TrainerConfig) -> dict[str, bool]:
+    """The rule for kernels of attention in 16 bits, of both backends."""
+    kernel = config.train.attention
+    return {
+        f"train.attention '{kernel}' needs 16-bit numbers: set train.dtype: bf16": (
+            kernel in ("flash", "cudnn") and config.train.dtype == "fp32"
         )
-    if fp8 != "none" and config.train.dtype != "bf16":
-        problems.append(f"precision.fp8 {fp8} multiplies into 16-bit results: set train.dtype: bf16")
-    if fp8 != "none" and set(config.precision.fp8_modules) != {"linear", "experts"}:
-        problems.append(
-            "precision.fp8_modules: a recipe of this backend covers projections and experts alike; leave it at [linear, experts]"
-        )
-    if fp8 == "none" and mg.fp8_param:
-        problems.append("megatron.fp8_param belongs to a recipe: set precision.fp8, or leave it false")
-    if fp8 == "nvfp4" and mg.fp8_param:
-        problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
-    if mg.fp8_param and mg.data_parallel in ("ddp", "fsdp2"):
-        problems.append(f"megatron.fp8_param needs sharded optimizers, found {mg.data_parallel}: set distributed_optimizer, or it to false")
-    if mg.fp8_param and mg.precision_aware_optimizer and fp8 != "delayed" and _offloads(config):
-        problems.append("megatron.fp8_param excludes a precision-aware optimizer on the host: set precision_aware_optimizer: false")
-    if config.train.attention in ("flash", "cudnn") and config.train.dtype == "fp32":
-        problems.append(f"train.attention '{config.train.attention}' needs 16-bit numbers: set train.dtype: bf16")
-    return problems + (_cutlass_problems(config) if mg.grouped_gemm == "cutlass" else [])
+    }
 
 
 def _cutlass_problems(config: TrainerConfig) -> list[str]:
@@ -304,44 +295,59 @@ def _cutlass_problems(config: TrainerConfig) -> list[str]:
 
     Source: Transformer Engine, `common/gemm/cublaslt_gemm.cu` (nvte_multi_tensor_gemm).
     """
-    key, model, problems = "megatron.grouped_gemm cutlass", config.model, []
+    key, model = "megatron.grouped_gemm cutlass", config.model
     if not model.num_experts:
         return [f"{key} multiplies experts, and this model is dense: leave it at cublas"]
-    if config.precision.fp8 != "none" or config.train.dtype != "bf16":
-        problems.append(f"{key} multiplies 16-bit numbers: set train.dtype: bf16 and precision.fp8: none, or leave it at cublas")
-    if config.moe.experts == "loop":
-        problems.append(f"{key} is for grouped experts: set moe.experts: grouped, or leave it at cublas")
     ffn = model.expert_ffn_size // (config.parallel.etp or config.parallel.tp)
+    rules = {
+        f"{key} multiplies 16-bit numbers: set train.dtype: bf16 and precision.fp8: none, or leave it at cublas": (
+            config.precision.fp8 != "none" or config.train.dtype != "bf16"
+        ),
+        f"{key} is for grouped experts: set moe.experts: grouped, or leave it at cublas": config.moe.experts == "loop",
+    }
     for name, size in (("model.hidden_size", model.hidden_size), ("a rank's share of model.expert_ffn_size", ffn)):
-        if size % _CUTLASS_K:
-            problems.append(f"{key} needs {name} in a multiple of {_CUTLASS_K}, found {size}: leave it at cublas")
-    return problems
+        rules[f"{key} needs {name} in a multiple of {_CUTLASS_K}, found {size}: leave it at cublas"] = size % _CUTLASS_K > 0
+    return broken(rules)
 
 
 def _optimizer_problems(config: TrainerConfig) -> list[str]:
     """Precisions, shards and offloading of the optimizer that megatron-core does not combine."""
-    mg, opt, problems = config.megatron, config.optimizer, []
-    if opt.moments_dtype == "bf16" and not mg.precision_aware_optimizer:
-        problems.append("optimizer.moments_dtype bf16 needs the precision-aware optimizer: set megatron.precision_aware_optimizer: true")
-    if opt.moments_dtype == "bf16" and opt.betas[1] > 1 - 2**-8:
-        problems.append(
-            f"optimizer.moments_dtype bf16 with a second beta of {opt.betas[1]}: a step moves the second moment by less than "
-            "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
-        )
-    if mg.precision_aware_optimizer and config.train.dtype != "bf16":
-        problems.append("megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16")
-    if mg.grad_reduce_dtype == "bf16" and config.train.dtype != "bf16":
-        problems.append("megatron.grad_reduce_dtype bf16 needs 16-bit weights: set train.dtype: bf16")
-    if _offloads(config) and opt.moments_dtype == "bf16":
-        problems.append("optimizer.moments_dtype bf16: megatron-core keeps float32 moments in an optimizer on the host; set it to fp32")
-    if _offloads(config) and mg.data_parallel != "distributed_optimizer":
-        problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
+    mg, narrow_moments, narrow_weights = config.megatron, config.optimizer.moments_dtype == "bf16", config.train.dtype == "bf16"
     default = MegatronConfig.model_fields["sharding_strategy"].default
-    if mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp":
-        problems.append(f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out")
-    if mg.data_parallel == "megatron_fsdp" and config.train.dtype != "bf16":
-        problems.append("Megatron-FSDP trains 16-bit weights: set train.dtype: bf16")
-    return problems
+    rules = {
+        "optimizer.moments_dtype bf16 needs the precision-aware optimizer: set megatron.precision_aware_optimizer: true": (
+            narrow_moments and not mg.precision_aware_optimizer
+        ),
+        **still_moments(config),
+        "megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16": (
+            mg.precision_aware_optimizer and not narrow_weights
+        ),
+        "megatron.grad_reduce_dtype bf16 needs 16-bit weights: set train.dtype: bf16": (
+            mg.grad_reduce_dtype == "bf16" and not narrow_weights
+        ),
+        "optimizer.moments_dtype bf16: megatron-core keeps float32 moments in an optimizer on the host; set it to fp32": (
+            _offloads(config) and narrow_moments
+        ),
+        f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel": (
+            _offloads(config) and mg.data_parallel != "distributed_optimizer"
+        ),
+        f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out": (
+            mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp"
+        ),
+        "Megatron-FSDP trains 16-bit weights: set train.dtype: bf16": mg.data_parallel == "megatron_fsdp" and not narrow_weights,
+    }
+    return broken(rules)
+
+
+def still_moments(config: TrainerConfig) -> dict[str, bool]:
+    """The rule for second moments of 16 bits, of both backends."""
+    beta = config.optimizer.betas[1]
+    return {
+        f"optimizer.moments_dtype bf16 with a second beta of {beta}: a step moves the second moment by less than "
+        "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32": (
+            config.optimizer.moments_dtype == "bf16" and beta > 1 - 2**-8
+        )
+    }
 
 
 def _offloads(config: TrainerConfig) -> bool:
@@ -351,105 +357,104 @@ def _offloads(config: TrainerConfig) -> bool:
 
 def _memory_problems(config: TrainerConfig) -> list[str]:
     """Recompute and offloading of activations that megatron-core does not combine, or that name nothing."""
-    train, mg, problems = config.train, config.megatron, []
-    if train.recompute == "selective" and not train.recompute_modules:
-        problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
-    if train.recompute != "selective" and train.recompute_modules:
-        problems.append(f"train.recompute_modules needs train.recompute: selective; it is {train.recompute}")
-    if train.recompute != "full" and (mg.recompute_layers is not None or mg.recompute_method != "uniform"):
-        problems.append("megatron.recompute_layers and recompute_method shape full recompute: set train.recompute: full, or leave them out")
-    alone = train.recompute == "full" and mg.recompute_method == "uniform" and mg.recompute_layers not in (None, 1)
-    if alone and config.model.mtp_layers:
-        problems.append(
-            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths "
-            "of multi-token prediction again one by one; leave megatron.recompute_layers out"
-        )
-    if train.recompute == "full" and config.model.mtp_layers and (config.data.pack or not config.data.pad):
-        problems.append(
-            "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents "
-            "are packed; set train.recompute: selective, or data.pack: false and data.pad: true"
-        )
-    if "vision" in train.recompute_modules and config.model.vision is None:
-        problems.append("train.recompute_modules 'vision': the model has no vision tower")
-    names = set(mg.offload_modules)
-    if "fused_group_mlp" in names:
-        problems.append(
-            "megatron.offload_modules fused_group_mlp is of an operator fuser that this trainer does not use; name expert_fc1 and moe_act"
-        )
-    return problems
+    train, mg, mtp, full = config.train, config.megatron, config.model.mtp_layers, config.train.recompute == "full"
+    rules = {
+        **named_modules(config),
+        "megatron.recompute_layers and recompute_method shape full recompute: set train.recompute: full, or leave them out": (
+            not full and (mg.recompute_layers is not None or mg.recompute_method != "uniform")
+        ),
+        f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {mtp}: megatron-core makes depths "
+        "of multi-token prediction again one by one; leave megatron.recompute_layers out": (
+            full and mg.recompute_method == "uniform" and mg.recompute_layers not in (None, 1) and mtp
+        ),
+        "train.recompute full with model.mtp_layers: megatron-core cannot make depths of multi-token prediction again where documents "
+        "are packed; set train.recompute: selective, or data.pack: false and data.pad: true": (
+            full and mtp and (config.data.pack or not config.data.pad)
+        ),
+        "train.recompute_modules 'vision': the model has no vision tower": (
+            "vision" in train.recompute_modules and config.model.vision is None
+        ),
+        "megatron.offload_modules fused_group_mlp is of an operator fuser that this trainer does not use; name expert_fc1 and moe_act": (
+            "fused_group_mlp" in mg.offload_modules
+        ),
+    }
+    return broken(rules)
+
+
+def named_modules(config: TrainerConfig) -> dict[str, bool]:
+    """The rules for selective recompute and the modules that it names, of both backends."""
+    mode, names = config.train.recompute, config.train.recompute_modules
+    return {
+        "train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]": (
+            mode == "selective" and not names
+        ),
+        f"train.recompute_modules needs train.recompute: selective; it is {mode}": mode != "selective" and bool(names),
+    }
 
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
     """What keeps megatron-core from capturing CUDA graphs, or makes captured ones wrong."""
-    mg, names, problems = config.megatron, config.train.cuda_graphs, []
-    if mg.cuda_graph_impl in ("transformer_engine", "local") and not names:
-        problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")
-    if _captures_late(config) and config.train.warmup_steps <= GRAPH_WARMUP:
-        problems.append(f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}")
-    if mg.cuda_graph_impl == "local" and config.model.num_experts:
-        problems.append(
-            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes "
-            "follow it: set it to transformer_engine"
-        )
-    captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
-    if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":
-        problems.append("train.cuda_graphs: megatron-core captures parts with 16-bit inputs: set train.dtype: bf16")
-    if captured and mg.data_parallel in ("megatron_fsdp", "fsdp2"):
-        problems.append(
-            f"train.cuda_graphs: parameters must stay where a graph saw them, and {mg.data_parallel} gathers them anew: "
-            "set megatron.data_parallel: distributed_optimizer"
-        )
-    if captured and not config.data.pad:
-        problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
-    if captured and config.data.pack:
-        problems.append("train.cuda_graphs: places of documents inside a row change from batch to batch: set data.pack: false")
-    dropping = config.moe.capacity_factor is not None and not pads_experts(config)
-    if "moe_preprocess" in names and dropping and config.moe.dispatcher == "alltoall":
-        problems.append(
-            "train.cuda_graphs moe_preprocess: the host waits there for the numbers of tokens that moe.capacity_factor leaves; "
-            "leave out moe_preprocess or moe.capacity_factor"
-        )
-    most = config.model.num_experts / max(1, config.model.top_k)
-    if pads_experts(config) and (config.moe.capacity_factor or 0) > most:
-        problems.append(
-            f"moe.capacity_factor {config.moe.capacity_factor:g} makes room for more tokens than there are, and what no token fills is not "
-            f"cleared, so gradients become NaN: set it to at most num_experts / top_k = {most:g}"
-        )
-    if mg.cuda_graph_impl == "full_iteration" and config.model.num_experts and config.moe.capacity_factor is None:
-        problems.append(
-            "megatron.cuda_graph_impl full_iteration with experts needs shapes that do not depend on routing: set moe.capacity_factor"
-        )
-    return problems
-
-
-def _captures_late(config: TrainerConfig) -> bool:
-    """Whether graphs are captured some steps into the run."""
-    return bool(config.train.cuda_graphs) or config.megatron.cuda_graph_impl != "none"
+    names, impl, sharding = config.train.cuda_graphs, config.megatron.cuda_graph_impl, config.megatron.data_parallel
+    experts, capacity = config.model.num_experts, config.moe.capacity_factor
+    captured = names or impl == "full_iteration"
+    most = experts / max(1, config.model.top_k)
+    rules = {
+        f"megatron.cuda_graph_impl {impl} captures the parts that train.cuda_graphs names, and it names none": (
+            impl in ("transformer_engine", "local") and not names
+        ),
+        f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}": (
+            (names or impl != "none") and config.train.warmup_steps <= GRAPH_WARMUP
+        ),
+        "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes "
+        "follow it: set it to transformer_engine": impl == "local" and experts,
+        "train.cuda_graphs: megatron-core captures parts with 16-bit inputs: set train.dtype: bf16": (
+            names and impl in ("none", "transformer_engine") and config.train.dtype != "bf16"
+        ),
+        f"train.cuda_graphs: parameters must stay where a graph saw them, and {sharding} gathers them anew: "
+        "set megatron.data_parallel: distributed_optimizer": captured and sharding in ("megatron_fsdp", "fsdp2"),
+        "train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true": captured and not config.data.pad,
+        "train.cuda_graphs: places of documents inside a row change from batch to batch: set data.pack: false": (
+            captured and config.data.pack
+        ),
+        "train.cuda_graphs moe_preprocess: the host waits there for the numbers of tokens that moe.capacity_factor leaves; "
+        "leave out moe_preprocess or moe.capacity_factor": (
+            "moe_preprocess" in names and capacity and not pads_experts(config) and config.moe.dispatcher == "alltoall"
+        ),
+        f"moe.capacity_factor {capacity or 0:g} makes room for more tokens than there are, and what no token fills is not "
+        f"cleared, so gradients become NaN: set it to at most num_experts / top_k = {most:g}": (
+            pads_experts(config) and (capacity or 0) > most
+        ),
+        "megatron.cuda_graph_impl full_iteration with experts needs shapes that do not depend on routing: set moe.capacity_factor": (
+            impl == "full_iteration" and experts and capacity is None
+        ),
+    }
+    return broken(rules)
 
 
 def package_problems(config: TrainerConfig) -> list[str]:
     """Packages that this configuration needs and that are not installed, in one line each."""
-    mg, problems = config.megatron, []
-    if not installed("megatron.core"):
-        problems.append(
-            "backend megatron needs megatron-core, which is not installed; run pip install '.[megatron]' in a clone of Playbook"
-        )
-    if needs := _needs_transformer_engine(config):
-        if mg.kernels == "local":
-            problems.append(f"{', '.join(needs)}: of Transformer Engine, and megatron.kernels is local; set it to auto")
-        elif not installed("transformer_engine"):
-            problems.append(
-                f"{', '.join(needs)}: of Transformer Engine, which is not installed; run pip install '.[gpu]' in a clone of Playbook"
-            )
-    dispatcher = config.moe.dispatcher
-    if dispatcher in ("deepep", "hybridep") and config.model.num_experts and not installed("deep_ep"):
-        problems.append(f"moe.dispatcher '{dispatcher}' needs the package deep_ep, which is not installed; set moe.dispatcher: alltoall")
+    mg, dispatcher, needs = config.megatron, config.moe.dispatcher, _needs_transformer_engine(config)
+    local, engine, settings = mg.kernels == "local", installed("transformer_engine"), ", ".join(needs)
     flash = installed("flash_attn") or installed("flash_attn_interface")
-    if config.train.attention == "flash" and mg.kernels != "local" and installed("transformer_engine") and not flash:
-        problems.append("train.attention 'flash' needs the package flash-attn, which is not installed; set train.attention: cudnn or auto")
-    if mg.data_parallel == "megatron_fsdp" and not installed("einops"):
-        problems.append("megatron.data_parallel megatron_fsdp needs the package einops, which is not installed")
-    return problems
+    rules = {
+        "backend megatron needs megatron-core, which is not installed; run pip install '.[megatron]' in a clone of Playbook": (
+            not installed("megatron.core")
+        ),
+        f"{settings}: of Transformer Engine, and megatron.kernels is local; set it to auto": needs and local,
+        f"{settings}: of Transformer Engine, which is not installed; run pip install '.[gpu]' in a clone of Playbook": (
+            needs and not local and not engine
+        ),
+        f"moe.dispatcher '{dispatcher}' needs the package deep_ep, which is not installed; set moe.dispatcher: alltoall": (
+            dispatcher in ("deepep", "hybridep") and config.model.num_experts and not installed("deep_ep")
+        ),
+        "train.attention 'flash' needs the package flash-attn, which is not installed; set train.attention: cudnn or auto": (
+            config.train.attention == "flash" and not local and engine and not flash
+        ),
+        "megatron.data_parallel megatron_fsdp needs the package einops, which is not installed": (
+            mg.data_parallel == "megatron_fsdp" and not installed("einops")
+        ),
+    }
+    return broken(rules)
 
 
 def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
@@ -469,7 +474,7 @@ def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
         "moe.dispatcher " + config.moe.dispatcher: config.moe.dispatcher in ("deepep", "hybridep") and config.model.num_experts > 0,
         "train.recompute_modules moe_act": "moe_act" in train.recompute_modules,
     }
-    return [name for name, on in needs.items() if on]
+    return broken(needs)
 
 
 def installed(module: str) -> bool:
@@ -478,13 +483,6 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _get(config: TrainerConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _text(value: Any) -> str:

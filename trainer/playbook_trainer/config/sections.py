@@ -4,9 +4,11 @@ such as `train.recompute_modules`. Torch-free.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from playbook.planner.models import from_preset
 from playbook.planner.shapes import DEEPEST, Shape
@@ -124,6 +126,16 @@ _MEANT = {
 }
 
 
+def broken(rules: Mapping[str, object]) -> list[str]:
+    """The lines of a table of rules whose condition holds."""
+    return [line for line, holds in rules.items() if holds]
+
+
+def among(names: tuple[str, ...]) -> AfterValidator:
+    """Marks a list whose values are some of `names`."""
+    return AfterValidator(partial(known, names=names))
+
+
 def known(values: list[str], names: tuple[str, ...]) -> list[str]:
     """The values, refused unless each is one of `names` and none stands twice."""
     for value in values:
@@ -172,7 +184,7 @@ class MegatronConfig(Strict):
     exchanges inside groups (of cp_sizes) and a ring among them."""
     cp_sizes: list[int] = Field(default_factory=list)
     """Ranks of the exchange and of the ring, with a2a+p2p."""
-    offload_modules: list[str] = Field(default_factory=list)
+    offload_modules: Annotated[list[str], among(OFFLOAD_MODULES)] = Field(default_factory=list)
     """Parts of a layer whose inputs wait in host memory for the backward pass."""
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the optimizer state that lives, and is updated, on the host; offload.optimizer alone means all of it."""
@@ -184,11 +196,6 @@ class MegatronConfig(Strict):
     recompute_method: Literal["uniform", "block"] = "uniform"
     """uniform: every stretch of recompute_layers layers is made again from its input. block:
     only the first recompute_layers of a chunk are."""
-
-    @field_validator("offload_modules")
-    @classmethod
-    def _known_modules(cls, value: list[str]) -> list[str]:
-        return known(value, OFFLOAD_MODULES)
 
 
 class VisionConfig(Strict):
@@ -279,62 +286,62 @@ class ModelConfig(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         """Refuse fields that contradict one another."""
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0):
-            raise ValueError("a model with experts needs 0 < top_k <= num_experts and expert_ffn_size > 0")
-        if not self.num_experts and self.ffn_size <= 0:
-            raise ValueError("a model without experts needs ffn_size > 0")
-        if problem := self._mla_problem() or self._moe_problem():
-            raise ValueError(problem)
-        if self.rotated % 2:
-            name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
-            raise ValueError(f"{name} {self.rotated} is odd; positions turn its values in pairs, so make it even")
-        if self.mrope_section is not None and (len(self.mrope_section) != 3 or min(self.mrope_section) < 0):
-            raise ValueError(f"mrope_section {self.mrope_section} must be three counts, of time, height and width; none below 0")
-        if self.mrope_section is not None and sum(self.mrope_section) != self.head_dim // 2:
-            raise ValueError(f"mrope_section {self.mrope_section} must add up to head_dim / 2 = {self.head_dim // 2}")
-        if self.vision is not None and (self.mrope_section is None or self.image_token_id is None):
-            raise ValueError("a model with a vision tower needs mrope_section and image_token_id")
+        heads, kv_heads, section, half = self.num_heads, self.num_kv_heads, self.mrope_section, self.head_dim // 2
+        turned = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
+        rules = {
+            f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}": heads % kv_heads,
+            "a model with experts needs 0 < top_k <= num_experts and expert_ffn_size > 0": (
+                self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0)
+            ),
+            "a model without experts needs ffn_size > 0": not self.num_experts and self.ffn_size <= 0,
+            **self._mla_rules(),
+            **self._moe_rules(),
+            f"{turned} {self.rotated} is odd; positions turn its values in pairs, so make it even": self.rotated % 2,
+            f"mrope_section {section} must be three counts, of time, height and width; none below 0": (
+                section is not None and (len(section) != 3 or min(section) < 0)
+            ),
+            f"mrope_section {section} must add up to head_dim / 2 = {half}": section is not None and sum(section) != half,
+            "a model with a vision tower needs mrope_section and image_token_id": (
+                self.vision is not None and (section is None or self.image_token_id is None)
+            ),
+        }
+        if problems := broken(rules):
+            raise ValueError(problems[0])
         return self
 
-    def _mla_problem(self) -> str | None:
+    def _mla_rules(self) -> dict[str, object]:
         sizes = {
             name: getattr(self, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         }
         if self.attention == "gqa":
-            foreign = [name for name, size in {**sizes, "yarn": self.yarn}.items() if size]
-            return f"{', '.join(foreign)} belong to attention: mla, and attention is gqa" if foreign else None
-        if missing := [name for name, size in sizes.items() if not size and name != "q_lora_rank"]:
-            return f"attention mla needs {', '.join(missing)} > 0"
-        if self.head_dim != self.qk_nope_head_dim + self.qk_rope_head_dim:
-            return f"head_dim {self.head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {self.qk_nope_head_dim + self.qk_rope_head_dim}"
-        if self.num_kv_heads != self.num_heads:
-            return f"attention mla has as many key-value heads as heads: set num_kv_heads to {self.num_heads}, found {self.num_kv_heads}"
-        return None
+            foreign = ", ".join(broken({**sizes, "yarn": self.yarn}))
+            return {f"{foreign} belong to attention: mla, and attention is gqa": foreign}
+        missing = ", ".join(name for name, size in sizes.items() if not size and name != "q_lora_rank")
+        heads, kv_heads, parts = self.num_heads, self.num_kv_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
+        return {
+            f"attention mla needs {missing} > 0": missing,
+            f"head_dim {self.head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {parts}": self.head_dim != parts,
+            f"attention mla has as many key-value heads as heads: set num_kv_heads to {heads}, found {kv_heads}": kv_heads != heads,
+        }
 
-    def _moe_problem(self) -> str | None:
-        """What is wrong with the fields of experts and of their router, if anything."""
-        groups, top_groups = self.router_groups, self.router_group_top_k
-        if not self.num_experts:
-            expert_settings = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
-            return next(
-                (f"{name} needs a model with experts, and num_experts is 0" for name in expert_settings if getattr(self, name)), None
-            )
-        if self.first_dense_layers >= self.num_layers:
-            return f"first_dense_layers {self.first_dense_layers} leaves none of {self.num_layers} layers with experts"
-        if self.first_dense_layers and self.ffn_size <= 0:
-            return "first_dense_layers needs ffn_size > 0"
-        if bool(groups) != bool(top_groups):
-            return f"router_groups {groups} and router_group_top_k {top_groups} go together: set both, or neither"
-        if groups and (self.num_experts % groups or top_groups > groups or self.top_k > top_groups * (self.num_experts // groups)):
-            return (
-                f"{self.num_experts} experts in router_groups {groups}, of which router_group_top_k {top_groups} are kept, "
-                f"leave no top_k {self.top_k}"
-            )
-        if self.router_bias and self.router_score != "sigmoid":
-            return "router_bias needs router_score: sigmoid"
-        return None
+    def _moe_rules(self) -> dict[str, object]:
+        """The rules for the fields of experts and of their router."""
+        experts, dense, groups, top_groups = self.num_experts, self.first_dense_layers, self.router_groups, self.router_group_top_k
+        if not experts:
+            names = ("first_dense_layers", "shared_expert_ffn_size", "router_groups", "router_group_top_k", "router_bias")
+            return {f"{name} needs a model with experts, and num_experts is 0": getattr(self, name) for name in names}
+        return {
+            f"first_dense_layers {dense} leaves none of {self.num_layers} layers with experts": dense >= self.num_layers,
+            "first_dense_layers needs ffn_size > 0": dense and self.ffn_size <= 0,
+            f"router_groups {groups} and router_group_top_k {top_groups} go together: set both, or neither": (
+                bool(groups) != bool(top_groups)
+            ),
+            f"{experts} experts in router_groups {groups}, of which router_group_top_k {top_groups} are kept, "
+            f"leave no top_k {self.top_k}": (
+                groups and (experts % groups or top_groups > groups or self.top_k > top_groups * (experts // groups))
+            ),
+            "router_bias needs router_score: sigmoid": self.router_bias and self.router_score != "sigmoid",
+        }
 
     @property
     def rotated(self) -> int:

@@ -20,7 +20,7 @@ from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -28,7 +28,7 @@ from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
 from playbook.yaml_files import Positions, Strict, did_you_mean, models_in, parse, parse_scalar, read, validate
 from playbook_trainer.config.huggingface import fields_of
-from playbook_trainer.config.sections import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, MegatronConfig, known
+from playbook_trainer.config.sections import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, MegatronConfig, among
 from playbook_trainer.config.sections import DataConfig as DataConfig
 from playbook_trainer.config.sections import ModelConfig as ModelConfig
 from playbook_trainer.config.sections import VisionConfig as VisionConfig
@@ -156,13 +156,8 @@ class PrecisionConfig(Strict):
     fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
     """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU,
     the same values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
-    fp8_modules: list[str] = Field(default_factory=lambda: list(_FP8_MODULES))
+    fp8_modules: Annotated[list[str], among(_FP8_MODULES)] = Field(default_factory=lambda: list(_FP8_MODULES))
     """linear: projections of attention and dense MLPs. experts: their two products."""
-
-    @field_validator("fp8_modules")
-    @classmethod
-    def _known_modules(cls, value: list[str]) -> list[str]:
-        return known(value, _FP8_MODULES)
 
 
 class OffloadConfig(Strict):
@@ -205,15 +200,15 @@ class TrainConfig(Strict):
     """Rows per optimizer step over all data-parallel ranks."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    freeze: list[str] = Field(default_factory=list)
+    freeze: Annotated[list[str], among(FREEZABLE)] = Field(default_factory=list)
     """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers),
     language_model (all the rest)."""
-    cuda_graphs: list[str] = Field(default_factory=list)
+    cuda_graphs: Annotated[list[str], among(GRAPH_PARTS)] = Field(default_factory=list)
     """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
     moe_router: from the router's product to the chosen experts. moe_preprocess: the order of rows by expert."""
     recompute: Literal["none", "selective", "full"] = "none"
     """selective: what `recompute_modules` names. full: each layer, from its input."""
-    recompute_modules: list[str] = Field(default_factory=list)
+    recompute_modules: Annotated[list[str], among(RECOMPUTE_MODULES)] = Field(default_factory=list)
     """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
     values; mlp, moe and vision (its blocks) are run again whole."""
     attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
@@ -245,21 +240,6 @@ class TrainConfig(Strict):
     The step compared waits for the device."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
-
-    @field_validator("cuda_graphs")
-    @classmethod
-    def _known_graph_parts(cls, value: list[str]) -> list[str]:
-        return known(value, GRAPH_PARTS)
-
-    @field_validator("recompute_modules")
-    @classmethod
-    def _known_modules(cls, value: list[str]) -> list[str]:
-        return known(value, RECOMPUTE_MODULES)
-
-    @field_validator("freeze")
-    @classmethod
-    def _known_parts(cls, value: list[str]) -> list[str]:
-        return known(value, FREEZABLE)
 
 
 class EvalConfig(Strict):
@@ -318,6 +298,11 @@ class ProfileConfig(Strict):
     steps: int = Field(default=2, gt=0)
     """Traced steps, taken after the warm-up."""
 
+    @property
+    def traced(self) -> bool:
+        """Whether this run records a trace; such a run times nothing and ends after the traced steps."""
+        return self.nvtx or self.kineto
+
 
 class TrainerConfig(Strict):
     """The root of the configuration."""
@@ -362,10 +347,8 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
         ConfigError: an override does not fit; the file by itself does.
     """
     path = path if os.path.lexists(path) else shipped("configs", path) or path
-    if not overrides:
-        return _resolve(path, {})
     try:
-        return _resolve(path, overrides)
+        return _resolve(path, overrides or {})
     except FileError as e:
         _resolve(path, {})
         raise ConfigError("\n".join(f"override: {f.message}" for f in e.findings)) from e

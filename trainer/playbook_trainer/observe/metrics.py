@@ -33,6 +33,7 @@ from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import config_sha
 from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.observe import trackers as tracker
+from playbook_trainer.observe.ranges import elapsed, moment
 from playbook_trainer.observe.totals import FORMULA, Ledger, StepTotals, peak
 from playbook_trainer.observe.trackers import Tracker, figures
 
@@ -81,7 +82,7 @@ class Recorder:
     phases: dict[str, float] = field(default_factory=dict)
     pending: list[tuple[StepStats, Any, dict[str, float]]] = field(default_factory=list)
     evals: dict[int, float] = field(default_factory=dict)
-    timed_compile: dict[str, float] = field(default_factory=dict)
+    timed_compile: Counter[str] = field(default_factory=Counter)
     timed_seconds: float = 0.0
     timed_steps: int = 0
     peak_memory: tuple[int, int] = (0, 0)
@@ -124,7 +125,7 @@ class Recorder:
     def begin_timed(self) -> None:
         """End the warm-up: steps from here on are timed."""
         self.flush()
-        self._timed = not (self.config.profile.nvtx or self.config.profile.kineto)
+        self._timed = not self.config.profile.traced
         self.phases["warm_up"] = time.time() - self.began
         self._restart()
 
@@ -135,7 +136,7 @@ class Recorder:
         counters = compile_counters()
         compiled = {k: counters[k] - self._compiled[k] for k in counters}
         self._compiled = counters
-        self.pending.append((stats, self._now(), compiled))
+        self.pending.append((stats, moment(self.device.type == "cuda"), compiled))
         if flush and stats.step % self.config.train.log_every == 0:
             self.flush()
 
@@ -145,14 +146,6 @@ class Recorder:
         self.flush()
         self.say(f"step {step}  eval loss {loss:.4f}{' (its rows have no label, or it is not finite)' if math.isnan(loss) else ''}")
         self._restart()
-
-    def note_ranks(self, step: int, times: dict[str, Any]) -> None:
-        """Record the comparison of the ranks' own times in a step."""
-        self.ranks[step] = times
-
-    def note_load(self, step: int, load: Tensor) -> None:
-        """Record how often each expert of each layer was chosen in a step; read with the step's other figures."""
-        self.loads[step] = load
 
     def note_save(self, seconds: float, *, in_background: bool, behind_another: bool) -> None:
         """Record a checkpoint that training has waited `seconds` for; it may be written in the background,
@@ -175,8 +168,7 @@ class Recorder:
         rows = [self._row(totals, *entry) for totals, entry in zip(steps, self.pending, strict=True)]
         own_ends = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
         maxima = torch.tensor([*own_ends, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
-        if self.axes.world.size > 1:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        self.axes.world.all_reduce(maxima, dist.ReduceOp.MAX)
         *latest, allocated, reserved = maxima.tolist()
         self.peak_memory = int(allocated), int(reserved)
         lasted = lengths(self._latest_s, latest)
@@ -192,8 +184,7 @@ class Recorder:
                 self.timed_steps += 1
                 self.model_flops.update(self.ledger.model(step))
                 self.hardware_flops.update(self.ledger.hardware(step))
-                for k in ("recompiles", "compile_seconds"):
-                    self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
+                self.timed_compile.update({k: row[k] for k in ("recompiles", "compile_seconds")})
         if self.out is not None:
             with writing(self.out), (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps(r) + "\n" for r in rows)
@@ -211,7 +202,7 @@ class Recorder:
         """The line of metrics of one step, before its seconds are those of the slowest rank."""
         loss, norm = totals.loss / max(1.0, stats.labels.item()), totals.grad_norm
         bad = not (math.isfinite(loss) and math.isfinite(norm))
-        seconds, self._mark = self._between(self._mark, end), end
+        seconds, self._mark = elapsed(self._mark, end), end
         return {
             "step": stats.step,
             "timed": self._timed,
@@ -234,21 +225,8 @@ class Recorder:
 
     def _restart(self) -> None:
         """All ranks, which have just met or are about to begin, count from here."""
-        self._mark = self._now()
+        self._mark = moment(self.device.type == "cuda")
         self._own_s = self._latest_s = 0.0
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, a: Any, b: Any) -> float:
-        if self.device.type != "cuda":
-            return float(b - a)
-        b.synchronize()
-        return float(a.elapsed_time(b)) / 1000
 
     def _line(self, row: dict[str, Any]) -> str:
         rate = 1 / max(row["seconds"], 1e-9) / self.axes.world.size
@@ -406,7 +384,7 @@ def write_summary(
     assert recorder.out is not None
     rows = [json.loads(line) for line in (recorder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = [r for r in rows if r["timed"] and r["step"] > recorder.first_step]
-    compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
+    compiled = recorder.timed_compile
     allocated, reserved = recorder.peak_memory if any(recorder.peak_memory) else peak_memory(recorder.device)
     metrics = {
         **extra.get("metrics", {}),

@@ -16,6 +16,8 @@ offload (a layer whose saved tensors leave) and prefetch (they start on their wa
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -67,6 +69,23 @@ def tally(name: str, amount: int = 1) -> None:
         sink.tally(name, amount)
 
 
+def moment(on_gpu: bool) -> Any:
+    """Now, on the host's clock, or where the GPU has come to once it has done what was issued until now."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(a: Any, b: Any) -> float:
+    """Seconds between two moments of one clock; waits for the second."""
+    if isinstance(a, float):
+        return float(b - a)
+    b.synchronize()
+    return float(a.elapsed_time(b)) / 1000
+
+
 class NvtxSink:
     """Ranges as NVTX push/pop ranges, which Nsight Systems records."""
 
@@ -91,20 +110,18 @@ class KinetoSink:
     """Ranges as record_function spans, which torch.profiler records."""
 
     def __init__(self) -> None:
-        self._open: list[Any] = []
+        self._open: defaultdict[str, list[Any]] = defaultdict(list)
 
     def push(self, name: str) -> None:
         """Enter a record_function."""
         span = torch.profiler.record_function(name)
         span.__enter__()
-        self._open.append((name, span))
+        self._open[name].append(span)
 
     def pop(self, name: str) -> None:
         """Leave the innermost record_function of this name."""
-        for i in range(len(self._open) - 1, -1, -1):
-            if self._open[i][0] == name:
-                self._open.pop(i)[1].__exit__(None, None, None)
-                return
+        if self._open[name]:
+            self._open[name].pop().__exit__(None, None, None)
 
     def tally(self, name: str, amount: int) -> None:
         """Do nothing: traces hold no counters."""

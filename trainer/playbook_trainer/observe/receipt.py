@@ -92,7 +92,7 @@ class Observer:
         """Add to a counter."""
         self.counters[name] += amount
 
-    def record(self, op: str, group: str, size: int, num_bytes: float) -> None:
+    def record(self, op: str, group: str, num_bytes: float) -> None:
         """Count a collective with its bytes."""
         inside = self.stack[-1] if self.stack else ""
         backward = inside.endswith(BACKWARD) or "backward" in self.stack
@@ -145,9 +145,8 @@ class _Operators(TorchDispatchMode):
         if name not in _OPS:
             return
         group = _group(args)
-        n = group.size()
         axis = self.observer.group_names.get(group.group_name, "world")
-        self.observer.record(_OPS[name], axis, n, _sent_bytes(_OPS[name], args, n, group.rank()))
+        self.observer.record(_OPS[name], axis, _sent_bytes(_OPS[name], args, group.size(), group.rank()))
 
 
 @functools.cache

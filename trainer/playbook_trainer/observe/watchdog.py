@@ -17,7 +17,7 @@ import torch.distributed as dist
 from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import ParallelConfig
 from playbook_trainer.exit_codes import HANG
-from playbook_trainer.observe.ranges import BACKWARD, open_ranges
+from playbook_trainer.observe.ranges import BACKWARD, elapsed, moment, open_ranges
 
 
 class Watchdog:
@@ -104,19 +104,11 @@ class Busy:
         """Seconds inside the named ranges so far. On a GPU this waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        return sum(_between(*span) for span in self._spans if len(span) == 2)
+        return sum(elapsed(*span) for span in self._spans if len(span) == 2)
 
     def _now(self, name: str) -> Any:
         # Waiting for data is the host's.
-        if name == "data" or not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _between(a: Any, b: Any) -> float:
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
+        return moment(self._cuda and name != "data")
 
 
 def compare(own_seconds: float, axes: Axes, device: torch.device) -> dict[str, Any]:

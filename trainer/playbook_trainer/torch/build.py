@@ -18,10 +18,10 @@ from torch.nn.functional import linear
 from playbook.errors import ConfigError
 from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config import automatic
+from playbook_trainer.config.sections import broken
 from playbook_trainer.config.tree import CompileConfig, TrainConfig, TrainerConfig
 from playbook_trainer.torch import weights
 from playbook_trainer.torch.model import fp8, graphs
-from playbook_trainer.torch.model.attention import has_packed_cudnn
 from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.model.ops import Ops, compiled
 from playbook_trainer.torch.parallel.sharding import Put, fill, initial_value, set_values
@@ -120,7 +120,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     Raises:
         ConfigError: one message for all of them.
     """
-    train, problems = config.train, []
+    train, gpu, in_8_bits = config.train, device.type == "cuda", config.precision.fp8 != "none"
     fused = {
         "train.fused_loss": train.fused_loss,
         "train.fused_activation": train.fused_activation,
@@ -129,27 +129,27 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
         "moe.fused_router": config.moe.fused_router,
         "optimizer.fused": config.optimizer.fused,
     }
-    if device.type != "cuda":
-        if train.cuda_graphs:
-            problems.append(f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []")
-        problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on is True]
-        if config.parallel.comm_sms:
-            problems.append("parallel.comm_sms needs a GPU, and there is none: set it to 0")
-        if train.attention in ("flash", "cudnn"):
-            problems.append(f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain")
-    elif train.attention == "plain" and config.parallel.cp > 1 and config.parallel.cp_comm == "ring":
-        problems.append("train.attention 'plain': the blocks of a ring are computed by flash on a GPU; set parallel.cp_comm: allgather")
-    elif train.attention == "cudnn" and not has_packed_cudnn() and (config.data.pack or config.data.pad or config.model.vision):
-        problems.append(
-            "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
-            "run pip install '.[gpu]' in a clone of Playbook, or set train.attention: auto"
-        )
-    if config.precision.fp8 != "none" and device.type == "cuda":
-        if train.dtype != "bf16":
-            problems.append("precision.fp8 multiplies into 16-bit results on a GPU: set train.dtype: bf16")
-        if torch.cuda.get_device_capability(device) < (9, 0):
-            problems.append("precision.fp8 needs a Hopper GPU or a later one: set it to none")
-    if problems:
+    unequal = config.data.pack or config.data.pad or config.model.vision
+    rules = {
+        f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []": not gpu and train.cuda_graphs,
+        **{f"{name} needs a GPU, and there is none: set it to false": not gpu and on is True for name, on in fused.items()},
+        "parallel.comm_sms needs a GPU, and there is none: set it to 0": not gpu and config.parallel.comm_sms,
+        f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain": (
+            not gpu and train.attention in ("flash", "cudnn")
+        ),
+        "train.attention 'plain': the blocks of a ring are computed by flash on a GPU; set parallel.cp_comm: allgather": (
+            gpu and train.attention == "plain" and config.parallel.cp > 1 and config.parallel.cp_comm == "ring"
+        ),
+        "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
+        "run pip install '.[gpu]' in a clone of Playbook, or set train.attention: auto": (
+            gpu and train.attention == "cudnn" and not automatic.is_installed("transformer_engine") and unequal
+        ),
+        "precision.fp8 multiplies into 16-bit results on a GPU: set train.dtype: bf16": gpu and in_8_bits and train.dtype != "bf16",
+        "precision.fp8 needs a Hopper GPU or a later one: set it to none": (
+            gpu and in_8_bits and torch.cuda.get_device_capability(device) < (9, 0)
+        ),
+    }
+    if problems := broken(rules):
         raise ConfigError("\n".join(problems))
 
 
@@ -255,12 +255,8 @@ def compile_regions(model: Decoder, config: CompileConfig) -> None:
     """torch.compile, block by block; attention and collectives stay outside the compiled parts."""
     if config.vision is True and hasattr(model, "vision"):
         for block in model.vision.blocks:
-            _compile(block, ("projected", "before", "after"), config)
-
-
-def _compile(module: nn.Module, methods: tuple[str, ...], config: CompileConfig) -> None:
-    for name in methods:
-        setattr(module, name, _compiled(getattr(module, name), config=config))
+            for name in ("projected", "before", "after"):
+                setattr(block, name, _compiled(getattr(block, name), config=config))
 
 
 def _compiled(f: Callable[..., Any], *, config: CompileConfig) -> Callable[..., Any]:

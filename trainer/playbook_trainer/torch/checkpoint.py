@@ -39,6 +39,7 @@ from playbook_trainer.checkpoint_files import (
     writing_folder,
 )
 from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.huggingface.names import slices
 from playbook_trainer.torch.optimizer import Frozen, Shard, ensure_state, masters, put_into
 from playbook_trainer.torch.parallel.sharding import full_shape, local_boxes
 
@@ -47,43 +48,37 @@ from playbook_trainer.torch.parallel.sharding import full_shape, local_boxes
 
 
 @dataclass(frozen=True)
-class Box:
-    """A stretch of a rank's own tensor in every dimension, and where it begins in the whole one."""
-
-    local: tuple[slice, ...]
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a rank's part of a parameter lies in the whole parameter."""
 
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[tuple[tuple[slice, ...], tuple[int, ...]], ...]
+    """Stretches of the rank's own tensor in every dimension, each with where it begins in the whole one."""
 
     def of(self, values: Tensor) -> Pieces:
         """`values`, of the shape of this rank's part, as pieces of the whole; they share its memory."""
-        return Pieces(self.shape, values.dtype, self.cut(values))
+        pieces = self.cut(values)
+        return Pieces(self.shape, values.dtype, lambda: pieces)
 
     def made(self, make: Callable[[], Tensor], dtype: torch.dtype) -> Pieces:
         """As `of`, of values that are made anew whenever they are asked for, so that they take memory for that moment only."""
-        return _Made(self.shape, dtype, lambda: self.cut(make()))
+        return Pieces(self.shape, dtype, lambda: self.cut(make()))
 
     def cut(self, values: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of `values`, each with its offsets in the whole tensor."""
-        return [(b.offsets, values[b.local]) for b in self.boxes]
+        return [(offsets, values[local]) for local, offsets in self.boxes]
 
 
 class Pieces:
     """What this rank holds of a whole tensor, as torch.distributed.checkpoint asks a tensor for it (the methods with two underscores)."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], Tensor]]) -> None:
-        self.shape, self.dtype, self._pieces = torch.Size(shape), dtype, pieces
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], list[tuple[tuple[int, ...], Tensor]]]) -> None:
+        self.shape, self.dtype, self._make = torch.Size(shape), dtype, make
 
     @property
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes, each with where it begins in the whole tensor."""
-        return self._pieces
+        return self._make()
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor."""
@@ -91,7 +86,8 @@ class Pieces:
 
     def replaced(self, tensors: Iterable[Tensor]) -> Pieces:
         """The same boxes with other memory behind them."""
-        return Pieces(self.shape, self.dtype, [(offsets, t) for (offsets, _), t in zip(self.pieces, tensors, strict=True)])
+        pieces = [(offsets, t) for (offsets, _), t in zip(self.pieces, tensors, strict=True)]
+        return Pieces(self.shape, self.dtype, lambda: pieces)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), t.size()) for offsets, t in self.pieces]
@@ -107,24 +103,9 @@ class Pieces:
         return next(t for offsets, t in self.pieces if index.offset == torch.Size(offsets))
 
 
-class _Made(Pieces):
-    """Pieces without memory of their own."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], list[tuple[tuple[int, ...], Tensor]]]) -> None:
-        super().__init__(shape, dtype, [])
-        self._make = make
-
-    @property
-    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The boxes, computed on each access."""
-        return self._make()
-
-
 def place(name: str, param: Tensor, axes: Axes) -> Place:
     """Where this rank's part of the parameter lies; no boxes where FSDP leaves it nothing."""
-    boxes = (
-        Box(tuple(slice(a, b) for a, b in local), tuple(first for first, _ in whole)) for local, whole in local_boxes(param, name, axes)
-    )
+    boxes = ((slices(local), tuple(first for first, _ in whole)) for local, whole in local_boxes(param, name, axes))
     return Place(tuple(full_shape(param, name, axes)), tuple(boxes))
 
 
@@ -319,7 +300,7 @@ def _local(param: Tensor) -> Tensor:
 def _moments(where: Place, part: Shard, value: Tensor) -> Pieces:
     """Optimizer state of a parameter: cut like it, or a single number (its count of steps)."""
     if value.dim() == 0:
-        return Pieces((), value.dtype, [((), value)])
+        return Pieces((), value.dtype, lambda: [((), value)])
     assert value.shape == part.local.shape, f"optimizer state of {part.name} has another shape than the parameter"
     return where.of(value)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -77,15 +76,6 @@ class AdamW(torch.optim.AdamW):
             for param in group["params"]:
                 if param.grad is not None and param.numel():
                     self._update(param, group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, which casts a parameter's state to the parameter's precision; here it keeps its own."""
-        super().load_state_dict(state_dict)
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for name, param in zip(names, chain.from_iterable(group["params"] for group in self.param_groups), strict=True):
-            for key, value in state_dict["state"].get(name, {}).items():
-                if key != "step":
-                    self.state[param][key] = value.to(param.device, value.dtype if key == "remainder" else self.moments, copy=True)
 
     def begin(self, param: Tensor) -> dict[str, Any]:
         """The optimizer state of a parameter; created at its first step, or before a checkpoint is read."""

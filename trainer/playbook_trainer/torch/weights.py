@@ -74,11 +74,7 @@ def save(
             module.reshard()  # a forward pass may have left some units whole
     params = dict(model.named_parameters())
     boxes_of = {name: local_boxes(param, name, axes) for name, param in params.items()}
-    holders = [{name: [box for _, box in boxes] for name, boxes in boxes_of.items()}]
-    if axes.world.size > 1:
-        everyone: list[dict[str, list[Box]]] = [{}] * axes.world.size
-        dist.all_gather_object(everyone, holders[0])
-        holders = everyone
+    holders = axes.world.gathered({name: [box for _, box in boxes] for name, boxes in boxes_of.items()})
     table = weights.rules(model.config)
     dtypes = weights.export_dtypes(config, table, dtype) if config else {rule.ours: dtype for rule in table}
     with ExitStack() as stack:

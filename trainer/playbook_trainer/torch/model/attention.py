@@ -5,7 +5,6 @@ Suffixes: N query tokens, M key tokens, H query heads, G key/value heads, d head
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -82,11 +81,6 @@ def cudnn_width(head_dim: int) -> int:
 def _is_hopper(device: torch.device) -> bool:
     """Whether the GPU is a Hopper or later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def has_packed_cudnn() -> bool:
-    """Whether Transformer Engine, whose cuDNN attention takes packed documents, is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _flash(

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softmax
 
@@ -85,8 +84,7 @@ class Balance:
             load_E, tokens, top_k = _count(by_score_NK, self.load_E, real_N), len(scores_NE), by_score_NK.shape[1]
             for axis in (self.axes.cp, *([self.axes.tp] if self.axes.expert_tokens_cut else [])):
                 tokens *= axis.size
-                if axis.size > 1:
-                    dist.all_reduce(load_E, group=axis.group)
+                axis.all_reduce(load_E)
             tally("balance_losses")
             # How many tokens are real, over all ranks that share the micro-batch, is a number on the device.
             counted = tokens if real_N is None else load_E.sum() / top_k
@@ -134,8 +132,7 @@ def update_biases(layers: Sequence[Balance], rate: float, axes: Axes) -> None:
     """Move the biases by the load of the step over all data-parallel ranks, then count from zero."""
     load_LE = torch.stack([balance.load_E for balance in layers])
     for axis in (axes.dp_cp, *([axes.tp] if axes.expert_tokens_cut else [])):
-        if axis.size > 1:
-            dist.all_reduce(load_LE, group=axis.group)
+        axis.all_reduce(load_LE)
     for balance, load_E in zip(layers, load_LE, strict=True):
         assert balance.bias_E is not None
         balance.bias_E.copy_(updated_bias(balance.bias_E, load_E, rate))

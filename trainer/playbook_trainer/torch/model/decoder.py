@@ -423,7 +423,8 @@ class Decoder(nn.Module):
 
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""
-        cos, sin = rotary(batch.positions, self.config)
+        angle = rotary_angles(batch.positions, self.config)
+        cos, sin = angle.cos(), angle.sin()
         return Sequence(cos.to(dtype), sin.to(dtype), batch, routed(batch.real_N, self.options.axes))
 
 
@@ -440,12 +441,6 @@ def blank_image(config: VisionConfig, device: torch.device) -> VisionBatch:
         pos_weight_4P=torch.zeros(4, patches, device=device),
         visual_index_V=torch.zeros(0, dtype=torch.int64, device=device),
     )
-
-
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (N, d) of `rotary_angles`, in float32."""
-    angle = rotary_angles(positions, config)
-    return angle.cos(), angle.sin()
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig) -> Tensor:

@@ -33,11 +33,10 @@ SMALLEST = 1 << 16
 class Trip:
     """Activation offload of one forward pass: copies what each layer saves to host memory, and back for the backward pass."""
 
-    def __init__(self, device: torch.device, keep: Iterable[Tensor], smallest: int | None = None) -> None:
+    def __init__(self, device: torch.device, keep: Iterable[Tensor]) -> None:
         self.device = device
         self.side = _side_stream(device) if device.type == "cuda" else None
         self.kept = {t.untyped_storage().data_ptr() for t in keep}
-        self.smallest = SMALLEST if smallest is None else smallest
         self.last: _Load | None = None
         self.leaving: list[_Load] = []
 
@@ -98,7 +97,7 @@ class Trip:
         if isinstance(t, nn.Parameter | DTensor) or t.device.type != self.device.type:
             return False
         storage = t.untyped_storage()
-        if storage.nbytes() < self.smallest or storage.data_ptr() in self.kept:
+        if storage.nbytes() < SMALLEST or storage.data_ptr() in self.kept:
             return False
         # FSDP swaps gathered parameters in and out, so their set is of this moment.
         parameters = (p for m in modules for p in m._parameters.values() if p is not None and not isinstance(p, DTensor))

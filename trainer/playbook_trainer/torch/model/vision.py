@@ -15,6 +15,7 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from playbook.errors import ConfigError
+from playbook_trainer.config.sections import broken
 from playbook_trainer.config.tree import VisionConfig
 from playbook_trainer.data.batch import VisionBatch
 from playbook_trainer.observe.ranges import range_
@@ -176,13 +177,16 @@ def rotate(x_PHd: Tensor, cos_Pr: Tensor, sin_Pr: Tensor) -> Tensor:
 
 
 def _check(config: VisionConfig) -> None:
-    if config.hidden_size % (4 * config.num_heads):
-        raise ConfigError(
-            f"vision.hidden_size {config.hidden_size} over {config.num_heads} heads must give a head size in multiples of 4; "
-            "change vision.hidden_size or vision.num_heads"
-        )
-    if math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings:
-        raise ConfigError(f"vision.num_position_embeddings {config.num_position_embeddings} is no square number; the grid of positions is")
     taps = config.deepstack_layers
-    if taps != sorted(set(taps)) or any(not 0 <= t < config.depth for t in taps):
-        raise ConfigError(f"vision.deepstack_layers {taps} must rise and lie in 0..{config.depth - 1}, the tower's blocks")
+    rules = {
+        f"vision.hidden_size {config.hidden_size} over {config.num_heads} heads must give a head size in multiples of 4; "
+        "change vision.hidden_size or vision.num_heads": config.hidden_size % (4 * config.num_heads),
+        f"vision.num_position_embeddings {config.num_position_embeddings} is no square number; the grid of positions is": (
+            math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings
+        ),
+        f"vision.deepstack_layers {taps} must rise and lie in 0..{config.depth - 1}, the tower's blocks": (
+            taps != sorted(set(taps)) or any(not 0 <= t < config.depth for t in taps)
+        ),
+    }
+    if problems := broken(rules):
+        raise ConfigError(problems[0])

@@ -12,7 +12,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,21 +105,10 @@ def _has_flash(q_NHd: Tensor) -> bool:
     return q_NHd.is_cuda and q_NHd.dtype in (torch.bfloat16, torch.float16)
 
 
-class _Segment(NamedTuple):
-    """One segment's queries over the keys that they see."""
-
-    rows: slice
-    """Of N, its queries."""
-    keys: slice
-    """Of M, its keys."""
-    scores: Tensor
-    """(G, H / G, n, m), masked."""
-    k: Tensor
-    v: Tensor
-
-
-def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds) -> Iterator[_Segment]:
-    """The segments in order; scores, k and v in at least float32."""
+def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Of each segment in order: its queries among the N and its keys among the M, masked scores (G, H / G, n, m), keys and values;
+    the last three in at least float32.
+    """
     kv_heads, dtype = k_MGd.shape[1], wide(q_NHd.dtype)
     bq, bk = bounds.cu_q.tolist(), bounds.cu_k.tolist()
     for q0, q1, k0, k1 in zip(bq[:-1], bq[1:], bk[:-1], bk[1:], strict=True):
@@ -129,7 +118,7 @@ def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds
         if bounds.causal:
             hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).triu(1 + k1 - k0 - (q1 - q0))
             scores = scores.masked_fill(hidden, -torch.inf)
-        yield _Segment(slice(q0, q1), slice(k0, k1), scores, k, v)
+        yield slice(q0, q1), slice(k0, k1), scores, k, v
 
 
 # Ring attention: keys and values travel around the context-parallel ranks, block by block, while the block before is computed.
@@ -143,9 +132,7 @@ def _segments(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, bounds: SegmentBounds
 def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:
     """What this rank sends and computes in each step, from the documents' borders over the whole stream."""
     cp, size = axis.size, num_tokens // (2 * axis.size)
-    first, second = axis.rank * size, (2 * cp - 1 - axis.rank) * size
-    token_indices = np.concatenate([np.arange(first, first + size), np.arange(second, second + size)])
-    documents = np.searchsorted(cu_seqlens, token_indices, side="right")
+    documents = np.searchsorted(cu_seqlens, local_index(num_tokens, axis, "ring").numpy(), side="right")
     cu = np.concatenate([[0], np.flatnonzero(np.diff(documents)) + 1, [2 * size]])
     receive, send = [], []
     for step in range(1, cp):
@@ -184,12 +171,9 @@ def _block(q0: int, q1: int, k0: int, k1: int) -> Block:
     return Block(q0, q1, k0, k1, torch.tensor([0, q1 - q0], dtype=torch.int32), torch.tensor([0, k1 - k0], dtype=torch.int32))
 
 
-def _attend_ring(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ring: Ring, axis: Axis) -> Tensor:
-    """Causal attention of this rank's queries over the whole stream's keys, (N, H, d)."""
-    return _RingAttention.apply(q_NHd, k_NGd, v_NGd, ring, axis)
-
-
 class _RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries over the whole stream's keys, (N, H, d)."""
+
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ring: Ring, axis: Axis) -> Tensor:
         """Attend to this rank's own keys, then to each block that arrives, merging the outputs by their log-sum-exp."""
@@ -368,7 +352,7 @@ def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis
     Shapes: q (n, H, d), k and v (n, G, d) with n = N / cp; returns (n, H, d).
     """
     if plan.ring is not None:
-        return _attend_ring(q_NHd, k_NGd, v_NGd, plan.ring, axis)
+        return _RingAttention.apply(q_NHd, k_NGd, v_NGd, plan.ring, axis)
     if plan.slices is not None:
         return _attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis, backend)
     return _attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis, backend)

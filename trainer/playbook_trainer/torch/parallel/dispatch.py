@@ -55,8 +55,7 @@ def make(
     dispatcher.fused, dispatcher.early = fused, early
     if wrap_sort is not None:
         dispatcher.sort = wrap_sort(dispatcher.sort)
-    built: Dispatcher = dispatcher
-    return built
+    return dispatcher
 
 
 @dataclass
@@ -76,10 +75,8 @@ class Route:
     """Probabilities of the rows at their experts, where experts weigh them."""
 
 
-class Local:
+class Local(Dispatcher):
     """All experts are here: sort the rows by expert, and unsort them."""
-
-    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.sort: _Sort = partial(sort_rows, num_experts=num_experts)
@@ -97,10 +94,8 @@ class Local:
         return _weigh(out_RD, route)
 
 
-class AllToAll:
+class AllToAll(Dispatcher):
     """Each (token, expert) row travels to the expert's rank and its output travels back; probabilities stay at home."""
-
-    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.ep = ep
@@ -139,10 +134,8 @@ class Gathered:
     prob_R: Tensor
 
 
-class AllGather:
+class AllGather(Dispatcher):
     """Every rank gets every token, computes its own experts' rows, and the weighted sums are reduce-scattered."""
-
-    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.num_experts, self.ep = num_experts, ep
@@ -288,7 +281,7 @@ class DedupRoute:
     receive: list[int]
 
 
-class Dedup:
+class Dedup(Dispatcher):
     """One row per token and rank, both ways; one wait for the device per layer, to learn how many rows come."""
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
@@ -331,8 +324,7 @@ class Dedup:
         key_Tk, slot_Tk = torch.sort(torch.where(is_local, local, self.held), dim=1, stable=True)
         key, num_rows = key_Tk[:, :top].flatten(), sum(away)
         order = torch.argsort(key, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
+        place = _invert(order)
         order_R = order[:num_rows]
         owner_R = order_R // top
         slot_R = owner_R * top_k + slot_Tk[:, :top].flatten()[order_R]
@@ -365,8 +357,7 @@ def _fan_of_tokens(goes_NP: Tensor, counts: list[int], num_pairs: int) -> Fan:
 
 def _fan(owner: Tensor, place: Tensor, degree: Tensor, counts: list[int]) -> Fan:
     order = torch.argsort(degree, descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.numel(), device=order.device)
+    rank = _invert(order)
     return Fan(owner, place.index_select(0, order), rank, counts)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -160,8 +159,7 @@ def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tupl
     for name, param in model.named_parameters():
         size = 0 if is_second_copy(model, name) else math.prod(full_shape(param, name, axes))
         counts += torch.tensor([size, size if param.requires_grad else 0], device=device)
-    if axes.pp.size > 1:
-        dist.all_reduce(counts, group=axes.pp.group)
+    axes.pp.all_reduce(counts)
     whole, trained = counts.tolist()
     return whole, trained
 
