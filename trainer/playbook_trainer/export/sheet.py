@@ -74,6 +74,11 @@ class Sheet:
             return
         self.settings.append(Setting(tuple(keys.split()), section, field, value))
 
+    def table(self, section: str, *rows: tuple[str, str, Any]) -> None:
+        """Settings of a section: of each its keys, its field and its value."""
+        for keys, field, value in rows:
+            self.put(keys, section, field, value)
+
     def lack(self, keys: str, why: str) -> None:
         """Keys that cannot be said there."""
         self.missing += [Remark(key, why) for key in keys.split()]

@@ -136,10 +136,8 @@ def _data(sheet: Sheet) -> None:
         sheet.put("data.path", "dataloader", "dataset_path", data.path)
     else:
         sheet.skip("data.path", "the bundled data is this trainer's own; choose dataloader.dataset")
-    if data.kind == "text":
-        sheet.skip("data.kind", "text is what it trains on")
-    else:
-        sheet.lack("data.kind", "text is what it trains on")
+    say = sheet.skip if data.kind == "text" else sheet.lack
+    say("data.kind", "text is what it trains on")
     if data.tokenizer == "byte":
         sheet.lack("data.tokenizer", "give hf_assets_path, a folder with a tokenizer.json")
     else:
@@ -151,22 +149,23 @@ def _parallel(sheet: Sheet) -> None:
     """Degrees and sharding, the pipeline's schedule and its split."""
     par = sheet.config.parallel
     if sheet.config.backend == "megatron" or par.fsdp:
-        sheet.put("parallel.dp_replicate", "parallelism", "data_parallel_replicate_degree", par.dp_replicate)
-        sheet.put("parallel.fsdp", "parallelism", "data_parallel_shard_degree", -1)
-        sheet.put(
-            "parallel.reshard_after_forward",
+        sheet.table(
             "parallelism",
-            "fsdp_reshard_after_forward",
-            "always" if par.reshard_after_forward else "never",
+            ("parallel.dp_replicate", "data_parallel_replicate_degree", par.dp_replicate),
+            ("parallel.fsdp", "data_parallel_shard_degree", -1),
+            ("parallel.reshard_after_forward", "fsdp_reshard_after_forward", "always" if par.reshard_after_forward else "never"),
         )
     else:
         sheet.lack("parallel.fsdp", "replicas without sharding: set data_parallel_replicate_degree to the number of data-parallel ranks")
         sheet.skip("parallel.dp_replicate parallel.reshard_after_forward", "nothing is sharded")
-    sheet.put("parallel.tp", "parallelism", "tensor_parallel_degree", par.tp)
-    sheet.put("parallel.pp", "parallelism", "pipeline_parallel_degree", par.pp)
-    sheet.put("parallel.vpp", "parallelism", "pipeline_parallel_schedule", "1F1B" if par.vpp == 1 else "Interleaved1F1B")
-    sheet.put("parallel.cp", "parallelism", "context_parallel_degree", par.cp)
-    sheet.put("parallel.ep", "parallelism", "expert_parallel_degree", par.ep)
+    sheet.table(
+        "parallelism",
+        ("parallel.tp", "tensor_parallel_degree", par.tp),
+        ("parallel.pp", "pipeline_parallel_degree", par.pp),
+        ("parallel.vpp", "pipeline_parallel_schedule", "1F1B" if par.vpp == 1 else "Interleaved1F1B"),
+        ("parallel.cp", "context_parallel_degree", par.cp),
+        ("parallel.ep", "expert_parallel_degree", par.ep),
+    )
     split = par.tp if par.ep == 1 else 1
     if not sheet.config.model.num_experts or (par.etp or par.tp) == split:
         sheet.skip("parallel.etp", "experts are split by tp without EP, and not at all with it")
@@ -179,10 +178,9 @@ def _parallel(sheet: Sheet) -> None:
         sheet.put("parallel.pp parallel.vpp", "parallelism", "module_fqns_per_model_part", stages(sizes))
     if par.cp == 1:
         sheet.skip("parallel.cp_comm", "there is no context parallelism")
-    elif par.cp_comm == "allgather":
-        sheet.skip("parallel.cp_comm", "keys and values are always gathered")
     else:
-        sheet.lack("parallel.cp_comm", "keys and values are always gathered")
+        say = sheet.skip if par.cp_comm == "allgather" else sheet.lack
+        say("parallel.cp_comm", "keys and values are always gathered")
     sheet.put("parallel.sequence_parallel", "parallelism", "enable_sequence_parallel", par.sequence_parallel)
 
 
@@ -205,30 +203,38 @@ def _training(sheet: Sheet) -> None:
     """Batch sizes, steps, precision, the optimizer and its learning rate."""
     config, opt, train = sheet.config, sheet.config.optimizer, sheet.config.train
     # With a pipeline it cuts local_batch_size into micro-batches: as many as there are stages; the rest is accumulated.
-    sheet.put("train.micro_batch_size", "training", "local_batch_size", train.micro_batch_size * config.parallel.pp)
-    sheet.put("train.global_batch_size", "training", "global_batch_size", train.global_batch_size)
-    sheet.put("train.steps", "training", "steps", train.steps)
-    sheet.put("optimizer.clip_norm", "training", "max_norm", opt.clip_norm)
-    sheet.put("train.dtype", "training", "dtype", "float32")
-    sheet.put("train.dtype", "training", "mixed_precision_param", "bfloat16" if train.dtype == "bf16" else "float32")
-    sheet.put("offload.optimizer", "training", "enable_cpu_offload", config.offload.optimizer)
-    sheet.put("", "training", "disable_cuda_graphs", True)
-    sheet.put("optimizer.lr", "optimizer", "lr", opt.lr)
-    sheet.put("optimizer.betas", "optimizer", "betas", tuple(opt.betas))
-    sheet.put("optimizer.eps", "optimizer", "eps", opt.eps)
-    sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
-    sheet.put("optimizer.moments_dtype", "optimizer", "implementation", "fused_opt_states_bf16" if opt.moments_dtype == "bf16" else "fused")
+    sheet.table(
+        "training",
+        ("train.micro_batch_size", "local_batch_size", train.micro_batch_size * config.parallel.pp),
+        ("train.global_batch_size", "global_batch_size", train.global_batch_size),
+        ("train.steps", "steps", train.steps),
+        ("optimizer.clip_norm", "max_norm", opt.clip_norm),
+        ("train.dtype", "dtype", "float32"),
+        ("train.dtype", "mixed_precision_param", "bfloat16" if train.dtype == "bf16" else "float32"),
+        ("offload.optimizer", "enable_cpu_offload", config.offload.optimizer),
+        ("", "disable_cuda_graphs", True),
+    )
+    sheet.table(
+        "optimizer",
+        ("optimizer.lr", "lr", opt.lr),
+        ("optimizer.betas", "betas", tuple(opt.betas)),
+        ("optimizer.eps", "eps", opt.eps),
+        ("optimizer.weight_decay", "weight_decay", opt.weight_decay),
+        ("optimizer.moments_dtype", "implementation", "fused_opt_states_bf16" if opt.moments_dtype == "bf16" else "fused"),
+    )
     sheet.put("optimizer.warmup_steps", "lr_scheduler", "warmup_steps", opt.warmup_steps)
     if opt.schedule != "constant":
-        sheet.put("optimizer.schedule", "lr_scheduler", "decay_type", "cosine" if opt.schedule == "cosine" else "linear")
-        sheet.put("optimizer.min_lr_ratio", "lr_scheduler", "min_lr_factor", opt.min_lr_ratio)
+        sheet.table(
+            "lr_scheduler",
+            ("optimizer.schedule", "decay_type", "cosine" if opt.schedule == "cosine" else "linear"),
+            ("optimizer.min_lr_ratio", "min_lr_factor", opt.min_lr_ratio),
+        )
         if opt.schedule == "wsd":
             sheet.put("optimizer.decay_ratio", "lr_scheduler", "decay_ratio", opt.decay_ratio)
     else:
         sheet.put("optimizer.schedule", "lr_scheduler", "decay_ratio", 0.0)
         sheet.skip("optimizer.min_lr_ratio", "the rate is constant")
-    sheet.put("seed", "debug", "seed", config.seed)
-    sheet.put("train.deterministic", "debug", "deterministic", train.deterministic)
+    sheet.table("debug", ("seed", "seed", config.seed), ("train.deterministic", "deterministic", train.deterministic))
 
 
 def _switches(sheet: Sheet) -> None:
@@ -257,26 +263,30 @@ def _files(sheet: Sheet) -> None:
     sheet.put("checkpoint.dir", "checkpoint", "enable", on)
     if on:
         sheet.put("checkpoint.dir", "checkpoint", "folder", checkpoint.dir)
-    sheet.put("checkpoint.every", "checkpoint", "interval", checkpoint.every or config.train.steps)
-    sheet.put("checkpoint.keep", "checkpoint", "keep_latest_k", max(2, checkpoint.keep))
-    sheet.put("checkpoint.async_save", "checkpoint", "async_mode", "async" if checkpoint.async_save else "disabled")
-    sheet.put("checkpoint.export", "checkpoint", "last_save_in_hf", checkpoint.export is not None)
+    sheet.table(
+        "checkpoint",
+        ("checkpoint.every", "interval", checkpoint.every or config.train.steps),
+        ("checkpoint.keep", "keep_latest_k", max(2, checkpoint.keep)),
+        ("checkpoint.async_save", "async_mode", "async" if checkpoint.async_save else "disabled"),
+        ("checkpoint.export", "last_save_in_hf", checkpoint.export is not None),
+    )
     if config.init.weights is not None:
-        sheet.put("init.weights", "checkpoint", "initial_load_path", config.init.weights)
-        sheet.put("init.weights", "checkpoint", "initial_load_in_hf", True)
+        sheet.table("checkpoint", ("init.weights", "initial_load_path", config.init.weights), ("init.weights", "initial_load_in_hf", True))
     else:
         sheet.skip("init.weights", "weights are drawn from the seed")
-    sheet.put("tracker.tensorboard", "metrics", "enable_tensorboard", tracker.tensorboard)
-    sheet.put("tracker.wandb", "metrics", "enable_wandb", tracker.wandb)
+    sheet.table(
+        "metrics",
+        ("tracker.tensorboard", "enable_tensorboard", tracker.tensorboard),
+        ("tracker.wandb", "enable_wandb", tracker.wandb),
+        ("train.log_every", "log_freq", config.train.log_every),
+    )
     if tracker.wandb:
         sheet.lack("tracker.project", f"set WANDB_PROJECT={tracker.project} in the environment")
     else:
         sheet.skip("tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")
-    sheet.put("train.log_every", "metrics", "log_freq", config.train.log_every)
     sheet.put("eval.every", "validator", "enable", config.eval.every > 0)
     if config.eval.every:
-        sheet.put("eval.every", "validator", "freq", config.eval.every)
-        sheet.put("eval.batches", "validator", "steps", config.eval.batches)
+        sheet.table("validator", ("eval.every", "freq", config.eval.every), ("eval.batches", "steps", config.eval.batches))
     else:
         sheet.skip("eval.batches", "nothing is evaluated")
     sheet.put("profile.kineto", "profiler", "enable_profiling", config.profile.kineto)
