@@ -15,7 +15,7 @@ from playbook_trainer.config.environment import GROUPED_GEMM, sharded
 from playbook_trainer.config.megatron_checks import offloaded_fraction
 from playbook_trainer.config.megatron_fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.export.sheet import READING, Sheet, Target
+from playbook_trainer.export.sheet import MEGATRON, READING, Sheet, Target
 
 # How a run goes, in fields of megatron-core and of the training loop around it: optimizer, loop and files.
 
@@ -189,7 +189,6 @@ def files(sheet: Sheet) -> None:
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
 _READER = "the target has readers of its own"
 _TORCH = "a setting of the torch backend"
-MEGATRON = "a setting of the megatron backend"
 _OTHER = "a setting of the other backend"
 _TOWER = "the vision tower is the recipe's own there"
 _COMPILE = "megatron-core has fused kernels of its own instead of torch.compile"

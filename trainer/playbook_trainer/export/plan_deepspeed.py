@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from playbook.planner.models import fields_of
 from playbook.planner.options import LORA_TARGETS
 from playbook.planner.plan import Plan
 from playbook_trainer.export import launch, plan_accelerate
@@ -57,16 +58,14 @@ for step in range(1, STEPS + 1):
 '''
 
 
-def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = None, steps: int = 20) -> Launchable:
-    """The plan for DeepSpeed on random tokens. `fields` are the published configuration of a model that its name does not tell.
+def launchable(plan: Plan, hardware: str) -> Launchable:
+    """The plan for DeepSpeed on random tokens.
 
     Raises:
         ConfigError: DeepSpeed has no words for the plan, or transformers' configuration none for its model.
     """
-    from playbook.planner.models import fields_of
-
     o = plan.options
-    config = plan_accelerate.huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
+    config = plan_accelerate.huggingface(plan.shape, fields_of(plan.model))
     expressed = {
         "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100),
         "lora": range(_LARGEST_RANK),
@@ -75,14 +74,13 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     launch.require(plan, RELEASE, expressed, _lacks(plan, config), {"master_bytes": 4})
     recompute = "model.gradient_checkpointing_enable(dict(use_reentrant=False))\n" if o.recompute else ""
     script = _SCRIPT.format(
-        steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, init=o.sharding == "zero3",
+        steps=launch.STEPS, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, init=o.sharding == "zero3",
         attention="eager" if plan.shape.sinks else "sdpa", adapters=_adapters(plan), recompute=recompute,
     )  # fmt: skip
-    row = launch.row_of(plan, hardware)
     files = {
         "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n",
         "train.py": script,
-        **({launch.RUNS: row} if row else {}),
+        **launch.table_of(plan, hardware),
     }  # fmt: skip
     return Launchable(
         "deepspeed", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, (*torchrun(plan.gpus), "train.py"), files,

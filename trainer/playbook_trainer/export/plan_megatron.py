@@ -9,7 +9,6 @@ GPT-OSS and of windows by Megatron-Bridge 0.6.2, `megatron/bridge/models/gpt_oss
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -26,13 +25,11 @@ from playbook_trainer.config.environment import Platform, needed
 from playbook_trainer.config.megatron_fields import FP8_FORMAT
 from playbook_trainer.config.sections import ModelConfig
 from playbook_trainer.config.tree import model_names
-from playbook_trainer.export.launch import Launchable, refuse, torchrun
+from playbook_trainer.export.launch import STEPS, Launchable, by_flag, refuse, torchrun
 from playbook_trainer.export.render import flag, override
 from playbook_trainer.export.sheet import RELEASES, Setting
 
 Target = Literal["megatron-lm", "megatron-bridge"]
-STEPS = 20
-"""Steps of an exported run: enough for a median behind the first ones, which are slower."""
 _LR = 1e-4
 _SAID_GIB = 0.1
 _PLATFORMS: Mapping[str, Platform] = {"gb": "nvl72", "b": "blackwell"}
@@ -63,8 +60,10 @@ def inexpressible(plan: Plan) -> list[str]:
 
 def settings(plan: Plan, target: Target) -> list[Setting]:
     """Every field that the plan asks for, by section of Megatron-Bridge's configuration."""
+    # The model's own rows, or rows that ranks of TP divide.
+    vocabulary = {"vocab_size": plan.shape.vocab, "should_pad_vocab": plan.shape.vocab % plan.tp > 0}
     parts: Mapping[str, Mapping[str, Any]] = {
-        "model": {**model_fields(plan), **_vocabulary(plan), **_layout(plan), **_memory(plan), **_switches(plan, target)},
+        "model": {**model_fields(plan), **vocabulary, **_layout(plan), **_memory(plan), **_switches(plan, target)},
         "ddp": _data_parallel(plan),
         "dist": {"use_megatron_fsdp": plan.options.sharding == "fsdp", "use_torch_fsdp2": plan.options.sharding == "fsdp2"}
         | ({"use_tp_pp_dp_mapping": True} if _ORDERS[plan.options.rank_order] else {}),
@@ -105,7 +104,7 @@ def notes(plan: Plan, target: Target) -> list[str]:
         remarks.append(
             f"{plan.options.dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it"
         )
-    if not known(plan.model):
+    if plan.model not in model_names():
         remarks.append(UNKNOWN)
     if target == "megatron-lm" and plan.loss == "te":
         more = max(s.peak for s in stages(replace(plan, loss="native"))) - max(s.peak for s in stages(plan))
@@ -120,12 +119,6 @@ def notes(plan: Plan, target: Target) -> list[str]:
 def chunk_sizes(plan: Plan) -> list[int]:
     """Decoder layers of each chunk, in the order of the model."""
     return pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
-
-
-def _vocabulary(plan: Plan) -> dict[str, Any]:
-    """The model's own rows, or rows that ranks of TP divide."""
-    rows = plan.shape.vocab
-    return {"vocab_size": rows, "should_pad_vocab": rows % plan.tp > 0}
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
@@ -257,13 +250,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 
 def flag_lines(plan: Plan) -> list[str]:
     """Megatron-LM's flags, each with its values in one line."""
-    lines: list[str] = []
-    for word in flags(plan):
-        if word.startswith("--"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return lines
+    return by_flag(flags(plan))
 
 
 def override_lines(plan: Plan) -> list[str]:
@@ -430,14 +417,9 @@ def _hybrid(plan: Plan) -> dict[str, Any]:
     }
 
 
-def known(model: str) -> bool:
-    """Whether a preset of this trainer says more of the model than its shape."""
-    return model in model_names()
-
-
 def _preset(model: str) -> Mapping[str, Any]:
     """What the preset of a model says beyond its shape: positions, norms and the router's arithmetic."""
-    if not known(model):
+    if model not in model_names():
         return {}
     m = ModelConfig.model_validate({"name": model, **read(data_root("configs") / "models" / f"{model}.yaml")[0]})
     fields: dict[str, Any] = {"rotary_base": int(m.rope_theta), "layernorm_epsilon": m.rms_norm_eps, "init_method_std": m.init_std}

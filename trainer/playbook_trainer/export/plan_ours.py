@@ -15,8 +15,8 @@ from playbook.planner.shapes import Shape
 from playbook.yaml_files import read
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import from_data, model_names
-from playbook_trainer.export.launch import Launchable, refuse, torchrun
-from playbook_trainer.export.plan_megatron import STEPS, chunk_sizes
+from playbook_trainer.export.launch import STEPS, Launchable, refuse, torchrun
+from playbook_trainer.export.plan_megatron import chunk_sizes
 
 _FILE = "plan.yaml"
 _OUTPUT = "run"

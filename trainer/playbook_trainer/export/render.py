@@ -63,15 +63,10 @@ class Exported:
     settings: list[Setting]
     environment: Mapping[str, str]
 
-    @property
-    def release(self) -> str:
-        """The release that the fields were compared with."""
-        return RELEASES[self.target]
-
     def text(self) -> str:
         """The document: settings, then, as comments, what cannot be said."""
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(f"# fields as in {self.release}")
+        head.append(f"# fields as in {RELEASES[self.target]}")
         return "\n".join([*head, *self.lines, *(f"# not expressible: {r.key}: {r.why}" for r in self.missing)]) + "\n"
 
     def document(self) -> dict[str, Any]:
@@ -80,7 +75,7 @@ class Exported:
             "target": self.target,
             "lines": self.lines,
             "environment": dict(self.environment),
-            "release": self.release,
+            "release": RELEASES[self.target],
             "settings": [
                 {"keys": list(s.keys), "name": ".".join(filter(None, (s.section, s.field))), "value": s.value} for s in self.settings
             ],

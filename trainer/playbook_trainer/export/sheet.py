@@ -35,6 +35,7 @@ READING = " ".join(
     ]
 )
 """Keys of this trainer's reader of data, as words; every target has another."""
+MEGATRON = "a setting of the megatron backend"
 _NO_VALUE = object()
 
 

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from playbook.planner import pipeline
-from playbook.planner.models import from_preset
+from playbook.planner.models import fields_of, from_preset
 from playbook.planner.plan import Plan
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import launch, torchtitan_file
 from playbook_trainer.export.launch import Launchable
-from playbook_trainer.export.sheet import READING, Setting, Sheet
+from playbook_trainer.export.sheet import MEGATRON, READING, Setting, Sheet
 from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, RELEASE, Code, document, stages
 
-MEGATRON = "a setting of the megatron backend"
 _COMPILED = {"decoder": "model", "loss": "loss"}
 
 _WHY = {
@@ -364,27 +363,24 @@ _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
     "sp": (None, True, False),
 }
 """Values of options that it has words for."""
-_LOSSES = ("torch", "compiled")
 _ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Source: torchtitan 0.3.0, `run_train.sh`."""
 
 
-def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = None, steps: int = 20) -> Launchable:
-    """The plan for torchtitan 0.3.0 on random tokens. `fields` are the published configuration of a model that its name does not tell.
+def launchable(plan: Plan, hardware: str) -> Launchable:
+    """The plan for torchtitan 0.3.0 on random tokens.
 
     Raises:
         ConfigError: torchtitan has no words for the plan or its model.
     """
-    from playbook.planner.models import fields_of
-
-    fields = fields_of(plan.model) if fields is None else fields
+    fields = fields_of(plan.model)
     launch.require(plan, RELEASE, _EXPRESSED, _lacks(plan, fields))
     even = "; routing is forced to be even, as the plan supposes" if plan.shape.experts and plan.even_rows else ""
     title = f"{launch.plain(plan.model)} on {plan.gpus} {hardware} GPUs, for {RELEASE}{even}."
     model = torchtitan_file.source(plan.shape, fields, plan.seq_len)
     last = plan.gpus // plan.pp * (plan.pp - 1)  # the first rank of the last stage knows the loss
     each = min(plan.gpus, launch.gpus_per_node(hardware))
-    row, nodes = launch.row_of(plan, hardware), launch.nodes(plan, hardware)
+    nodes = launch.nodes(plan, hardware)
     command = [
         "torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(each),
         "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE,
@@ -392,7 +388,7 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     ]  # fmt: skip
     return Launchable(
         "torchtitan", RELEASE, _ENVIRONMENT, tuple(command),
-        {f"{_MODULE}.py": document(title, model, _sections(plan, steps), random=True), **({launch.RUNS: row} if row else {})},
+        {f"{_MODULE}.py": document(title, model, _sections(plan), random=True), **launch.table_of(plan, hardware)},
         ("torch 2.14 or newer; 2.12 does without a pipeline and HybridEP",
          "the time stamps of its lines are the clock: keep them in the log",
          launch.beside(plan, hardware, "tps of its last lines")),
@@ -416,7 +412,7 @@ def parallelism(plan: Plan) -> dict[str, Any]:
     return fields
 
 
-def _sections(plan: Plan, steps: int) -> dict[str, Any]:
+def _sections(plan: Plan) -> dict[str, Any]:
     """The sections of torchtitan's configuration, by name."""
     o, vocab, routed = plan.options, plan.shape.vocab, plan.shape.experts > 0
     backend = f', moe_comm_backend="{DISPATCHERS[o.dispatcher]}"' if routed else ""
@@ -431,7 +427,8 @@ def _sections(plan: Plan, steps: int) -> dict[str, Any]:
         "training": {
             # In a pipeline all micro-batches of a step pass in one go; elsewhere they are accumulated one by one.
             "local_batch_size": plan.mbs * (plan.microbatches if plan.pp > 1 else 1), "global_batch_size": plan.global_batch,
-            "seq_len": plan.seq_len, "steps": steps, "dtype": "float32", "mixed_precision_param": "bfloat16", "disable_cuda_graphs": True,
+            "seq_len": plan.seq_len, "steps": launch.STEPS, "dtype": "float32", "mixed_precision_param": "bfloat16",
+            "disable_cuda_graphs": True,
         },
         "parallelism": parallelism(plan),
         "activation_checkpoint": RECOMPUTE[o.recompute[0] if o.recompute else "none"],
@@ -446,8 +443,8 @@ def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
     s, tp, cp, pp = plan.shape, plan.tp, plan.cp, plan.pp
     for words in torchtitan_file.lacking(s, fields):
         yield f"{plan.model} has {words}; {torchtitan_file.HAS}: choose another target"
-    if plan.loss not in _LOSSES:
-        yield f"loss is {plan.loss}; it has {' and '.join(_LOSSES)}: set one of them with --fix loss="
+    if plan.loss not in launch.LOSSES:
+        yield f"loss is {plan.loss}; it has {' and '.join(launch.LOSSES)}: set one of them with --fix loss="
     if plan.moment_bytes not in (2, 4):
         yield f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"
     yield from (words for _, words in torchtitan_file.limits(s, tp, cp, pp))

@@ -118,7 +118,8 @@ def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     init = "_EMBEDDING_SKIP_INIT" if shape.tied else "_EMBEDDING_INIT"
     head = f.head.replace("DIM", str(shape.hidden))
     mtp = f"family._build_mtp_layers(layers[-1], dim={shape.hidden}, num_mtp_layers={shape.mtp})"
-    layers = call(f"family.{_builder(shape)}", {**_layers(shape, fields, f, seq_len), "**backends": Code("")})
+    builder = "_build_qwen3_moe_layers" if f is _QWEN and shape.experts else f.layers
+    layers = call(f"family.{builder}", {**_layers(shape, fields, f, seq_len), "**backends": Code("")})
     model = {
         "vocab_size": shape.vocab, "dim": shape.hidden, **({"enable_weight_tying": True} if shape.tied else {}),
         "tok_embeddings": Code(f"Embedding.Config(num_embeddings={shape.vocab}, embedding_dim={shape.hidden}, param_init=family.{init})"),
@@ -164,10 +165,6 @@ def _family(shape: Shape) -> _Family:
         return _GPT_OSS
     plain = not shape.qk_norm and not shape.experts and shape.heads * shape.head_dim == shape.hidden
     return _LLAMA if plain else _QWEN
-
-
-def _builder(shape: Shape) -> str:
-    return "_build_qwen3_moe_layers" if _family(shape) is _QWEN and shape.experts else _family(shape).layers
 
 
 def _layers(shape: Shape, fields: Fields, f: _Family, seq_len: int) -> dict[str, Any]:
@@ -323,7 +320,8 @@ def document(title: str, model: Sequence[str], sections: Mapping[str, Mapping[st
     `random` adds tokens that need no data set and no tokenizer.
     """
     fields = {name: value if isinstance(value, Code) else call(CLASSES[name], value) for name, value in sections.items()}
-    body = call("Trainer.Config", {name: _written(value) for name, value in fields.items()})
+    # A section without fields on one line.
+    body = call("Trainer.Config", {name: Code(value.replace("(\n)", "()")) for name, value in fields.items()})
     imports: dict[str, list[str]] = {}
     for name, module in _IMPORTS.items():
         if f"{name}." in body or f"{name}(" in body:
@@ -332,8 +330,3 @@ def document(title: str, model: Sequence[str], sections: Mapping[str, Mapping[st
     lines += [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(imports.items())]
     lines += [*model, *(_RANDOM.splitlines() if random else []), "", "", f"def {FUNCTION}():"]
     return "\n".join([*lines, *(f"    {line}" for line in f"return {body}".splitlines())]) + "\n"
-
-
-def _written(value: Code) -> Code:
-    """A section without fields on one line."""
-    return Code(value.replace("(\n)", "()"))
