@@ -25,6 +25,7 @@ from playbook_trainer.config.tree import ModelConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
 from playbook_trainer.data.collate import Grid, mrope_positions, vision_index
 from playbook_trainer.huggingface import weights
+from playbook_trainer.huggingface.names import InMemory, whole
 from playbook_trainer.torch.model.decoder import Decoder
 
 MODELS = {
@@ -191,7 +192,7 @@ def their_gradients(config: ModelConfig, model: Any) -> dict[str, torch.Tensor]:
             base = first.split("experts.")[0] + "experts."
             out[rule.ours] = grads.pop(base + ("gate_up_proj" if rule.ours.endswith("w13") else "down_proj"))
         else:
-            out[rule.ours] = rule.join([grads.pop(name) for name in rule.theirs])
+            out[rule.ours] = rule.read(InMemory({name: grads.pop(name) for name in rule.theirs}), whole(rule.shape))
     assert not grads, f"parameters without a rule: {sorted(grads)}"
     return out
 
