@@ -116,7 +116,7 @@ _WIDTHS = {"grad_bytes": 4, "master_bytes": 4}
 _ROW = "model hardware gpus seq_len mbs gbs tp cp pp vpp ep etp fsdp dispatcher recompute routing backend offload task lora lora_targets"
 LOSSES = ("torch", "compiled")
 """How trainers on torch's FSDP2 compute the loss."""
-RUNS = "run.csv"
+_RUNS = "run.csv"
 """The file with the run's row."""
 
 
@@ -193,11 +193,11 @@ def table_of(plan: Plan, hardware: str) -> dict[str, str]:
         "lora": o.lora or "", "lora_targets": "+".join(o.lora_targets),
     }  # fmt: skip
     cells = [str(values.get(name, getattr(plan, name, ""))) for name in _ROW.split()]
-    return {RUNS: f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"}
+    return {_RUNS: f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"}
 
 
 def beside(plan: Plan, hardware: str, log: str) -> str:
     """How a run's log is set beside the prediction; `log` names the figure of it that counts."""
     if table_of(plan, hardware):
-        return f"afterwards write {log} into the last cell of {RUNS}, and set it beside the prediction: playbook plan check {RUNS}"
+        return f"afterwards write {log} into the last cell of {_RUNS}, and set it beside the prediction: playbook plan check {_RUNS}"
     return f"set {log} beside the tokens/s/GPU that playbook plan prints"
