@@ -36,8 +36,10 @@ from playbook_trainer.exit_codes import RunError
 
 _PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
-_SAMPLES = ("samples_shortened", "samples_dropped", "samples_bad")
-_COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", *_SAMPLES)
+_COUNTERS = (
+    *("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS)),
+    *("padding_tokens", "samples_shortened", "samples_dropped", "samples_bad"),
+)
 """What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
 _NAMED = 10
 """Samples left out that each rank names; the rest are counted."""

@@ -30,7 +30,7 @@ from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig
 from playbook_trainer.data.collate import Document
 from playbook_trainer.data.images import BadImage
-from playbook_trainer.data.sources.streams import Flat, Items, Joined, Recent, Stream
+from playbook_trainer.data.sources.streams import Flat, Items, Joined, Mapped, Recent, Stream
 from playbook_trainer.data.sources.vqa import TooLong
 
 T = TypeVar("T")
@@ -111,19 +111,6 @@ class Pieces(Sequence[Document]):
         return Document(self._tokens[i * self._seq_len : (i + 1) * self._seq_len].astype(np.int64))
 
 
-class _Unreadable(Items[Document]):
-    """A text that is none, as one piece: whoever reads it learns why."""
-
-    def __init__(self, why: DataError) -> None:
-        self._why = why
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, i: int) -> Document:
-        raise self._why
-
-
 def pieces(texts: Flat[T], documents: Callable[[T], Sequence[Document]]) -> Flat[Document]:
     """The pieces of all texts as samples, all held as token ids."""
 
@@ -131,9 +118,13 @@ def pieces(texts: Flat[T], documents: Callable[[T], Sequence[Document]]) -> Flat
         try:
             return documents(texts.items[i])
         except DataError as e:
-            return _Unreadable(e)
+            return Mapped(_refused, [e])  # one piece: whoever reads it learns why
 
     return Flat(Joined([cut(i) for i in range(len(texts.items))]), texts.name)
+
+
+def _refused(why: DataError) -> Document:
+    raise why
 
 
 # Shuffling without a table: the order of any number of things, one place at a time.

@@ -155,17 +155,13 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
     for split in splits:
         try:
             make_rows(config, split)
-            if split == "train" or config.eval.path is not None:
-                _check_first(_data_of(config, split), config.model)
+            if config.data.kind != "mock" and (split == "train" or config.eval.path is not None):
+                data = _data_of(config, split)
+                _read_first(*_samples(data, config.model, 1), data)
         except DataError as e:
             if split == "train" or config.eval.path is None:
                 raise
             raise DataError(str(e).replace("data.path", "eval.path")) from e
-
-
-def _check_first(data: DataConfig, model: ModelConfig) -> None:
-    if data.kind != "mock":
-        _read_first(*_samples(data, model, 1), data)
 
 
 def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], Sequence[Document]], config: DataConfig) -> None:

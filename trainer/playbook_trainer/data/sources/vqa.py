@@ -44,7 +44,6 @@ class Fitted:
     images: list[ImageRef]
     question: list[int]
     answer: list[int]
-    length: int
     shortened: bool
     """Images were scaled down or left out, or the answer was cut, to fit."""
 
@@ -182,12 +181,10 @@ def _fit(
     room = data.seq_len - _length(targets, factor, len(question), 0)
     if room < least:
         raise TooLong(f"{sample.place}: at least {data.seq_len - room + least} tokens, and data.seq_len is {data.seq_len}")
-    cut_answer = answer[:room]
     return Fitted(
         images=[ImageRef(file, *target, kind) for file, target, kind in zip(sample.images, targets, bad, strict=False)],
         question=question,
-        answer=cut_answer,
-        length=_length(targets, factor, len(question), len(cut_answer)),
+        answer=answer[:room],
         shortened=full_length > data.seq_len or len(sizes) < len(sample.images),
     )
 
