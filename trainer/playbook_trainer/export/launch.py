@@ -83,6 +83,11 @@ def torchrun(gpus: int) -> tuple[str, ...]:
     return ("torchrun", *(("--nnodes", str(gpus // each)) if gpus > each else ()), "--nproc-per-node", str(each))
 
 
+def chosen(*parts: tuple[object, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of the parts whose condition holds."""
+    return {name: value for holds, fields in parts if holds for name, value in fields.items()}
+
+
 def refuse(target: str, reasons: Iterable[str]) -> None:
     """End with everything that a target cannot express.
 
