@@ -158,21 +158,29 @@ def huggingface(shape: Shape, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and a script on a model of transformers has not, beside options."""
-    s = plan.shape
-    for degree in _DEGREES:
-        if getattr(plan, degree) != 1:
-            yield f"{degree} is {getattr(plan, degree)}; it is exported with data and context parallelism alone: add --fix {degree}=1"
-    if not config or config.get("model_type") in _FOREIGN or from_huggingface(config, "") != replace(s, source=""):
-        yield f"{plan.model} is not what a published configuration of transformers describes; it has those: give the path of a config.json"
-    if s.vision:
-        yield f"{plan.model} has a vision tower; its script trains on text alone: choose another target"
-    if s.positions and config.get("model_type") == "mpt":
-        yield f"{plan.model} has learned positions; transformers' MPT has ALiBi alone: choose another target"
-    if s.mtp:
-        yield f"{plan.model} predicts {s.mtp} more tokens; transformers trains the next one alone: choose another target"
-    if plan.loss not in launch.LOSSES or plan.moment_bytes != 4:
-        yield f"loss is {plan.loss} and moment_bytes {plan.moment_bytes}; it has loss {' or '.join(launch.LOSSES)} and moment_bytes 4"
-    if plan.cp > 1 and (s.sinks or s.linear or s.mamba or s.window):
-        yield f"cp is {plan.cp} for a model with other than plain causal attention; it shares out that alone: add --fix cp=1"
-    if plan.cp > 1 and plan.seq_len % (2 * plan.cp):
-        yield f"a sequence has {plan.seq_len} tokens; with cp {plan.cp} it has multiples of {2 * plan.cp}: change --seq"
+    s, name, loss = plan.shape, plan.model, plan.loss
+    degrees = [(degree, getattr(plan, degree)) for degree in _DEGREES]
+    foreign = not config or config.get("model_type") in _FOREIGN or from_huggingface(config, "") != replace(s, source="")
+    lacking: list[tuple[object, str]] = [
+        *((n != 1, f"{d} is {n}; it is exported with data and context parallelism alone: add --fix {d}=1") for d, n in degrees),
+        (foreign, f"{name} is not what a published configuration of transformers describes; it has those: give the path of a config.json"),
+        (s.vision, f"{name} has a vision tower; its script trains on text alone: choose another target"),
+        (
+            s.positions and config.get("model_type") == "mpt",
+            f"{name} has learned positions; transformers' MPT has ALiBi alone: choose another target",
+        ),
+        (s.mtp, f"{name} predicts {s.mtp} more tokens; transformers trains the next one alone: choose another target"),
+        (
+            loss not in launch.LOSSES or plan.moment_bytes != 4,
+            f"loss is {loss} and moment_bytes {plan.moment_bytes}; it has loss {' or '.join(launch.LOSSES)} and moment_bytes 4",
+        ),
+        (
+            plan.cp > 1 and (s.sinks or s.linear or s.mamba or s.window),
+            f"cp is {plan.cp} for a model with other than plain causal attention; it shares out that alone: add --fix cp=1",
+        ),
+        (
+            plan.cp > 1 and plan.seq_len % (2 * plan.cp),
+            f"a sequence has {plan.seq_len} tokens; with cp {plan.cp} it has multiples of {2 * plan.cp}: change --seq",
+        ),
+    ]
+    yield from (words for holds, words in lacking if holds)

@@ -115,10 +115,16 @@ def _adapters(plan: Plan) -> str:
 
 def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and DeepSpeed has not, beside options."""
-    yield from plan_accelerate.lacks(plan, config)
-    if plan.cp != 1:
-        yield f"cp is {plan.cp}; it is exported with data parallelism alone: add --fix cp=1"
-    if "experts" in plan.options.lora_targets:
-        yield "lora_targets has experts, whose stacked weights peft names in another way for each model: leave experts out"
-    if plan.options.lora and plan.shape.mla:
-        yield f"lora on {plan.model}, whose compressed attention names its matrices in its own way: choose another target"
+    lora = plan.options.lora
+    lacking = (
+        (plan.cp != 1, f"cp is {plan.cp}; it is exported with data parallelism alone: add --fix cp=1"),
+        (
+            "experts" in plan.options.lora_targets,
+            "lora_targets has experts, whose stacked weights peft names in another way for each model: leave experts out",
+        ),
+        (
+            lora and plan.shape.mla,
+            f"lora on {plan.model}, whose compressed attention names its matrices in its own way: choose another target",
+        ),
+    )
+    yield from (*plan_accelerate.lacks(plan, config), *(words for holds, words in lacking if holds))

@@ -98,15 +98,19 @@ def platform_of(hardware: str) -> Platform:
 def notes(plan: Plan, target: Target) -> list[str]:
     """What is assumed, and where the run differs from what was predicted."""
     dispatcher = plan.options.dispatcher
-    limits = {
-        f"{STEPS} steps on mock data, a constant learning rate, no checkpoint": True,
-        "routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train": plan.shape.experts
-        and plan.even_rows,
-        f"{dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it": dispatcher
-        in ("deepep", "hybridep"),
-        UNKNOWN: plan.model not in model_names(),
-    }
-    remarks = [words for words, holds in limits.items() if holds]
+    assumed = (
+        (True, f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"),
+        (
+            plan.shape.experts and plan.even_rows,
+            "routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train",
+        ),
+        (
+            dispatcher in ("deepep", "hybridep"),
+            f"{dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it",
+        ),
+        (plan.model not in model_names(), UNKNOWN),
+    )
+    remarks = [words for holds, words in assumed if holds]
     if target == "megatron-lm" and plan.loss == "te":
         more = max(s.peak for s in stages(replace(plan, loss="native"))) - max(s.peak for s in stages(plan))
         if more >= _SAID_GIB * GIB:

@@ -440,35 +440,38 @@ def _sections(plan: Plan) -> dict[str, Any]:
 
 def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and torchtitan has not, beside options."""
-    s, tp, cp, pp = plan.shape, plan.tp, plan.cp, plan.pp
-    for words in torchtitan_file.lacking(s, fields):
-        yield f"{plan.model} has {words}; {torchtitan_file.HAS}: choose another target"
-    if plan.loss not in launch.LOSSES:
-        yield f"loss is {plan.loss}; it has {' and '.join(launch.LOSSES)}: set one of them with --fix loss="
-    if plan.moment_bytes not in (2, 4):
-        yield f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"
-    yield from (words for _, words in torchtitan_file.limits(s, tp, cp, pp))
+    s, tp, cp, pp, ep = plan.shape, plan.tp, plan.cp, plan.pp, plan.ep
+    micro_batches, dispatcher = plan.microbatches, plan.options.dispatcher
     tokens = (1 if plan.options.sp is False else tp) * (2 * cp if cp > 1 else 1)
-    if plan.seq_len % tokens:
-        yield f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq"
-    if plan.vpp > 1 and plan.microbatches % max(1, plan.microbatches // pp):
-        yield (
-            f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: "
-            f"make it a multiple of pp {pp}"
-        )
-    if pp > 1 and plan.microbatches < pp:
-        yield f"{plan.microbatches} micro-batches for pp {pp}; it has schedules of at least {pp}: raise gbs or lower pp"
-    yield from _lacks_of_experts(plan)
-
-
-def _lacks_of_experts(plan: Plan) -> Iterator[str]:
-    etp = plan.tp if plan.ep == 1 else 1
-    if plan.shape.experts and plan.etp != etp:
-        yield (
-            f"etp is {plan.etp} with tp {plan.tp} and ep {plan.ep}; it splits experts by tp without EP, and not at all with it: "
-            f"add --fix etp={etp}"
-        )
-    if plan.options.dispatcher in ("deepep", "hybridep") and plan.ep == 1:
-        yield f"dispatcher is {plan.options.dispatcher} with ep 1; it has that with ep > 1"
-    if plan.options.sharding == "none" and (plan.tp * plan.cp) % plan.ep:
-        yield f"ep is {plan.ep} over replicas; it takes expert ranks from shards, cp and tp: set sharding=fsdp2"
+    etp = tp if ep == 1 else 1
+    lacking: list[tuple[object, str]] = [
+        *((True, f"{plan.model} has {has}; {torchtitan_file.HAS}: choose another target") for has in torchtitan_file.lacking(s, fields)),
+        (
+            plan.loss not in launch.LOSSES,
+            f"loss is {plan.loss}; it has {' and '.join(launch.LOSSES)}: set one of them with --fix loss=",
+        ),
+        (plan.moment_bytes not in (2, 4), f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"),
+        *((True, words) for _, words in torchtitan_file.limits(s, tp, cp, pp)),
+        (
+            plan.seq_len % tokens,
+            f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq",
+        ),
+        (
+            plan.vpp > 1 and micro_batches % max(1, micro_batches // pp),
+            f"{micro_batches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: make it a multiple of pp {pp}",
+        ),
+        (
+            pp > 1 and micro_batches < pp,
+            f"{micro_batches} micro-batches for pp {pp}; it has schedules of at least {pp}: raise gbs or lower pp",
+        ),
+        (
+            s.experts and plan.etp != etp,
+            f"etp is {plan.etp} with tp {tp} and ep {ep}; it splits experts by tp without EP, and not at all with it: add --fix etp={etp}",
+        ),
+        (dispatcher in ("deepep", "hybridep") and ep == 1, f"dispatcher is {dispatcher} with ep 1; it has that with ep > 1"),
+        (
+            plan.options.sharding == "none" and (tp * cp) % ep,
+            f"ep is {ep} over replicas; it takes expert ranks from shards, cp and tp: set sharding=fsdp2",
+        ),
+    ]
+    yield from (words for holds, words in lacking if holds)

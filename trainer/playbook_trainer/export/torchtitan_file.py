@@ -94,12 +94,24 @@ def lacking(shape: Shape, fields: Fields) -> Iterator[str]:
 
 def limits(shape: Shape, tp: int, cp: int, pp: int) -> Iterator[tuple[str, str]]:
     """Degrees that its models do not take, each by its name with what it has and what to do."""
-    if shape.kv_heads % tp:
-        yield "tp", f"tp is {tp} for {shape.kv_heads} heads of keys and values; it has tp that divides them: lower tp"
-    if shape.tied and pp > 1:
-        yield "pp", f"pp is {pp} for a model with one matrix for embedding and output; it has them on one stage: set pp=1"
-    if shape.mtp and (pp > 1 or cp > 1):
-        yield "pp", f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: set pp=1 and cp=1"
+    table = (
+        (
+            shape.kv_heads % tp,
+            "tp",
+            f"tp is {tp} for {shape.kv_heads} heads of keys and values; it has tp that divides them: lower tp",
+        ),
+        (
+            shape.tied and pp > 1,
+            "pp",
+            f"pp is {pp} for a model with one matrix for embedding and output; it has them on one stage: set pp=1",
+        ),
+        (
+            shape.mtp and (pp > 1 or cp > 1),
+            "pp",
+            f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: set pp=1 and cp=1",
+        ),
+    )
+    yield from ((name, words) for holds, name, words in table if holds)
 
 
 def epsilon(shape: Shape) -> float:
