@@ -21,7 +21,7 @@ from torch import Tensor
 
 from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of, to_device
+from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, moved, share_of
 from playbook_trainer.torch.parallel import tensor
 
 
@@ -48,11 +48,7 @@ class Inputs:
 
     def to(self, device: Any) -> Inputs:
         """The same micro-batch with its tensors on `device`."""
-        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        vision = self.vision
-        if vision is not None:
-            moved["vision"] = VisionBatch(**{k: to_device(v, device) if isinstance(v, Tensor) else v for k, v in vars(vision).items()})
-        return Inputs(**{**vars(self), **moved})
+        return Inputs(**{name: moved(value, device) for name, value in vars(self).items()})
 
 
 def _is_stream(config: TrainerConfig) -> bool:
