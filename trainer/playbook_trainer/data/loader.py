@@ -207,7 +207,7 @@ class Loader:
             batch_size=None,
             sampler=_Endless(),
             num_workers=workers,
-            pin_memory=_uses_cuda(config),
+            pin_memory=train.device == "cuda" or (train.device == "auto" and torch.cuda.is_available()),
             generator=torch.Generator(),  # its own, so that the loader takes nothing from the global one
             **options,
         )
@@ -328,10 +328,6 @@ class _Endless(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
-
-
-def _uses_cuda(config: TrainerConfig) -> bool:
-    return config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
 
 
 def _die_with(parent: int, _worker: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -27,25 +27,6 @@ _MOCK_LENGTHS = 1000
 _CHECKED, _CHECKED_TOKENS = 256, 1_000_000
 """Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read:
 long ones take seconds."""
-
-
-class Rows(Protocol):
-    """An endless run of rows. Asking in rising order is cheap; going back in a lane starts it anew."""
-
-    extent: int
-    """What the order is an order of: samples, or shards where they come in shards; 0 where rows are drawn from none."""
-
-    def row(self, k: int) -> list[Document]:
-        """The documents of row `k`, at most seq_len tokens in all."""
-        ...
-
-    def lost(self) -> list[Lost]:
-        """The samples that were left out in making the last row that was asked for."""
-        ...
-
-    def state(self, k: int) -> LaneState:
-        """Where the lane of row `k`, the last row asked of it, stands; empty where rows need no state."""
-        ...
 
 
 def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneState] | None = None) -> Rows:
@@ -254,6 +235,13 @@ class MockRows:
     def state(self, k: int) -> LaneState:
         """Each row is a function of its number alone."""
         return []
+
+
+Rows = LaneRows[Any] | EpochRows[Any] | MockRows
+"""An endless run of rows. Asking in rising order is cheap; going back in a lane starts it anew. `row(k)` has at most seq_len tokens,
+`lost()` is what was left out in making the last row, `state(k)` where the lane of row k, the last asked of it, stands; empty where rows
+need none. `extent` is what the order is an order of: samples, or shards where they come in shards; 0 where rows are drawn from none.
+"""
 
 
 def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], Pieces]:
