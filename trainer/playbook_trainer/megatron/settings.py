@@ -137,7 +137,7 @@ def _kernels(config: TrainerConfig, engine: bool) -> dict[str, Any]:
         "cross_entropy_fusion_impl": "te" if loss else "native",
         "moe_permute_fusion": fused and config.model.num_experts > 0,
         "moe_router_fusion": fused and config.model.num_experts > 0,
-        "moe_grouped_gemm": grouped(config, engine),
+        "moe_grouped_gemm": config.model.num_experts > 0 and (config.moe.experts == "grouped" or (config.moe.experts == "auto" and engine)),
         **({"attention_backend": _attention_backend(config)} if engine else {}),
     }
 
@@ -147,11 +147,6 @@ def _attention_backend(config: TrainerConfig) -> Any:
     from megatron.core.transformer.enums import AttnBackend
 
     return AttnBackend[ATTENTION[config.train.attention]]
-
-
-def grouped(config: TrainerConfig, engine: bool) -> bool:
-    """Whether all experts are one product."""
-    return config.model.num_experts > 0 and (config.moe.experts == "grouped" or (config.moe.experts == "auto" and engine))
 
 
 def _experts(config: TrainerConfig) -> tuple[dict[str, Any], Asked]:
@@ -200,18 +195,19 @@ def _memory(config: TrainerConfig) -> Asked:
     train, mg, out = config.train, config.megatron, Asked()
     modules = [m for m in train.recompute_modules if m != "vision"]
     if train.recompute == "full":
-        out["recompute_granularity"] = ("full", "train.recompute")
-        out["recompute_method"] = (mg.recompute_method, "megatron.recompute_method")
-        out["recompute_num_layers"] = (recompute_layers(config), "train.recompute")
+        out |= {
+            "recompute_granularity": ("full", "train.recompute"),
+            "recompute_method": (mg.recompute_method, "megatron.recompute_method"),
+            "recompute_num_layers": (recompute_layers(config), "train.recompute"),
+        }
     elif modules:
-        out["recompute_granularity"] = ("selective", "train.recompute")
-        out["recompute_modules"] = (modules, "train.recompute_modules")
+        out |= {"recompute_granularity": ("selective", "train.recompute"), "recompute_modules": (modules, "train.recompute_modules")}
     if mg.offload_modules:
-        out["fine_grained_activation_offloading"] = (True, "megatron.offload_modules")
-        out["offload_modules"] = (list(mg.offload_modules), "megatron.offload_modules")
+        key = "megatron.offload_modules"
+        out |= {"fine_grained_activation_offloading": (True, key), "offload_modules": (list(mg.offload_modules), key)}
     if config.offload.activations:
-        out["cpu_offloading"] = (True, "offload.activations")
-        out["cpu_offloading_num_layers"] = (config.model.num_layers - 1, "offload.activations")
+        key = "offload.activations"
+        out |= {"cpu_offloading": (True, key), "cpu_offloading_num_layers": (config.model.num_layers - 1, key)}
     return out
 
 
