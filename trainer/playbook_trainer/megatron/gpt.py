@@ -217,10 +217,6 @@ class LocalLayers(LocalSpecProvider):
         """A norm by itself."""
         return RMSNorm
 
-    def core_attention(self) -> type:
-        """Attention of packed documents."""
-        return PackedAttention
-
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
         """The experts of a rank: a pair of class and parts up to 0.16, a callable since."""
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=self.activation_func())
