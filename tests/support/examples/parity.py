@@ -133,15 +133,7 @@ def vision_batch(config: ModelConfig, grids: list[Grid], pixels: np.ndarray, vis
     """The images of a batch with their indices."""
     vision = config.vision
     index = vision_index(grids, vision.spatial_merge_size, round(vision.num_position_embeddings**0.5))
-    return VisionBatch(
-        pixels_PC=torch.from_numpy(pixels),
-        cu_seqlens=torch.from_numpy(index.cu_seqlens),
-        max_seqlen=index.max_seqlen,
-        rotary_P2=torch.from_numpy(index.rotary),
-        pos_index_4P=torch.from_numpy(index.pos_index),
-        pos_weight_4P=torch.from_numpy(index.pos_weight),
-        visual_index_V=torch.from_numpy(visual),
-    )
+    return VisionBatch(pixels_PC=torch.from_numpy(pixels), visual_index_V=torch.from_numpy(visual), **index)
 
 
 def pack(documents: list[Document]) -> Batch:
