@@ -347,7 +347,8 @@ def _data(sheet: Sheet) -> None:
     """The data set, the tokenizer, the row length and the seed."""
     config, data, lm = sheet.config, sheet.config.data, sheet.target == "megatron-lm"
     sheet.put("data.seq_len", "model", "seq_length", data.seq_len)
-    sheet.put("data.seq_len", *(("model", "max_position_embeddings") if lm else ("dataset", "seq_length")), data.seq_len)
+    section, field = ("model", "max_position_embeddings") if lm else ("dataset", "seq_length")
+    sheet.put("data.seq_len", section, field, data.seq_len)
     sheet.put("data.num_workers", "dataset", "num_workers", data.num_workers)
     if data.kind == "mock" and lm:
         sheet.put("data.kind", "dataset", "mock_data", True)

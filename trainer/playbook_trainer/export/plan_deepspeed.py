@@ -92,9 +92,10 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 def settings(plan: Plan) -> dict[str, Any]:
     """What DeepSpeed reads."""
     o = plan.options
-    zero: dict[str, Any] = {"stage": _STAGE[o.sharding], "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    if o.optimizer_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    zero = {
+        "stage": _STAGE[o.sharding], "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True,
+        **launch.chosen((o.optimizer_offload, {"offload_optimizer": {"device": "cpu", "pin_memory": True}})),
+    }  # fmt: skip
     return {
         "train_batch_size": plan.global_batch, "train_micro_batch_size_per_gpu": plan.mbs, "gradient_accumulation_steps": plan.microbatches,
         "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": {2: "bf16", 4: "fp32"}[plan.grad_bytes]}, "gradient_clipping": 1.0,

@@ -266,16 +266,16 @@ def flags(plan: Plan) -> list[str]:
     words += {"quick_gelu": ["--quick-geglu"], "squared_relu": ["--squared-relu"]}.get(values["activation_func"], [])
     if values["activation_func"] == "quick_gelu":
         words.remove("--swiglu")
-    if "num_query_groups" in values:
-        words.append("--group-query-attention")
-    if "window_size" in values:
-        words += ["--window-size", ",".join(map(str, values["window_size"]))]
-    if plan.options.sharding == "fsdp":
-        words += ["--megatron-fsdp-main-grads-dtype", values["megatron_fsdp_main_grads_dtype"]]
     rows = str(plan.shape.vocab)
-    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", rows]
-    words += [] if values["should_pad_vocab"] else ["--padded-vocab-size", rows]
-    return [*words, "--mock-data", "--no-create-attention-mask-in-dataloader"]
+    behind = (
+        ("num_query_groups" in values, ["--group-query-attention"]),
+        ("window_size" in values, ["--window-size", ",".join(map(str, values.get("window_size", ())))]),
+        (plan.options.sharding == "fsdp", ["--megatron-fsdp-main-grads-dtype", _DTYPES[plan.grad_bytes]]),
+        (True, ["--tokenizer-type", "NullTokenizer", "--vocab-size", rows]),
+        (not values["should_pad_vocab"], ["--padded-vocab-size", rows]),
+        (True, ["--mock-data", "--no-create-attention-mask-in-dataloader"]),
+    )
+    return [*words, *(word for holds, more in behind if holds for word in more)]
 
 
 UNKNOWN = (

@@ -106,22 +106,22 @@ def configuration(plan: Plan) -> dict[str, Any]:
             **({"attention": _ATTENTION[o.attention]} if o.attention in _ATTENTION else {}),
         },
     }  # fmt: skip
-    if plan.shape.experts:
-        config["moe"] = {"dispatcher": o.dispatcher or "alltoall", **({"capacity_factor": 1.0} if o.capacity else {})}
-    if o.backend == "megatron":
-        asked = {
-            "cp_comm_type": o.cp_comm,
-            "cp_sizes": list(o.cp_sizes),
-            "offload_modules": list(o.offload_modules),
-            "fp8_param": o.fp8_params,
-        }
-        config["megatron"] = {
-            "data_parallel": _DATA_PARALLEL[o.sharding], "grad_reduce_dtype": _NAMES[plan.grad_bytes],
-            "precision_aware_optimizer": o.precision_aware, "overlap_expert_parallel": o.ep_overlap,
-            "optimizer_offload_fraction": o.optimizer_offload / 100, **{k: v for k, v in asked.items() if v},
-            **({"cuda_graph_impl": "full_iteration"} if "full_iteration" in o.graphs else {}),
-        }  # fmt: skip
+    moe = {"dispatcher": o.dispatcher or "alltoall", **chosen((o.capacity, {"capacity_factor": 1.0}))}
+    megatron = {
+        "data_parallel": _DATA_PARALLEL.get(o.sharding), "grad_reduce_dtype": _NAMES[plan.grad_bytes],
+        "precision_aware_optimizer": o.precision_aware, "overlap_expert_parallel": o.ep_overlap,
+        "optimizer_offload_fraction": o.optimizer_offload / 100,
+        **chosen(
+            (o.cp_comm, {"cp_comm_type": o.cp_comm}),
+            (o.cp_sizes, {"cp_sizes": list(o.cp_sizes)}),
+            (o.offload_modules, {"offload_modules": list(o.offload_modules)}),
+            (o.fp8_params, {"fp8_param": True}),
+            ("full_iteration" in o.graphs, {"cuda_graph_impl": "full_iteration"}),
+        ),
+    }  # fmt: skip
     return config | chosen(
+        (plan.shape.experts, {"moe": moe}),
+        (o.backend == "megatron", {"megatron": megatron}),
         (plan.moment_bytes == 2, {"optimizer": {"moments_dtype": "bf16"}}),
         (o.fp8, {"precision": {"fp8": o.fp8}}),
         (o.offload, {"offload": {"activations": True}}),

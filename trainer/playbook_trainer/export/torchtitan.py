@@ -398,18 +398,16 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 def parallelism(plan: Plan) -> dict[str, Any]:
     """Degrees, sharding and the pipeline's split, by field of `ParallelismConfig`."""
     o, replicas = plan.options, plan.options.sharding == "none"
-    fields: dict[str, Any] = {
+    return {
         "data_parallel_replicate_degree": plan.dp if replicas else 1, "data_parallel_shard_degree": 1 if replicas else plan.dp,
         "fsdp_reshard_after_forward": "never" if o.sharding == "optimizer" else "default", "tensor_parallel_degree": plan.tp,
         "enable_sequence_parallel": o.sp is not False, "context_parallel_degree": plan.cp, "expert_parallel_degree": plan.ep,
         "pipeline_parallel_degree": plan.pp,
-    }  # fmt: skip
-    if plan.pp > 1:
-        fields |= {
+        **launch.chosen((plan.pp > 1, {
             "pipeline_parallel_schedule": "1F1B" if plan.vpp == 1 else "Interleaved1F1B", "pipeline_parallel_microbatch_size": plan.mbs,
             "module_fqns_per_model_part": stages(pipeline.split(plan.shape.layers, plan.pp, plan.vpp)),
-        }  # fmt: skip
-    return fields
+        })),
+    }  # fmt: skip
 
 
 def _sections(plan: Plan) -> dict[str, Any]:
