@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
@@ -397,17 +398,18 @@ class EpochRows(Generic[T]):
 
     def __init__(self, plan: Callable[[], EpochPlan], stream: Stream[T], reader: Reader[T], lanes: int) -> None:
         self._make, self._stream, self._reader, self._lanes = plan, stream, reader, lanes
-        self._plan: EpochPlan | None = None
         self.extent = stream.extent
         # As lanes do: what a lane draws comes from one chunk, or from the one before.
         self._chunks: dict[int, Recent[Items[T]]] = {}
         self._long: Recent[Sequence[Document]] = Recent(self._documents, lambda pieces: sum(map(len, pieces)), _OPEN_TOKENS)
         self._lane = 0
 
+    @cached_property
+    def _plan(self) -> EpochPlan:
+        return self._make()
+
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
-        if self._plan is None:
-            self._plan = self._make()
         self._reader.lost.clear()
         self._lane, samples = k % self._lanes, self._plan.sizes.samples
         row = []
@@ -429,7 +431,6 @@ class EpochRows(Generic[T]):
         return []
 
     def _documents(self, sample: int) -> Sequence[Document]:
-        assert self._plan is not None
         chunk = bisect_right(self._plan.sizes.chunks, sample) - 1
         opened = self._chunks.setdefault(self._lane, Recent(self._stream.chunk, lambda _: 1, 2))
         return self._reader.read(opened.get(int(self._plan.sizes.numbers[chunk])), sample - int(self._plan.sizes.chunks[chunk]))

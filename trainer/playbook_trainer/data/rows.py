@@ -179,7 +179,16 @@ class LaneRows(Generic[T]):
         lane_row, number = divmod(k, self._lanes_in_all)
         lane = self._lanes.get(number)
         if lane is None or lane.rows > lane_row:
-            lane = self._lanes[number] = self._begin(number, lane_row)
+            state = self._states.get(number)
+            lane = self._lanes[number] = Lane(
+                self._stream,
+                self._reader.read,
+                self._packing,
+                number=number,
+                lanes=self._lanes_in_all,
+                seed=self._seed,
+                state=state if state is not None and state[0] <= lane_row else None,
+            )
         while lane.rows < lane_row:
             lane.row()
         self._reader.lost.clear()  # other workers, which make those rows, tell what is left out of them
@@ -192,18 +201,6 @@ class LaneRows(Generic[T]):
     def state(self, k: int) -> LaneState:
         """Where the lane of row `k` stands."""
         return self._lanes[k % self._lanes_in_all].state()
-
-    def _begin(self, number: int, lane_row: int) -> Lane[T, Document]:
-        state = self._states.get(number)
-        return Lane(
-            self._stream,
-            self._reader.read,
-            self._packing,
-            number=number,
-            lanes=self._lanes_in_all,
-            seed=self._seed,
-            state=state if state is not None and state[0] <= lane_row else None,
-        )
 
 
 class MockRows:
@@ -268,18 +265,10 @@ def _vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], l
         ConfigError: the model, or the sizes in the configuration, cannot take images.
     """
     _check_vision(model, data)
-    tokenizer, factor = load_tokenizer(data.tokenizer, model), merge_factor(model)
+    tokenizer = load_tokenizer(data.tokenizer, model)
 
     def documents(sample: Sample) -> list[Document]:
-        fitted = fit(sample, tokenizer, model, data)
-        ids: list[int | None] = []
-        for image in fitted.images:
-            visual = image.height * image.width // factor**2
-            ids += [model.vision_start_token_id, *[model.image_token_id] * visual, model.vision_end_token_id]
-        ids += fitted.question
-        loss_from = max(1, len(ids))
-        ids += [*fitted.answer, model.eos_token_id]
-        return [Document(np.asarray(ids, dtype=np.int64), loss_from, fitted.images, fitted.shortened)]
+        return [fit(sample, tokenizer, model, data)]
 
     return documents
 
