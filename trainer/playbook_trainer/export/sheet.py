@@ -4,13 +4,13 @@ or cannot be said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import SWITCHES
-from playbook_trainer.config.tree import TrainerConfig, dump, neutral
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, neutral
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 READING = " ".join(
@@ -62,7 +62,7 @@ class Sheet:
 
     def __init__(self, config: TrainerConfig, target: Target) -> None:
         self.config, self.target = automatic.switched(config, automatic.Target()), target
-        self.values = dict(leaves(dump(config)))
+        self.values = flatten(dump(config))
         self.auto = {key for key in SWITCHES if self.values[key] == "auto"}
         """Switches that leave the choice to the target."""
         self.settings: list[Setting] = []
@@ -107,15 +107,6 @@ class Sheet:
                 self.skip(key, "auto: the target chooses")
             else:
                 self.plain(key, neutral().get(key, _NO_VALUE), reasons.get(key, "this version of the export does not know it"))
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a configuration by its dotted key."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def shown(value: Any) -> str:
