@@ -51,14 +51,9 @@ class Inputs:
         return Inputs(**{name: moved(value, device) for name, value in vars(self).items()})
 
 
-def _is_stream(config: TrainerConfig) -> bool:
-    """Whether micro-batches are packed documents in thd format, without padding between them."""
-    return config.data.pack or not config.data.pad or config.model.vision is not None
-
-
 def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
     """This rank's share of a micro-batch, on the CPU."""
-    if _is_stream(config):
+    if config.data.pack or not config.data.pad or config.model.vision is not None:  # without padding between documents
         return _stream(batch, axes, config.model.vision is not None)
     rows = config.train.micro_batch_size
     if batch.tokens_N.numel() % rows:
