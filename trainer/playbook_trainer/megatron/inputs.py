@@ -56,8 +56,6 @@ def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
     if config.data.pack or not config.data.pad or config.model.vision is not None:  # without padding between documents
         return _stream(batch, axes, config.model.vision is not None)
     rows = config.train.micro_batch_size
-    if batch.tokens_N.numel() % rows:
-        raise AssertionError("rows of unequal length in a batch of rows")
     tokens, labels, positions = (t.view(rows, -1) for t in (batch.tokens_N, batch.labels_N, batch.positions))
     padding = None if batch.real_N is None else ~batch.real_N.view(rows, -1)
     if axes.cp.size > 1:
@@ -69,8 +67,6 @@ def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
 
 def slices(length: int, cp: Axis) -> Tensor:
     """Which of a document's places a context rank holds; int64 [length / cp]."""
-    if cp.size == 1:
-        return torch.arange(length)
     size = length // (2 * cp.size)
     first, second = cp.rank, 2 * cp.size - 1 - cp.rank
     return torch.cat([torch.arange(first * size, (first + 1) * size), torch.arange(second * size, (second + 1) * size)])
