@@ -18,11 +18,11 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,13 +170,8 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class Sized(Protocol):
-    """A sample whose length in tokens is known."""
-
-    def __len__(self) -> int: ...
-
-
 D = TypeVar("D", bound=Sized)
+"""A document, whose length is its tokens."""
 
 Place = tuple[int, int, int]
 """A document within a lane, by three numbers from 0: of the chunk in the order of drawing, of the sample in that chunk,
