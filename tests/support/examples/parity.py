@@ -25,6 +25,7 @@ from playbook_trainer.config.tree import ModelConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
 from playbook_trainer.data.collate import Grid, mrope_positions, vision_index
 from playbook_trainer.huggingface import weights
+from playbook_trainer.huggingface.names import InMemory, whole
 from playbook_trainer.torch.model.decoder import Decoder
 
 MODELS = {
@@ -132,15 +133,7 @@ def vision_batch(config: ModelConfig, grids: list[Grid], pixels: np.ndarray, vis
     """The images of a batch with their indices."""
     vision = config.vision
     index = vision_index(grids, vision.spatial_merge_size, round(vision.num_position_embeddings**0.5))
-    return VisionBatch(
-        pixels_PC=torch.from_numpy(pixels),
-        cu_seqlens=torch.from_numpy(index.cu_seqlens),
-        max_seqlen=index.max_seqlen,
-        rotary_P2=torch.from_numpy(index.rotary),
-        pos_index_4P=torch.from_numpy(index.pos_index),
-        pos_weight_4P=torch.from_numpy(index.pos_weight),
-        visual_index_V=torch.from_numpy(visual),
-    )
+    return VisionBatch(pixels_PC=torch.from_numpy(pixels), visual_index_V=torch.from_numpy(visual), **index)
 
 
 def pack(documents: list[Document]) -> Batch:
@@ -191,7 +184,7 @@ def their_gradients(config: ModelConfig, model: Any) -> dict[str, torch.Tensor]:
             base = first.split("experts.")[0] + "experts."
             out[rule.ours] = grads.pop(base + ("gate_up_proj" if rule.ours.endswith("w13") else "down_proj"))
         else:
-            out[rule.ours] = rule.join([grads.pop(name) for name in rule.theirs])
+            out[rule.ours] = rule.read(InMemory({name: grads.pop(name) for name in rule.theirs}), whole(rule.shape))
     assert not grads, f"parameters without a rule: {sorted(grads)}"
     return out
 

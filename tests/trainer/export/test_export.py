@@ -16,12 +16,11 @@ from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root, sources
 from playbook_app.cli import app
 from playbook_trainer.config import recipes
-from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
 from playbook_trainer.export import sheet as sheets
 from playbook_trainer.export import torchtitan
 from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.render import TARGETS, export
-from playbook_trainer.export.sheet import leaves
 from tests.support.targets import megatron
 from tests.trainer.export.test_plan_torchtitan import read_back
 
@@ -122,7 +121,7 @@ def test_every_key_of_every_configuration_is_said_or_named(target):
 def says_or_names_every_key(path, target):
     found = export(load(path), target)
     said = {k for s in found.settings for k in s.keys} | {r.key for r in (*found.missing, *found.irrelevant)}
-    known = {key for key, _ in leaves(load(path).model_dump(mode="json"))}
+    known = set(flatten(dump(load(path))))
     assert not [r for r in found.missing if "does not know it" in r.why]
     # What is said is a key of the tree, or a section of it.
     assert {
@@ -156,7 +155,7 @@ def test_another_value_changes_what_is_printed_unless_it_is_named_as_without_bea
 
 
 def plain_keys(config: TrainerConfig):
-    return [key for key, _ in leaves(config.model_dump(mode="json"))]
+    return list(flatten(dump(config)))
 
 
 @pytest.mark.parametrize(("target", "path"), SNAPSHOTS.items(), ids=list(SNAPSHOTS))

@@ -108,7 +108,7 @@ class Batch:
 
     def to(self, device: Any) -> Batch:
         """The same batch with its tensors on `device`."""
-        return Batch(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})
+        return Batch(**{f.name: moved(getattr(self, f.name), device) for f in fields(self)})
 
 
 def share_of(vision: VisionBatch, token_index_N: Tensor) -> VisionBatch:
@@ -132,11 +132,12 @@ def to_device(tensor: Tensor, device: Any) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _move(value: Any, device: Any) -> Any:
+def moved(value: Any, device: Any) -> Any:
+    """The value with the tensors in it on `device`."""
     if isinstance(value, Tensor):
         return to_device(value, device)
     if isinstance(value, VisionBatch | Slice | Block | Ring):
-        return type(value)(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
+        return type(value)(**{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
     if isinstance(value, list):
-        return [_move(v, device) for v in value]
+        return [moved(v, device) for v in value]
     return value

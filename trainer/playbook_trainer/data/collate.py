@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,47 +121,22 @@ def _vision(
     """The images of the micro-batch, and for each whether it was decoded."""
     grids = [image.grid(vision.patch_size) for image in images]
     index = vision_index(grids, vision.spatial_merge_size, math.isqrt(vision.num_position_embeddings))
-    patch_offsets = index.cu_seqlens
+    patch_offsets = index["cu_seqlens"].tolist()
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    patches = np.empty((int(patch_offsets[-1]), values), dtype=np.float32)
+    patches = np.empty((patch_offsets[-1], values), dtype=np.float32)
     is_decoded = []
     for image, start, end in zip(images, patch_offsets[:-1], patch_offsets[1:], strict=True):
         pixels, succeeded = decoder.pixels(image)
         patches_into(patches[start:end], pixels, vision)
         is_decoded.append(succeeded)
-    batch = VisionBatch(
-        pixels_PC=torch.from_numpy(patches),
-        cu_seqlens=torch.from_numpy(index.cu_seqlens),
-        max_seqlen=index.max_seqlen,
-        rotary_P2=torch.from_numpy(index.rotary),
-        pos_index_4P=torch.from_numpy(index.pos_index),
-        pos_weight_4P=torch.from_numpy(index.pos_weight),
-        visual_index_V=torch.from_numpy(visual_index),
-    )
-    return batch, is_decoded
+    return VisionBatch(pixels_PC=torch.from_numpy(patches), visual_index_V=torch.from_numpy(visual_index), **index), is_decoded
 
 
-# Where tokens and patches are: M-RoPE positions of a document, and the indices the vision tower reads. numpy only, for data workers.
+# Where tokens and patches are: M-RoPE positions of a document, and the indices the vision tower reads.
 # A grid is (frames, rows, columns) of one image, in patches. Merge order is the order of patches in which each merge x merge block,
 # joined into one visual token by the merger, is contiguous. Suffixes: n tokens of a document, P patches, I frames (images have one).
 
 Grid = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class VisionIndex:
-    """Everything about the images of a micro-batch, apart from their pixels, that the vision tower needs."""
-
-    cu_seqlens: NDArray[np.int32]
-    """[I + 1], patch offsets of the frames; attention stays inside a frame."""
-    max_seqlen: int
-    """Patches of the largest frame."""
-    rotary: NDArray[np.int64]
-    """[P, 2], row and column of each patch, in merge order."""
-    pos_index: NDArray[np.int64]
-    """[4, P], the four neighbours of each patch in the learned position grid."""
-    pos_weight: NDArray[np.float32]
-    """[4, P], their bilinear weights."""
 
 
 def mrope_positions(tokens: NDArray[np.int64], image_token_id: int, grids: Sequence[Grid], merge: int) -> NDArray[np.int64]:
@@ -201,8 +177,8 @@ def mrope_positions(tokens: NDArray[np.int64], image_token_id: int, grids: Seque
     return out
 
 
-def vision_index(grids: Sequence[Grid], merge: int, grid_per_side: int) -> VisionIndex:
-    """Segments, rotary coordinates and position-grid neighbours of all patches of the images.
+def vision_index(grids: Sequence[Grid], merge: int, grid_per_side: int) -> dict[str, Any]:
+    """Segments, rotary coordinates and position-grid neighbours of all patches of the images, as `VisionBatch` names them.
 
     `grid_per_side` is the side of the square learned position grid (the root of num_position_embeddings); it is stretched over each image
     so that the corners meet.
@@ -213,13 +189,13 @@ def vision_index(grids: Sequence[Grid], merge: int, grid_per_side: int) -> Visio
     lengths = [rows * cols for frames, rows, cols in grids for _ in range(frames)]
     rotary = [np.tile(_merge_order(grid, merge), (grid[0], 1)) for grid in grids]
     neighbours = [_bilinear(grid, coords, grid_per_side) for grid, coords in zip(grids, rotary, strict=True)]
-    return VisionIndex(
-        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
-        max_seqlen=max(lengths, default=0),
-        rotary=np.concatenate([np.empty((0, 2), np.int64), *rotary]),
-        pos_index=np.concatenate([np.empty((4, 0), np.int64), *(index for index, _ in neighbours)], axis=1),
-        pos_weight=np.concatenate([np.empty((4, 0), np.float32), *(weight for _, weight in neighbours)], axis=1),
-    )
+    arrays = {
+        "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32),
+        "rotary_P2": np.concatenate([np.empty((0, 2), np.int64), *rotary]),
+        "pos_index_4P": np.concatenate([np.empty((4, 0), np.int64), *(index for index, _ in neighbours)], axis=1),
+        "pos_weight_4P": np.concatenate([np.empty((4, 0), np.float32), *(weight for _, weight in neighbours)], axis=1),
+    }
+    return {"max_seqlen": max(lengths, default=0), **{name: torch.from_numpy(array) for name, array in arrays.items()}}
 
 
 def _merged(grid: Grid, merge: int) -> Grid:

@@ -267,15 +267,12 @@ class ImageDecoder:
                 bad = e.kind
             else:
                 self._counts["images_decoded"] += 1
-                self._keep(image, pixels)
+                if pixels.nbytes <= self._room:
+                    self._room -= pixels.nbytes
+                    self._cache[_name(image)] = pixels
                 return pixels, True
         self._counts[f"bad_images_{bad}"] += 1
         return np.full((image.height, image.width, 3), _GREY, dtype=np.uint8), False
-
-    def _keep(self, image: ImageRef, pixels: NDArray[np.uint8]) -> None:
-        if pixels.nbytes <= self._room:
-            self._room -= pixels.nbytes
-            self._cache[_name(image)] = pixels
 
 
 def _name(image: ImageRef) -> tuple[str, int, int]:

@@ -36,8 +36,10 @@ from playbook_trainer.exit_codes import RunError
 
 _PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
-_SAMPLES = ("samples_shortened", "samples_dropped", "samples_bad")
-_COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", *_SAMPLES)
+_COUNTERS = (
+    *("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS)),
+    *("padding_tokens", "samples_shortened", "samples_dropped", "samples_bad"),
+)
 """What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
 _NAMED = 10
 """Samples left out that each rank names; the rest are counted."""
@@ -205,7 +207,7 @@ class Loader:
             batch_size=None,
             sampler=_Endless(),
             num_workers=workers,
-            pin_memory=_uses_cuda(config),
+            pin_memory=train.device == "cuda" or (train.device == "auto" and torch.cuda.is_available()),
             generator=torch.Generator(),  # its own, so that the loader takes nothing from the global one
             **options,
         )
@@ -326,10 +328,6 @@ class _Endless(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
-
-
-def _uses_cuda(config: TrainerConfig) -> bool:
-    return config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
 
 
 def _die_with(parent: int, _worker: int) -> None:

@@ -18,10 +18,11 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig
 from playbook_trainer.data.collate import Document
 from playbook_trainer.data.images import BadImage
-from playbook_trainer.data.sources.streams import Flat, Items, Joined, Recent, Stream
+from playbook_trainer.data.sources.streams import Flat, Items, Joined, Mapped, Recent, Stream
 from playbook_trainer.data.sources.vqa import TooLong
 
 T = TypeVar("T")
@@ -111,19 +112,6 @@ class Pieces(Sequence[Document]):
         return Document(self._tokens[i * self._seq_len : (i + 1) * self._seq_len].astype(np.int64))
 
 
-class _Unreadable(Items[Document]):
-    """A text that is none, as one piece: whoever reads it learns why."""
-
-    def __init__(self, why: DataError) -> None:
-        self._why = why
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, i: int) -> Document:
-        raise self._why
-
-
 def pieces(texts: Flat[T], documents: Callable[[T], Sequence[Document]]) -> Flat[Document]:
     """The pieces of all texts as samples, all held as token ids."""
 
@@ -131,9 +119,13 @@ def pieces(texts: Flat[T], documents: Callable[[T], Sequence[Document]]) -> Flat
         try:
             return documents(texts.items[i])
         except DataError as e:
-            return _Unreadable(e)
+            return Mapped(_refused, [e])  # one piece: whoever reads it learns why
 
     return Flat(Joined([cut(i) for i in range(len(texts.items))]), texts.name)
+
+
+def _refused(why: DataError) -> Document:
+    raise why
 
 
 # Shuffling without a table: the order of any number of things, one place at a time.
@@ -178,13 +170,8 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class Sized(Protocol):
-    """A sample whose length in tokens is known."""
-
-    def __len__(self) -> int: ...
-
-
 D = TypeVar("D", bound=Sized)
+"""A document, whose length is its tokens."""
 
 Place = tuple[int, int, int]
 """A document within a lane, by three numbers from 0: of the chunk in the order of drawing, of the sample in that chunk,
@@ -406,17 +393,18 @@ class EpochRows(Generic[T]):
 
     def __init__(self, plan: Callable[[], EpochPlan], stream: Stream[T], reader: Reader[T], lanes: int) -> None:
         self._make, self._stream, self._reader, self._lanes = plan, stream, reader, lanes
-        self._plan: EpochPlan | None = None
         self.extent = stream.extent
         # As lanes do: what a lane draws comes from one chunk, or from the one before.
         self._chunks: dict[int, Recent[Items[T]]] = {}
         self._long: Recent[Sequence[Document]] = Recent(self._documents, lambda pieces: sum(map(len, pieces)), _OPEN_TOKENS)
         self._lane = 0
 
+    @cached_property
+    def _plan(self) -> EpochPlan:
+        return self._make()
+
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
-        if self._plan is None:
-            self._plan = self._make()
         self._reader.lost.clear()
         self._lane, samples = k % self._lanes, self._plan.sizes.samples
         row = []
@@ -438,7 +426,6 @@ class EpochRows(Generic[T]):
         return []
 
     def _documents(self, sample: int) -> Sequence[Document]:
-        assert self._plan is not None
         chunk = bisect_right(self._plan.sizes.chunks, sample) - 1
         opened = self._chunks.setdefault(self._lane, Recent(self._stream.chunk, lambda _: 1, 2))
         return self._reader.read(opened.get(int(self._plan.sizes.numbers[chunk])), sample - int(self._plan.sizes.chunks[chunk]))

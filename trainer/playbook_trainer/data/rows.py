@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -27,25 +27,6 @@ _MOCK_LENGTHS = 1000
 _CHECKED, _CHECKED_TOKENS = 256, 1_000_000
 """Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read:
 long ones take seconds."""
-
-
-class Rows(Protocol):
-    """An endless run of rows. Asking in rising order is cheap; going back in a lane starts it anew."""
-
-    extent: int
-    """What the order is an order of: samples, or shards where they come in shards; 0 where rows are drawn from none."""
-
-    def row(self, k: int) -> list[Document]:
-        """The documents of row `k`, at most seq_len tokens in all."""
-        ...
-
-    def lost(self) -> list[Lost]:
-        """The samples that were left out in making the last row that was asked for."""
-        ...
-
-    def state(self, k: int) -> LaneState:
-        """Where the lane of row `k`, the last row asked of it, stands; empty where rows need no state."""
-        ...
 
 
 def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneState] | None = None) -> Rows:
@@ -155,17 +136,13 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
     for split in splits:
         try:
             make_rows(config, split)
-            if split == "train" or config.eval.path is not None:
-                _check_first(_data_of(config, split), config.model)
+            if config.data.kind != "mock" and (split == "train" or config.eval.path is not None):
+                data = _data_of(config, split)
+                _read_first(*_samples(data, config.model, 1), data)
         except DataError as e:
             if split == "train" or config.eval.path is None:
                 raise
             raise DataError(str(e).replace("data.path", "eval.path")) from e
-
-
-def _check_first(data: DataConfig, model: ModelConfig) -> None:
-    if data.kind != "mock":
-        _read_first(*_samples(data, model, 1), data)
 
 
 def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], Sequence[Document]], config: DataConfig) -> None:
@@ -202,7 +179,16 @@ class LaneRows(Generic[T]):
         lane_row, number = divmod(k, self._lanes_in_all)
         lane = self._lanes.get(number)
         if lane is None or lane.rows > lane_row:
-            lane = self._lanes[number] = self._begin(number, lane_row)
+            state = self._states.get(number)
+            lane = self._lanes[number] = Lane(
+                self._stream,
+                self._reader.read,
+                self._packing,
+                number=number,
+                lanes=self._lanes_in_all,
+                seed=self._seed,
+                state=state if state is not None and state[0] <= lane_row else None,
+            )
         while lane.rows < lane_row:
             lane.row()
         self._reader.lost.clear()  # other workers, which make those rows, tell what is left out of them
@@ -215,18 +201,6 @@ class LaneRows(Generic[T]):
     def state(self, k: int) -> LaneState:
         """Where the lane of row `k` stands."""
         return self._lanes[k % self._lanes_in_all].state()
-
-    def _begin(self, number: int, lane_row: int) -> Lane[T, Document]:
-        state = self._states.get(number)
-        return Lane(
-            self._stream,
-            self._reader.read,
-            self._packing,
-            number=number,
-            lanes=self._lanes_in_all,
-            seed=self._seed,
-            state=state if state is not None and state[0] <= lane_row else None,
-        )
 
 
 class MockRows:
@@ -260,6 +234,13 @@ class MockRows:
         return []
 
 
+Rows = LaneRows[Any] | EpochRows[Any] | MockRows
+"""An endless run of rows. Asking in rising order is cheap; going back in a lane starts it anew. `row(k)` has at most seq_len tokens,
+`lost()` is what was left out in making the last row, `state(k)` where the lane of row k, the last asked of it, stands; empty where rows
+need none. `extent` is what the order is an order of: samples, or shards where they come in shards; 0 where rows are drawn from none.
+"""
+
+
 def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], Pieces]:
     """Tokenize a text, end it with eos and cut it into pieces of seq_len; the last piece is shorter. The loss is everywhere."""
     tokenizer = load_tokenizer(data.tokenizer, model, prepared=True)
@@ -284,18 +265,10 @@ def _vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], l
         ConfigError: the model, or the sizes in the configuration, cannot take images.
     """
     _check_vision(model, data)
-    tokenizer, factor = load_tokenizer(data.tokenizer, model), merge_factor(model)
+    tokenizer = load_tokenizer(data.tokenizer, model)
 
     def documents(sample: Sample) -> list[Document]:
-        fitted = fit(sample, tokenizer, model, data)
-        ids: list[int | None] = []
-        for image in fitted.images:
-            visual = image.height * image.width // factor**2
-            ids += [model.vision_start_token_id, *[model.image_token_id] * visual, model.vision_end_token_id]
-        ids += fitted.question
-        loss_from = max(1, len(ids))
-        ids += [*fitted.answer, model.eos_token_id]
-        return [Document(np.asarray(ids, dtype=np.int64), loss_from, fitted.images, fitted.shortened)]
+        return [fit(sample, tokenizer, model, data)]
 
     return documents
 

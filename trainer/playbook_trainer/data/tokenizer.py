@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,18 +27,6 @@ _BYTE_VOCABULARY = 1024
 _LINE = re.compile(r"\n(?=\S)")
 _BLOCK = 2**20
 """Characters that are tokenized at once: a token takes some hundred bytes while it is."""
-
-
-class Tokenizer(Protocol):
-    """Turns text into token ids."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without any special token."""
-        ...
-
-    def encode_long(self, text: str) -> NDArray[Any]:
-        """As `encode`, for texts of any length; one of more than a million characters is tokenized in blocks that end with a line."""
-        ...
 
 
 class ByteTokenizer:
@@ -119,12 +107,16 @@ class FileTokenizer:
         return list(encoding.ids), [start for start, _ in encoding.offsets]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`."""
+        """The ids of `text`, without any special token."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_long(self, text: str) -> NDArray[Any]:
-        """The ids of `text`."""
+        """The ids of `text` of any length: one of more than a million characters is tokenized in blocks that end with a line."""
         return np.concatenate([np.asarray(self.encode(text[a:b]), dtype=np.uint32) for a, b in pairwise(_borders(text))])
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+"""Turns text into token ids."""
 
 
 def _borders(text: str) -> list[int]:
@@ -256,14 +248,11 @@ WITHOUT_EFFECT = frozenset(
 """Keys that change no pixel: names of classes, and the form in which arrays are handed on."""
 
 
-class Pixels(NamedTuple):
-    """Between how many pixels images are brought; None where the processor does not say."""
-
-    least: int | None
-    most: int | None
+_Pixels = tuple[int | None, int | None]
+"""Between how many pixels images are brought; None where the processor does not say."""
 
 
-def pixels_of(folder: Path, vision: VisionConfig) -> Pixels:
+def pixels_of(folder: Path, vision: VisionConfig) -> _Pixels:
     """The bounds by the image processor in `folder`; none where there is no such file.
 
     Raises:
@@ -276,10 +265,10 @@ def pixels_of(folder: Path, vision: VisionConfig) -> Pixels:
             settings = settings.get("image_processor") or {}
         if settings:
             return _read(settings, path, vision)
-    return Pixels(None, None)
+    return None, None
 
 
-def _read(settings: Mapping[str, Any], path: Path, vision: VisionConfig) -> Pixels:
+def _read(settings: Mapping[str, Any], path: Path, vision: VisionConfig) -> _Pixels:
     """The bounds of image sizes, in pixels; refuses settings that prepare images otherwise than training does."""
     expected = dict(_FIXED) | {theirs: getattr(vision, ours) for theirs, ours in _TOWER.items()}
     stated = {key: value for key, value in settings.items() if value is not None}
@@ -292,12 +281,12 @@ def _read(settings: Mapping[str, Any], path: Path, vision: VisionConfig) -> Pixe
     if not isinstance(size, dict) or set(size) - {"shortest_edge", "longest_edge"}:
         different.append(f"size {size!r}, here shortest_edge and longest_edge in pixels of the whole image")
         size = {}
-    bounds = [stated.get("min_pixels", size.get("shortest_edge")), stated.get("max_pixels", size.get("longest_edge"))]
+    bounds = stated.get("min_pixels", size.get("shortest_edge")), stated.get("max_pixels", size.get("longest_edge"))
     if odd := [bound for bound in bounds if bound is not None and (not isinstance(bound, int) or bound < 1)]:
         different.append(f"size of {odd[0]!r} pixels, here a whole number")
     if different:
         raise ConfigError(f"{path} prepares images otherwise than training does: {'; '.join(different)}; train with the model's own file")
-    return Pixels(*bounds)
+    return bounds
 
 
 def _alike(value: Any, expected: Any) -> bool:

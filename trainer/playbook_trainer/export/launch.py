@@ -12,9 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 from playbook.errors import ConfigError
+from playbook.planner.models import MODELS
 from playbook.planner.options import DEEPSPEED, Options
 from playbook.planner.plan import Plan
 
+STEPS = 20
+"""Steps of an exported run: enough for a median behind the first ones, which are slower."""
 LOG = "train.log"
 """Where a started script writes what the trainer prints."""
 _LARGEST_NODE = 8
@@ -51,7 +54,8 @@ class Launchable:
             raise ConfigError(
                 f"--slurm is not written for {self.target}, which {self.command[0]} starts; leave --slurm out, or choose another target"
             )
-        nodes, gpus = _nodes(self.command)
+        named = dict(pairwise(self.command))
+        nodes, gpus = int(named.get("--nnodes", "1")), int(named.get("--nproc-per-node", "1"))
         lines = ["#!/usr/bin/env bash", f"# for {self.release}"]
         if slurm:
             lines[1:1] = [
@@ -79,6 +83,11 @@ def torchrun(gpus: int) -> tuple[str, ...]:
     return ("torchrun", *(("--nnodes", str(gpus // each)) if gpus > each else ()), "--nproc-per-node", str(each))
 
 
+def chosen(*parts: tuple[object, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of the parts whose condition holds."""
+    return {name: value for holds, fields in parts if holds for name, value in fields.items()}
+
+
 def refuse(target: str, reasons: Iterable[str]) -> None:
     """End with everything that a target cannot express.
 
@@ -90,30 +99,29 @@ def refuse(target: str, reasons: Iterable[str]) -> None:
         raise ConfigError(f"{target} cannot express this plan: {text}. Choose another target, or another plan with --fix")
 
 
-def _nodes(command: tuple[str, ...]) -> tuple[int, int]:
-    """Nodes and GPUs of each, as the launcher's words have them."""
-    named = dict(pairwise(command))
-    return int(named.get("--nnodes", "1")), int(named.get("--nproc-per-node", "1"))
-
-
-def _wrapped(words: tuple[str, ...], meet: str = "") -> str:
-    """One flag a line, each line but the last continued; `meet` is how the nodes find each other, behind the launcher's name."""
+def by_flag(words: Iterable[str]) -> list[str]:
+    """The words as a shell takes them, each flag with its values in one line."""
     groups: list[list[str]] = [[]]
     for word in words:
         if word.startswith("--") and groups[-1]:
             groups.append([])
         groups[-1].append(shlex.quote(word))
-    lines = [" ".join(group) for group in groups]
+    return [" ".join(group) for group in groups]
+
+
+def _wrapped(words: tuple[str, ...], meet: str = "") -> str:
+    """One flag a line, each line but the last continued; `meet` is how the nodes find each other, behind the launcher's name."""
+    lines = by_flag(words)
     return " \\\n  ".join([lines[0], *([meet] if meet else []), *lines[1:]])
 
 
 _IDLE = frozenset({"backend", "overlap_p2p", "uneven"})
 """Options that need no words: the backend is asked for by itself, torch's pipelines overlap and are split as the plan says."""
 _WIDTHS = {"grad_bytes": 4, "master_bytes": 4}
-_GPUS_PER_NODE = {"gb": 4}
-"""By how a kind of GPU begins; 8 for all others."""
 _ROW = "model hardware gpus seq_len mbs gbs tp cp pp vpp ep etp fsdp dispatcher recompute routing backend offload task lora lora_targets"
-RUNS = "run.csv"
+LOSSES = ("torch", "compiled")
+"""How trainers on torch's FSDP2 compute the loss."""
+_RUNS = "run.csv"
 """The file with the run's row."""
 
 
@@ -165,7 +173,7 @@ def plain(name: str) -> str:
 
 def gpus_per_node(hardware: str) -> int:
     """GPUs of one host of a kind."""
-    return next((n for start, n in _GPUS_PER_NODE.items() if hardware.lower().startswith(start)), 8)
+    return 4 if hardware.lower().startswith("gb") else 8
 
 
 def nodes(plan: Plan, hardware: str) -> int:
@@ -173,14 +181,12 @@ def nodes(plan: Plan, hardware: str) -> int:
     return -(-plan.gpus // gpus_per_node(hardware))
 
 
-def row_of(plan: Plan, hardware: str) -> str:
-    """A table of runs with the plan as its one row, whose speed is still to be filled in; empty where the table has no words: a model
-    that its name does not describe, routing that is uneven by a ratio, or how keys travel under CP.
+def table_of(plan: Plan, hardware: str) -> dict[str, str]:
+    """The file of a table of runs with the plan as its one row, whose speed is still to be filled in; none where the table has no words:
+    a model that its name does not describe, routing that is uneven by a ratio, or how keys travel under CP.
     """
-    from playbook.planner.models import MODELS
-
     if plan.model not in MODELS or MODELS[plan.model] != plan.shape or plan.imbalance != 1 or plan.options.cp_comm:
-        return ""
+        return {}
     o = plan.options
     trainer = "deepspeed" if o.sharding in DEEPSPEED else o.backend if o.compiled else "accelerate"
     values = {
@@ -192,11 +198,11 @@ def row_of(plan: Plan, hardware: str) -> str:
         "lora": o.lora or "", "lora_targets": "+".join(o.lora_targets),
     }  # fmt: skip
     cells = [str(values.get(name, getattr(plan, name, ""))) for name in _ROW.split()]
-    return f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"
+    return {_RUNS: f"{','.join(_ROW.split())},tokens_per_s_per_gpu\n{','.join(cells)},\n"}
 
 
 def beside(plan: Plan, hardware: str, log: str) -> str:
     """How a run's log is set beside the prediction; `log` names the figure of it that counts."""
-    if row_of(plan, hardware):
-        return f"afterwards write {log} into the last cell of {RUNS}, and set it beside the prediction: playbook plan check {RUNS}"
+    if table_of(plan, hardware):
+        return f"afterwards write {log} into the last cell of {_RUNS}, and set it beside the prediction: playbook plan check {_RUNS}"
     return f"set {log} beside the tokens/s/GPU that playbook plan prints"

@@ -15,7 +15,7 @@ from playbook_trainer.config.environment import GROUPED_GEMM, sharded
 from playbook_trainer.config.megatron_checks import offloaded_fraction
 from playbook_trainer.config.megatron_fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.export.sheet import READING, Sheet, Target
+from playbook_trainer.export.sheet import MEGATRON, READING, Sheet, Target
 
 # How a run goes, in fields of megatron-core and of the training loop around it: optimizer, loop and files.
 
@@ -38,22 +38,30 @@ def _has_sharded_optimizer(config: TrainerConfig) -> bool:
 def optimizer(sheet: Sheet) -> None:
     """What the update is, and its learning rate."""
     config, opt, mg = sheet.config, sheet.config.optimizer, sheet.config.megatron
-    sheet.put("", "optimizer", "optimizer", "adam")
-    sheet.put("optimizer.lr", "optimizer", "lr", opt.lr)
-    sheet.put("optimizer.min_lr_ratio", "optimizer", "min_lr", float(f"{opt.lr * opt.min_lr_ratio:.12g}"))
-    sheet.put("optimizer.betas", "optimizer", "adam_beta1", opt.betas[0])
-    sheet.put("optimizer.betas", "optimizer", "adam_beta2", opt.betas[1])
-    sheet.put("optimizer.eps", "optimizer", "adam_eps", opt.eps)
-    sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
-    sheet.put("optimizer.clip_norm", "optimizer", "clip_grad", opt.clip_norm)
+    sheet.table(
+        "optimizer",
+        ("", "optimizer", "adam"),
+        ("optimizer.lr", "lr", opt.lr),
+        ("optimizer.min_lr_ratio", "min_lr", float(f"{opt.lr * opt.min_lr_ratio:.12g}")),
+        ("optimizer.betas", "adam_beta1", opt.betas[0]),
+        ("optimizer.betas", "adam_beta2", opt.betas[1]),
+        ("optimizer.eps", "adam_eps", opt.eps),
+        ("optimizer.weight_decay", "weight_decay", opt.weight_decay),
+        ("optimizer.clip_norm", "clip_grad", opt.clip_norm),
+    )
     sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", "WSD" if opt.schedule == "wsd" else opt.schedule)
     if opt.schedule == "wsd":
-        sheet.put("optimizer.schedule", "scheduler", "lr_wsd_decay_style", "linear")
-        sheet.put("optimizer.decay_ratio", "scheduler", "lr_wsd_decay_iters", round(opt.decay_ratio * config.train.steps))
-    sheet.put("optimizer.warmup_steps", "scheduler", "lr_warmup_iters", opt.warmup_steps)
-    # Its warm-up has to end before its decay does; in a run that is all warm-up, the decay never begins.
-    last = max(config.train.steps, opt.warmup_steps + 1)
-    sheet.put("train.steps optimizer.warmup_steps", "scheduler", "lr_decay_iters", last)
+        sheet.table(
+            "scheduler",
+            ("optimizer.schedule", "lr_wsd_decay_style", "linear"),
+            ("optimizer.decay_ratio", "lr_wsd_decay_iters", round(opt.decay_ratio * config.train.steps)),
+        )
+    sheet.table(
+        "scheduler",
+        ("optimizer.warmup_steps", "lr_warmup_iters", opt.warmup_steps),
+        # Its warm-up has to end before its decay does; in a run that is all warm-up, the decay never begins.
+        ("train.steps optimizer.warmup_steps", "lr_decay_iters", max(config.train.steps, opt.warmup_steps + 1)),
+    )
     fraction, keys = offloaded_fraction(config), "offload.optimizer megatron.optimizer_offload_fraction"
     # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks, and alone has a form on the host.
     asks = {
@@ -67,25 +75,34 @@ def optimizer(sheet: Sheet) -> None:
     if not _has_sharded_optimizer(config):
         sheet.lack(" ".join(key for key, is_set in asks.items() if is_set), ALONE)
     if aware:
-        names = DTYPES if sheet.target == "megatron-bridge" else {}
-        moments, gradients = names.get(opt.moments_dtype, opt.moments_dtype), names.get(mg.grad_reduce_dtype, mg.grad_reduce_dtype)
-        sheet.put("optimizer.moments_dtype", "optimizer", "exp_avg_dtype", moments)
-        sheet.put("optimizer.moments_dtype", "optimizer", "exp_avg_sq_dtype", moments)
-        sheet.put("megatron.grad_reduce_dtype", "optimizer", "main_grads_dtype", gradients)
+        moments = _dtype(sheet, opt.moments_dtype)
+        sheet.table(
+            "optimizer",
+            ("optimizer.moments_dtype", "exp_avg_dtype", moments),
+            ("optimizer.moments_dtype", "exp_avg_sq_dtype", moments),
+            ("megatron.grad_reduce_dtype", "main_grads_dtype", _dtype(sheet, mg.grad_reduce_dtype)),
+        )
     elif opt.moments_dtype == "fp32":
         sheet.skip("optimizer.moments_dtype", "without the precision-aware optimizer moments are float32")
     sheet.put(keys, "optimizer", "optimizer_cpu_offload", aware and fraction > 0)
     if aware and fraction:
-        sheet.put(keys, "optimizer", "optimizer_offload_fraction", fraction)
-        sheet.put(keys, "optimizer", "overlap_cpu_optimizer_d2h_h2d", True)
+        sheet.table("optimizer", (keys, "optimizer_offload_fraction", fraction), (keys, "overlap_cpu_optimizer_d2h_h2d", True))
+
+
+def _dtype(sheet: Sheet, name: str) -> str:
+    """A precision by the target's own name."""
+    return DTYPES[name] if sheet.target == "megatron-bridge" else name
 
 
 def loop(sheet: Sheet) -> None:
     """What a step is, and what happens beside steps."""
     train, evaluation, profile = sheet.config.train, sheet.config.eval, sheet.config.profile
-    sheet.put("train.steps", "train", "train_iters", train.steps)
-    sheet.put("train.micro_batch_size", "train", "micro_batch_size", train.micro_batch_size)
-    sheet.put("train.global_batch_size", "train", "global_batch_size", train.global_batch_size)
+    sheet.table(
+        "train",
+        ("train.steps", "train_iters", train.steps),
+        ("train.micro_batch_size", "micro_batch_size", train.micro_batch_size),
+        ("train.global_batch_size", "global_batch_size", train.global_batch_size),
+    )
     sheet.put("train.log_every", "logger", "log_interval", train.log_every)
     sheet.put("eval.every", "validation", "eval_interval", evaluation.every or None)
     if evaluation.every:
@@ -108,11 +125,17 @@ def loop(sheet: Sheet) -> None:
         sheet.put("train.hang_timeout_s", "dist", "distributed_timeout_minutes", max(1, round(train.hang_timeout_s / 60)))
     sheet.skip("train.warmup_steps train.receipt train.straggler_every", "how this trainer is measured and watched")
     sheet.skip("train.device backend output", "where this trainer runs and writes")
-    sheet.put("profile.kineto profile.nvtx", "profiling", "use_pytorch_profiler", profile.kineto)
-    sheet.put("profile.nvtx", "profiling", "nvtx_ranges", profile.nvtx)
+    sheet.table(
+        "profiling",
+        ("profile.kineto profile.nvtx", "use_pytorch_profiler", profile.kineto),
+        ("profile.nvtx", "nvtx_ranges", profile.nvtx),
+    )
     if profile.kineto:
-        sheet.put("profile.kineto", "profiling", "profile_step_start", train.warmup_steps)
-        sheet.put("profile.steps", "profiling", "profile_step_end", train.warmup_steps + profile.steps)
+        sheet.table(
+            "profiling",
+            ("profile.kineto", "profile_step_start", train.warmup_steps),
+            ("profile.steps", "profile_step_end", train.warmup_steps + profile.steps),
+        )
     else:
         sheet.skip("profile.steps", "nothing is traced")
 
@@ -122,29 +145,43 @@ def files(sheet: Sheet) -> None:
     config, checkpoint, tracker = sheet.config, sheet.config.checkpoint, sheet.config.tracker
     lm = sheet.target == "megatron-lm"
     full = sharded(config) and (config.backend == "torch" or config.megatron.data_parallel == "megatron_fsdp")
-    sheet.put("", "checkpoint", "ckpt_format", "fsdp_dtensor" if full else "torch_dist")
-    sheet.put("checkpoint.dir", "checkpoint", "save", checkpoint.dir)
-    # Where there is a folder, Megatron-LM wants to know how often.
-    often = checkpoint.every or (config.train.steps if checkpoint.dir else None)
-    sheet.put("checkpoint.every", "checkpoint", "save_interval", often)
+    sheet.table(
+        "checkpoint",
+        ("", "ckpt_format", "fsdp_dtensor" if full else "torch_dist"),
+        ("checkpoint.dir", "save", checkpoint.dir),
+        # Where there is a folder, Megatron-LM wants to know how often.
+        ("checkpoint.every", "save_interval", checkpoint.every or (config.train.steps if checkpoint.dir else None)),
+    )
     if checkpoint.dir is None:
         sheet.skip("checkpoint.resume checkpoint.async_save", "no folder is given")
     else:
-        sheet.put("checkpoint.resume", "checkpoint", "load", checkpoint.dir if checkpoint.resume else None)
-        sheet.put("checkpoint.async_save", "checkpoint", "async_save", checkpoint.async_save)
+        sheet.table(
+            "checkpoint",
+            ("checkpoint.resume", "load", checkpoint.dir if checkpoint.resume else None),
+            ("checkpoint.async_save", "async_save", checkpoint.async_save),
+        )
     if lm:
         sheet.skip("checkpoint.keep", "Megatron-LM keeps all checkpoints, or one in every so many")
     else:
-        sheet.put("checkpoint.keep", "checkpoint", "most_recent_k", checkpoint.keep)
-        sheet.put("init.weights", "checkpoint", "pretrained_checkpoint", config.init.weights)
-        sheet.put("checkpoint.export", "checkpoint", "also_save_hf_checkpoint", checkpoint.export is not None)
-    sheet.put("", "logger", "log_throughput", True)
-    sheet.put("tracker.tensorboard", "logger", "tensorboard_dir", f"{config.output}/tensorboard" if tracker.tensorboard else None)
+        sheet.table(
+            "checkpoint",
+            ("checkpoint.keep", "most_recent_k", checkpoint.keep),
+            ("init.weights", "pretrained_checkpoint", config.init.weights),
+            ("checkpoint.export", "also_save_hf_checkpoint", checkpoint.export is not None),
+        )
+    sheet.table(
+        "logger",
+        ("", "log_throughput", True),
+        ("tracker.tensorboard", "tensorboard_dir", f"{config.output}/tensorboard" if tracker.tensorboard else None),
+    )
     if not lm:
         sheet.put("tracker.tensorboard", "logger", "log_throughput_to_tensorboard", tracker.tensorboard)
     if tracker.wandb:
-        sheet.put("tracker.wandb tracker.project", "logger", "wandb_project", tracker.project)
-        sheet.put("tracker.name", "logger", "wandb_exp_name", tracker.name or "run")
+        sheet.table(
+            "logger",
+            ("tracker.wandb tracker.project", "wandb_project", tracker.project),
+            ("tracker.name", "wandb_exp_name", tracker.name or "run"),
+        )
     else:
         sheet.skip("tracker.wandb tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")
 
@@ -152,7 +189,6 @@ def files(sheet: Sheet) -> None:
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
 _READER = "the target has readers of its own"
 _TORCH = "a setting of the torch backend"
-MEGATRON = "a setting of the megatron backend"
 _OTHER = "a setting of the other backend"
 _TOWER = "the vision tower is the recipe's own there"
 _COMPILE = "megatron-core has fused kernels of its own instead of torch.compile"
@@ -223,9 +259,12 @@ def _model(sheet: Sheet) -> None:
         sheet.put("model.rope_theta", "model", "rotary_base", int(model.rope_theta))
     else:
         sheet.lack("model.rope_theta", "a rotary base is a whole number there")
-    sheet.put("model.tie_word_embeddings", "model", "share_embeddings_and_output_weights", model.tie_word_embeddings)
-    sheet.put("model.mtp_layers", "model", "mtp_num_layers", model.mtp_layers or None)
-    sheet.put("", "model", "calculate_per_token_loss", True)
+    sheet.table(
+        "model",
+        ("model.tie_word_embeddings", "share_embeddings_and_output_weights", model.tie_word_embeddings),
+        ("model.mtp_layers", "mtp_num_layers", model.mtp_layers or None),
+        ("", "calculate_per_token_loss", True),
+    )
     sheet.skip("model.name model.eos_token_id model.pad_token_id", "the target takes it from the tokenizer or the recipe")
 
 
@@ -263,8 +302,7 @@ def _experts(sheet: Sheet) -> None:
         " model.router_score model.router_groups model.router_group_top_k model.router_scale model.router_bias"
     )
     if not config.model.num_experts:
-        sheet.skip(f"{shapes} moe.*", "the model has no experts")
-        sheet.skip("megatron.grouped_gemm", "the model has no experts")
+        sheet.skip(f"{shapes} moe.* megatron.grouped_gemm", "the model has no experts")
         return
     sheet.skip("moe.apply_probs_on", "megatron-core weighs rows before the second product")
     sheet.skip("megatron.grouped_gemm", f"Transformer Engine reads {GROUPED_GEMM} of the environment")
@@ -273,12 +311,14 @@ def _experts(sheet: Sheet) -> None:
     _table(sheet, [*fields.EXPERTS, *(field for field in fields.EXPERT_SWITCHES if field.asks(config))])
     sheet.put("moe.experts", "model", "moe_grouped_gemm", moe.experts != "loop")
     if config.backend == "megatron":
-        sheet.put("backend", "model", "moe_permute_fusion", True)
-        sheet.put("backend", "model", "moe_router_fusion", True)
+        sheet.table("model", ("backend", "moe_permute_fusion", True), ("backend", "moe_router_fusion", True))
         sheet.skip("moe.fused_permutation moe.fused_router", _TORCH)
     else:
-        sheet.put("moe.fused_permutation", "model", "moe_permute_fusion", moe.fused_permutation)
-        sheet.put("moe.fused_router", "model", "moe_router_fusion", moe.fused_router)
+        sheet.table(
+            "model",
+            ("moe.fused_permutation", "moe_permute_fusion", moe.fused_permutation),
+            ("moe.fused_router", "moe_router_fusion", moe.fused_router),
+        )
 
 
 def _vision(sheet: Sheet) -> None:
@@ -289,8 +329,11 @@ def _vision(sheet: Sheet) -> None:
         sheet.skip("train.freeze", "the model has no vision tower")
         sheet.put("", "model", "position_embedding_type", "rope")
         return
-    sheet.put("model.mrope_section", "model", "position_embedding_type", "mrope")
-    sheet.put("model.mrope_section", "model", "mrope_section", model.mrope_section)
+    sheet.table(
+        "model",
+        ("model.mrope_section", "position_embedding_type", "mrope"),
+        ("model.mrope_section", "mrope_section", model.mrope_section),
+    )
     if lm:
         sheet.lack("model.vision.*", "Megatron-LM has no Qwen3-VL; Megatron-Bridge has, with --to megatron-bridge")
         sheet.skip(ids, "what the vision tower needs")
@@ -304,10 +347,8 @@ def _data(sheet: Sheet) -> None:
     """The data set, the tokenizer, the row length and the seed."""
     config, data, lm = sheet.config, sheet.config.data, sheet.target == "megatron-lm"
     sheet.put("data.seq_len", "model", "seq_length", data.seq_len)
-    if lm:
-        sheet.put("data.seq_len", "model", "max_position_embeddings", data.seq_len)
-    else:
-        sheet.put("data.seq_len", "dataset", "seq_length", data.seq_len)
+    section, field = ("model", "max_position_embeddings") if lm else ("dataset", "seq_length")
+    sheet.put("data.seq_len", section, field, data.seq_len)
     sheet.put("data.num_workers", "dataset", "num_workers", data.num_workers)
     if data.kind == "mock" and lm:
         sheet.put("data.kind", "dataset", "mock_data", True)
@@ -316,8 +357,7 @@ def _data(sheet: Sheet) -> None:
     else:
         sheet.lack("data.kind", "choose the data set with the recipe" if not lm else "Megatron-LM trains on text alone")
     if data.kind == "text":
-        sheet.put("data.pack", "dataset", "reset_position_ids", data.pack)
-        sheet.put("data.pack", "dataset", "reset_attention_mask", data.pack)
+        sheet.table("dataset", ("data.pack", "reset_position_ids", data.pack), ("data.pack", "reset_attention_mask", data.pack))
     if lm and data.kind == "text":
         sheet.lack("data.path", "give --data-path: .bin and .idx files made by tools/preprocess_data.py of Megatron-LM")
     else:
@@ -327,8 +367,11 @@ def _data(sheet: Sheet) -> None:
     elif data.tokenizer == "byte":
         sheet.put("data.tokenizer", "tokenizer", "tokenizer_type", "NullTokenizer")
     else:
-        sheet.put("data.tokenizer", "tokenizer", "tokenizer_type", "HuggingFaceTokenizer")
-        sheet.put("data.tokenizer", "tokenizer", "tokenizer_model", data.tokenizer)
+        sheet.table(
+            "tokenizer",
+            ("data.tokenizer", "tokenizer_type", "HuggingFaceTokenizer"),
+            ("data.tokenizer", "tokenizer_model", data.tokenizer),
+        )
     sheet.skip(READING, _READER)
     sheet.put("seed", "rng", "seed", config.seed)
 
@@ -374,8 +417,7 @@ def _data_parallel(sheet: Sheet) -> None:
     key = "megatron.data_parallel" if megatron else "parallel.fsdp"
     whole, sharded = kind == "megatron_fsdp", _has_sharded_optimizer(config)
     sheet.put(key, "ddp", "use_distributed_optimizer", sharded)
-    sheet.put(key, "dist", "use_megatron_fsdp", whole)
-    sheet.put(key, "dist", "use_torch_fsdp2", kind == "fsdp2")
+    sheet.table("dist", (key, "use_megatron_fsdp", whole), (key, "use_torch_fsdp2", kind == "fsdp2"))
     if sheet.target == "megatron-bridge":
         sheet.put(key, "ddp", "use_megatron_fsdp", whole)
     if whole:
@@ -391,10 +433,13 @@ def _data_parallel(sheet: Sheet) -> None:
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
     sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
     if whole:  # Megatron-FSDP has a field of its own for that, and does not read the other
-        sheet.put(name, "ddp", "megatron_fsdp_main_grads_dtype", DTYPES[dtype] if sheet.target == "megatron-bridge" else dtype)
-    sheet.put("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce", mg.overlap_grad_reduce)
+        sheet.put(name, "ddp", "megatron_fsdp_main_grads_dtype", _dtype(sheet, dtype))
     gather = sharded and mg.overlap_param_gather
-    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", gather and mg.overlap_grad_reduce)
+    sheet.table(
+        "ddp",
+        ("megatron.overlap_grad_reduce", "overlap_grad_reduce", mg.overlap_grad_reduce),
+        ("megatron.overlap_param_gather", "overlap_param_gather", gather and mg.overlap_grad_reduce),
+    )
     if gather and not mg.overlap_grad_reduce:
         sheet.lack("megatron.overlap_param_gather", "gathers are overlapped together with reductions, or not at all")
 
@@ -402,15 +447,13 @@ def _data_parallel(sheet: Sheet) -> None:
 def _precision(sheet: Sheet) -> None:
     """Precision of weights and products: 16 bits, and recipes of 8 and 4 bits."""
     config, mg, recipe = sheet.config, sheet.config.megatron, sheet.config.precision.fp8
-    half = config.train.dtype == "bf16"
-    sheet.put("train.dtype", "model", "bf16", half)
+    sheet.put("train.dtype", "model", "bf16", config.train.dtype == "bf16")
     if sheet.target == "megatron-bridge":
+        dtype = DTYPES[config.train.dtype]
         sheet.put("train.dtype", "", "mixed_precision", None)
-        sheet.put("train.dtype", "model", "params_dtype", DTYPES[config.train.dtype])
-        sheet.put("train.dtype", "model", "pipeline_dtype", DTYPES[config.train.dtype])
+        sheet.table("model", ("train.dtype", "params_dtype", dtype), ("train.dtype", "pipeline_dtype", dtype))
     if recipe == "nvfp4":
-        sheet.put("precision.fp8", "model", "fp4", "e2m1")
-        sheet.put("precision.fp8", "model", "fp4_recipe", "nvfp4")
+        sheet.table("model", ("precision.fp8", "fp4", "e2m1"), ("precision.fp8", "fp4_recipe", "nvfp4"))
     elif recipe == "rowwise":
         sheet.lack("precision.fp8", "Transformer Engine scales by tensor or by block, not by row")
     else:
@@ -443,8 +486,11 @@ def _memory(sheet: Sheet) -> None:
         {"full": "full", "selective": "selective" if modules else None}.get(train.recompute),
     )
     if train.recompute == "full":
-        sheet.put("megatron.recompute_method", "model", "recompute_method", mg.recompute_method)
-        sheet.put("megatron.recompute_layers", "model", "recompute_num_layers", recompute_layers(config))
+        sheet.table(
+            "model",
+            ("megatron.recompute_method", "recompute_method", mg.recompute_method),
+            ("megatron.recompute_layers", "recompute_num_layers", recompute_layers(config)),
+        )
     if modules:
         sheet.put("train.recompute_modules", "model", "recompute_modules", modules)
     if "vision" in train.recompute_modules:
@@ -453,8 +499,11 @@ def _memory(sheet: Sheet) -> None:
     if mg.offload_modules:
         sheet.put("megatron.offload_modules", "model", "offload_modules", mg.offload_modules)
     if config.offload.activations:
-        sheet.put("offload.activations", "model", "cpu_offloading", True)
-        sheet.put("offload.activations", "model", "cpu_offloading_num_layers", config.model.num_layers - 1)
+        sheet.table(
+            "model",
+            ("offload.activations", "cpu_offloading", True),
+            ("offload.activations", "cpu_offloading_num_layers", config.model.num_layers - 1),
+        )
 
 
 def _switches(sheet: Sheet) -> None:
@@ -472,13 +521,14 @@ def _switches(sheet: Sheet) -> None:
     sheet.put("backend" if megatron else "train.fused_loss", "model", "cross_entropy_loss_fusion", loss)
     if megatron:
         sheet.skip("train.fused_loss", _TORCH)
-    # Megatron-LM refuses Transformer Engine's kernel for the loss.
-    sheet.put("backend", "model", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native")
-    # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
-    plain = config.model.attention == "mla" and config.model.yarn is None
-    sheet.put("backend", "model", "apply_rope_fusion", not plain)
-    for field in ("bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"):
-        sheet.put("backend", "model", field, True)
+    sheet.table(
+        "model",
+        # Megatron-LM refuses Transformer Engine's kernel for the loss.
+        ("backend", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native"),
+        # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
+        ("backend", "apply_rope_fusion", not (config.model.attention == "mla" and config.model.yarn is None)),
+        *(("backend", field, True) for field in ("bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion")),
+    )
     if sheet.target == "megatron-lm":
         sheet.put("megatron.kernels", "model", "transformer_impl", "local" if mg.kernels == "local" else "transformer_engine")
     sheet.put("train.deterministic", "model", "deterministic_mode", train.deterministic)

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from playbook.planner.huggingface import from_huggingface
+from playbook.planner.models import fields_of
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook_trainer.export import launch
@@ -27,7 +29,6 @@ _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
     "cp_comm": ("", "all_gather"),
 }
 """Values of options that it has words for."""
-_LOSSES = ("torch", "compiled")
 _DEGREES = ("tp", "pp", "ep", "etp", "vpp")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _PRESET: Mapping[str, str] = {
@@ -91,19 +92,16 @@ accelerator.end_training()
 '''
 
 
-def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = None, steps: int = 20) -> Launchable:
-    """The plan for Accelerate on random tokens. `fields` are the published configuration of a model that its name does not tell.
+def launchable(plan: Plan, hardware: str) -> Launchable:
+    """The plan for Accelerate on random tokens.
 
     Raises:
         ConfigError: Accelerate has no words for the plan, or transformers' configuration none for its model.
     """
-    from playbook.planner.models import fields_of
-
-    config = huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
+    config = huggingface(plan.shape, fields_of(plan.model))
     launch.require(plan, RELEASE, _EXPRESSED, lacks(plan, config))
-    row = launch.row_of(plan, hardware)
     script = _SCRIPT.format(
-        steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, cp=plan.cp,
+        steps=launch.STEPS, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, cp=plan.cp,
         attention="eager" if plan.shape.sinks else "sdpa",
         loss="torch.nn.functional.cross_entropy" if plan.loss == "torch" else "torch.compile(torch.nn.functional.cross_entropy)",
     )  # fmt: skip
@@ -111,7 +109,7 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
         "accelerate.yaml": yaml.safe_dump(settings(plan, hardware), sort_keys=False),
         "model.json": json.dumps(config, indent=1) + "\n",
         "train.py": script,
-        **({launch.RUNS: row} if row else {}),
+        **launch.table_of(plan, hardware),
     }
     return Launchable(
         "accelerate", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
@@ -160,27 +158,29 @@ def huggingface(shape: Shape, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and a script on a model of transformers has not, beside options."""
-    s = plan.shape
-    for degree in _DEGREES:
-        if getattr(plan, degree) != 1:
-            yield f"{degree} is {getattr(plan, degree)}; it is exported with data and context parallelism alone: add --fix {degree}=1"
-    if not config or config.get("model_type") in _FOREIGN or _shape(config) != replace(s, source=""):
-        yield f"{plan.model} is not what a published configuration of transformers describes; it has those: give the path of a config.json"
-    if s.vision:
-        yield f"{plan.model} has a vision tower; its script trains on text alone: choose another target"
-    if s.positions and config.get("model_type") == "mpt":
-        yield f"{plan.model} has learned positions; transformers' MPT has ALiBi alone: choose another target"
-    if s.mtp:
-        yield f"{plan.model} predicts {s.mtp} more tokens; transformers trains the next one alone: choose another target"
-    if plan.loss not in _LOSSES or plan.moment_bytes != 4:
-        yield f"loss is {plan.loss} and moment_bytes {plan.moment_bytes}; it has loss {' or '.join(_LOSSES)} and moment_bytes 4"
-    if plan.cp > 1 and (s.sinks or s.linear or s.mamba or s.window):
-        yield f"cp is {plan.cp} for a model with other than plain causal attention; it shares out that alone: add --fix cp=1"
-    if plan.cp > 1 and plan.seq_len % (2 * plan.cp):
-        yield f"a sequence has {plan.seq_len} tokens; with cp {plan.cp} it has multiples of {2 * plan.cp}: change --seq"
-
-
-def _shape(config: Mapping[str, Any]) -> Shape:
-    from playbook.planner.huggingface import from_huggingface
-
-    return from_huggingface(config, "")
+    s, name, loss = plan.shape, plan.model, plan.loss
+    degrees = [(degree, getattr(plan, degree)) for degree in _DEGREES]
+    foreign = not config or config.get("model_type") in _FOREIGN or from_huggingface(config, "") != replace(s, source="")
+    lacking: list[tuple[object, str]] = [
+        *((n != 1, f"{d} is {n}; it is exported with data and context parallelism alone: add --fix {d}=1") for d, n in degrees),
+        (foreign, f"{name} is not what a published configuration of transformers describes; it has those: give the path of a config.json"),
+        (s.vision, f"{name} has a vision tower; its script trains on text alone: choose another target"),
+        (
+            s.positions and config.get("model_type") == "mpt",
+            f"{name} has learned positions; transformers' MPT has ALiBi alone: choose another target",
+        ),
+        (s.mtp, f"{name} predicts {s.mtp} more tokens; transformers trains the next one alone: choose another target"),
+        (
+            loss not in launch.LOSSES or plan.moment_bytes != 4,
+            f"loss is {loss} and moment_bytes {plan.moment_bytes}; it has loss {' or '.join(launch.LOSSES)} and moment_bytes 4",
+        ),
+        (
+            plan.cp > 1 and (s.sinks or s.linear or s.mamba or s.window),
+            f"cp is {plan.cp} for a model with other than plain causal attention; it shares out that alone: add --fix cp=1",
+        ),
+        (
+            plan.cp > 1 and plan.seq_len % (2 * plan.cp),
+            f"a sequence has {plan.seq_len} tokens; with cp {plan.cp} it has multiples of {2 * plan.cp}: change --seq",
+        ),
+    ]
+    yield from (words for holds, words in lacking if holds)

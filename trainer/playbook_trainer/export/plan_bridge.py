@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from playbook.planner.plan import Plan
-from playbook_trainer.export.launch import Launchable, refuse, torchrun
-from playbook_trainer.export.plan_megatron import STEPS, environment, inexpressible, notes, settings
+from playbook_trainer.export.launch import STEPS, Launchable, refuse, torchrun
+from playbook_trainer.export.plan_megatron import environment, inexpressible, notes, settings
 from playbook_trainer.export.sheet import RELEASES
 
 _FILE = "plan_bridge.py"
@@ -84,7 +84,7 @@ def _script(plan: Plan) -> str:
 
 def _besides(plan: Plan) -> list[tuple[str, str, str]]:
     """What Megatron-LM derives from its flags, and the data."""
-    half = "torch.bfloat16"
+    half, sharding, shape = "torch.bfloat16", plan.options.sharding, plan.shape
     fields = [
         ("model", "params_dtype", half), ("model", "pipeline_dtype", half),
         ("optimizer", "bf16", "True"), ("optimizer", "params_dtype", half),
@@ -94,21 +94,22 @@ def _besides(plan: Plan) -> list[tuple[str, str, str]]:
         ("dataset", "dataloader_type", "'single'"), ("tokenizer", "tokenizer_type", "'NullTokenizer'"),
         ("tokenizer", "vocab_size", str(plan.shape.vocab)),
     ]  # fmt: skip
-    if not (plan.shape.experts and plan.shape.output_bias):
-        fields.append(("model", "bias_dropout_fusion", "True"))
-    if plan.shape.vocab % plan.tp:  # it pads the rows of a tokenizer, and takes the model's as they are
-        fields.append(("tokenizer", "use_tokenizer_vocab_size", "True"))
-    if plan.options.sharding in ("optimizer", "fsdp"):
-        fields.append(("optimizer", "use_distributed_optimizer", "True"))
-    if plan.options.sharding == "fsdp":
-        fields.append(("ddp", "use_megatron_fsdp", "True"))
-    if plan.shape.linear:
-        fields.append(("model", "transformer_layer_spec", _VARIANT))
-    elif plan.shape.experts and plan.shape.mamba is None:
-        fields.append(("model", "transformer_layer_spec", f"partial({_BLOCK}, use_transformer_engine=True)"))
-    if plan.shape.mamba is None:
-        fields.append(("model", "bias_activation_fusion", str(plan.shape.gated)))
-    return fields
+    asked = [
+        (not (shape.experts and shape.output_bias), "model", "bias_dropout_fusion", "True"),
+        # It pads the rows of a tokenizer, and takes the model's as they are.
+        (shape.vocab % plan.tp > 0, "tokenizer", "use_tokenizer_vocab_size", "True"),
+        (sharding in ("optimizer", "fsdp"), "optimizer", "use_distributed_optimizer", "True"),
+        (sharding == "fsdp", "ddp", "use_megatron_fsdp", "True"),
+        (shape.linear, "model", "transformer_layer_spec", _VARIANT),
+        (
+            shape.experts and not shape.mamba and not shape.linear,
+            "model",
+            "transformer_layer_spec",
+            f"partial({_BLOCK}, use_transformer_engine=True)",
+        ),
+        (not shape.mamba, "model", "bias_activation_fusion", str(shape.gated)),
+    ]
+    return fields + [(section, field, value) for holds, section, field, value in asked if holds]
 
 
 def _expression(field: str, value: Any) -> str:

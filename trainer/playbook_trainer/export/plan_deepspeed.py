@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from playbook.planner.models import fields_of
 from playbook.planner.options import LORA_TARGETS
 from playbook.planner.plan import Plan
 from playbook_trainer.export import launch, plan_accelerate
@@ -57,16 +58,14 @@ for step in range(1, STEPS + 1):
 '''
 
 
-def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = None, steps: int = 20) -> Launchable:
-    """The plan for DeepSpeed on random tokens. `fields` are the published configuration of a model that its name does not tell.
+def launchable(plan: Plan, hardware: str) -> Launchable:
+    """The plan for DeepSpeed on random tokens.
 
     Raises:
         ConfigError: DeepSpeed has no words for the plan, or transformers' configuration none for its model.
     """
-    from playbook.planner.models import fields_of
-
     o = plan.options
-    config = plan_accelerate.huggingface(plan.shape, fields_of(plan.model) if fields is None else fields)
+    config = plan_accelerate.huggingface(plan.shape, fields_of(plan.model))
     expressed = {
         "sharding": tuple(_STAGE), "recompute": ((), ("full",)), "compiled": (False,), "optimizer_offload": (0, 100),
         "lora": range(_LARGEST_RANK),
@@ -75,14 +74,13 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     launch.require(plan, RELEASE, expressed, _lacks(plan, config), {"master_bytes": 4})
     recompute = "model.gradient_checkpointing_enable(dict(use_reentrant=False))\n" if o.recompute else ""
     script = _SCRIPT.format(
-        steps=steps, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, init=o.sharding == "zero3",
+        steps=launch.STEPS, samples=plan.mbs, accumulate=plan.microbatches, tokens=plan.seq_len, init=o.sharding == "zero3",
         attention="eager" if plan.shape.sinks else "sdpa", adapters=_adapters(plan), recompute=recompute,
     )  # fmt: skip
-    row = launch.row_of(plan, hardware)
     files = {
         "ds_config.json": json.dumps(settings(plan), indent=1) + "\n", "model.json": json.dumps(config, indent=1) + "\n",
         "train.py": script,
-        **({launch.RUNS: row} if row else {}),
+        **launch.table_of(plan, hardware),
     }  # fmt: skip
     return Launchable(
         "deepspeed", RELEASE, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, (*torchrun(plan.gpus), "train.py"), files,
@@ -94,9 +92,10 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
 def settings(plan: Plan) -> dict[str, Any]:
     """What DeepSpeed reads."""
     o = plan.options
-    zero: dict[str, Any] = {"stage": _STAGE[o.sharding], "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    if o.optimizer_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    zero = {
+        "stage": _STAGE[o.sharding], "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True,
+        **launch.chosen((o.optimizer_offload, {"offload_optimizer": {"device": "cpu", "pin_memory": True}})),
+    }  # fmt: skip
     return {
         "train_batch_size": plan.global_batch, "train_micro_batch_size_per_gpu": plan.mbs, "gradient_accumulation_steps": plan.microbatches,
         "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": {2: "bf16", 4: "fp32"}[plan.grad_bytes]}, "gradient_clipping": 1.0,
@@ -117,10 +116,16 @@ def _adapters(plan: Plan) -> str:
 
 def _lacks(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and DeepSpeed has not, beside options."""
-    yield from plan_accelerate.lacks(plan, config)
-    if plan.cp != 1:
-        yield f"cp is {plan.cp}; it is exported with data parallelism alone: add --fix cp=1"
-    if "experts" in plan.options.lora_targets:
-        yield "lora_targets has experts, whose stacked weights peft names in another way for each model: leave experts out"
-    if plan.options.lora and plan.shape.mla:
-        yield f"lora on {plan.model}, whose compressed attention names its matrices in its own way: choose another target"
+    lora = plan.options.lora
+    lacking = (
+        (plan.cp != 1, f"cp is {plan.cp}; it is exported with data parallelism alone: add --fix cp=1"),
+        (
+            "experts" in plan.options.lora_targets,
+            "lora_targets has experts, whose stacked weights peft names in another way for each model: leave experts out",
+        ),
+        (
+            lora and plan.shape.mla,
+            f"lora on {plan.model}, whose compressed attention names its matrices in its own way: choose another target",
+        ),
+    )
+    yield from (*plan_accelerate.lacks(plan, config), *(words for holds, words in lacking if holds))

@@ -9,7 +9,6 @@ GPT-OSS and of windows by Megatron-Bridge 0.6.2, `megatron/bridge/models/gpt_oss
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -26,13 +25,11 @@ from playbook_trainer.config.environment import Platform, needed
 from playbook_trainer.config.megatron_fields import FP8_FORMAT
 from playbook_trainer.config.sections import ModelConfig
 from playbook_trainer.config.tree import model_names
-from playbook_trainer.export.launch import Launchable, refuse, torchrun
+from playbook_trainer.export.launch import STEPS, Launchable, by_flag, chosen, refuse, torchrun
 from playbook_trainer.export.render import flag, override
 from playbook_trainer.export.sheet import RELEASES, Setting
 
 Target = Literal["megatron-lm", "megatron-bridge"]
-STEPS = 20
-"""Steps of an exported run: enough for a median behind the first ones, which are slower."""
 _LR = 1e-4
 _SAID_GIB = 0.1
 _PLATFORMS: Mapping[str, Platform] = {"gb": "nvl72", "b": "blackwell"}
@@ -63,8 +60,10 @@ def inexpressible(plan: Plan) -> list[str]:
 
 def settings(plan: Plan, target: Target) -> list[Setting]:
     """Every field that the plan asks for, by section of Megatron-Bridge's configuration."""
+    # The model's own rows, or rows that ranks of TP divide.
+    vocabulary = {"vocab_size": plan.shape.vocab, "should_pad_vocab": plan.shape.vocab % plan.tp > 0}
     parts: Mapping[str, Mapping[str, Any]] = {
-        "model": {**model_fields(plan), **_vocabulary(plan), **_layout(plan), **_memory(plan), **_switches(plan, target)},
+        "model": {**model_fields(plan), **vocabulary, **_layout(plan), **_memory(plan), **_switches(plan, target)},
         "ddp": _data_parallel(plan),
         "dist": {"use_megatron_fsdp": plan.options.sharding == "fsdp", "use_torch_fsdp2": plan.options.sharding == "fsdp2"}
         | ({"use_tp_pp_dp_mapping": True} if _ORDERS[plan.options.rank_order] else {}),
@@ -98,22 +97,26 @@ def platform_of(hardware: str) -> Platform:
 
 def notes(plan: Plan, target: Target) -> list[str]:
     """What is assumed, and where the run differs from what was predicted."""
-    remarks = [f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"]
-    if plan.shape.experts and plan.even_rows:
-        remarks.append("routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train")
-    if plan.options.dispatcher in ("deepep", "hybridep"):
-        remarks.append(
-            f"{plan.options.dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it"
-        )
-    if not known(plan.model):
-        remarks.append(UNKNOWN)
+    dispatcher = plan.options.dispatcher
+    assumed = (
+        (True, f"{STEPS} steps on mock data, a constant learning rate, no checkpoint"),
+        (
+            plan.shape.experts and plan.even_rows,
+            "routing is forced to be even, as predicted; leave moe_router_force_load_balancing out to train",
+        ),
+        (
+            dispatcher in ("deepep", "hybridep"),
+            f"{dispatcher} needs the package deep_ep, which is built from source; --fix dispatcher=alltoall plans without it",
+        ),
+        (plan.model not in model_names(), UNKNOWN),
+    )
+    remarks = [words for holds, words in assumed if holds]
     if target == "megatron-lm" and plan.loss == "te":
         more = max(s.peak for s in stages(replace(plan, loss="native"))) - max(s.peak for s in stages(plan))
-        remarks += (
-            []
-            if more < _SAID_GIB * GIB
-            else [f"Megatron-LM refuses Transformer Engine's loss, which was planned; its own takes {more / GIB:.1f} GiB more at the peak"]
-        )
+        if more >= _SAID_GIB * GIB:
+            remarks.append(
+                f"Megatron-LM refuses Transformer Engine's loss, which was planned; its own takes {more / GIB:.1f} GiB more at the peak"
+            )
     return remarks
 
 
@@ -122,94 +125,77 @@ def chunk_sizes(plan: Plan) -> list[int]:
     return pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
 
 
-def _vocabulary(plan: Plan) -> dict[str, Any]:
-    """The model's own rows, or rows that ranks of TP divide."""
-    rows = plan.shape.vocab
-    return {"vocab_size": rows, "should_pad_vocab": rows % plan.tp > 0}
-
-
 def _layout(plan: Plan) -> dict[str, Any]:
     """Fields of degrees, row length, and how layers and context are split."""
-    o, sizes = plan.options, chunk_sizes(plan)
-    fields: dict[str, Any] = {
+    o, hybrid, sizes = plan.options, plan.shape.blocks, chunk_sizes(plan)
+    uneven = len(set(sizes)) > 1
+    return {
         "tensor_model_parallel_size": plan.tp, "pipeline_model_parallel_size": plan.pp, "context_parallel_size": plan.cp,
         "seq_length": plan.seq_len, "max_position_embeddings": max(plan.seq_len, plan.shape.positions),
         "sequence_parallel": plan.sequence_parallel,
+        **chosen(
+            (plan.shape.experts, {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}),
+            (hybrid, {"hybrid_layer_pattern": pattern(plan, sizes)}),
+            (uneven and not hybrid, {"pipeline_model_parallel_layout": pipeline.string(sizes, plan.shape.mtp)}),
+            (plan.vpp > 1 and not uneven and not hybrid, {"virtual_pipeline_model_parallel_size": plan.vpp}),
+            (plan.vpp > 1, {"overlap_p2p_comm": o.overlap_p2p}),
+            (plan.cp > 1, {"cp_comm_type": o.cp_comm or "p2p"}),
+            (plan.cp > 1 and o.cp_sizes, {"hierarchical_context_parallel_sizes": list(o.cp_sizes)}),
+        ),
     }  # fmt: skip
-    if plan.shape.experts:
-        fields |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
-    if plan.shape.blocks:
-        fields["hybrid_layer_pattern"] = pattern(plan, sizes)
-    elif len(set(sizes)) > 1:
-        fields["pipeline_model_parallel_layout"] = pipeline.string(sizes, plan.shape.mtp)
-    elif plan.vpp > 1:
-        fields["virtual_pipeline_model_parallel_size"] = plan.vpp
-    if plan.vpp > 1:
-        fields["overlap_p2p_comm"] = o.overlap_p2p
-    if plan.cp > 1:
-        fields["cp_comm_type"] = o.cp_comm or "p2p"
-        fields |= {"hierarchical_context_parallel_sizes": list(o.cp_sizes)} if o.cp_sizes else {}
-    return fields
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
     o = plan.options
-    fields: dict[str, Any] = {}
-    if "full" in o.recompute:
-        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif o.recompute:
-        fields |= {"recompute_granularity": "selective", "recompute_modules": list(o.recompute)}
-    if o.offload:
-        fields |= {"cpu_offloading": True, "cpu_offloading_num_layers": (plan.shape.layers - 1) * o.offload_percent // 100}
-    if o.offload_modules:
-        fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(o.offload_modules)}
-    return fields
+    full, on_host = "full" in o.recompute, (plan.shape.layers - 1) * o.offload_percent // 100
+    return chosen(
+        (full, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        (o.recompute and not full, {"recompute_granularity": "selective", "recompute_modules": list(o.recompute)}),
+        (o.offload, {"cpu_offloading": True, "cpu_offloading_num_layers": on_host}),
+        (o.offload_modules, {"fine_grained_activation_offloading": True, "offload_modules": list(o.offload_modules)}),
+    )
 
 
 def _switches(plan: Plan, target: Target) -> dict[str, Any]:
     """Fields of precision, fused kernels, dispatcher, overlaps and CUDA graphs."""
     o, shape, lm = plan.options, plan.shape, target == "megatron-lm"
-    fields: dict[str, Any] = {
+    backend, whole = o.dispatcher if o.dispatcher in FLEX else None, "full_iteration" in o.graphs
+    return {
         "bf16": True, "attention_backend": _ATTENTION[o.attention],
         "cross_entropy_loss_fusion": plan.loss != "torch", "cross_entropy_fusion_impl": "te" if plan.loss == "te" and not lm else "native",
         # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
         "apply_rope_fusion": (shape.mla is None or model_fields(plan).get("rope_type") == "yarn") and not shape.mamba,
         # The fused sum wants a kernel of Apex.
         "gradient_accumulation_fusion": False,
+        **chosen(
+            (shape.experts, {"moe_token_dispatcher_type": "flex" if backend else o.dispatcher or "alltoall"}),
+            (shape.experts and backend, {"moe_flex_dispatcher_backend": backend}),
+            (shape.experts and plan.even_rows, {"moe_router_force_load_balancing": True}),
+            (shape.experts and o.capacity, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
+            (o.ep_overlap, {"overlap_moe_expert_parallel_comm": True}),
+            (o.delay_wgrad, {"delay_wgrad_compute": True}),
+            (o.shared_overlap and shape.shared_ffn > 0, {"moe_shared_expert_overlap": True}),
+            (o.fp8_params, {"fp8_param": True}),
+            (o.sharding == "fsdp", {"init_model_with_meta_device": True}),
+            (o.graphs, {"cuda_graph_impl": "full_iteration" if whole else "transformer_engine"}),
+            (o.graphs and not whole, {"cuda_graph_modules": list(o.graphs)}),
+            (o.fp8, {"fp8": FP8_FORMAT.get(o.fp8), "fp8_recipe": o.fp8}),
+        ),
     }  # fmt: skip
-    if shape.experts:
-        backend = o.dispatcher if o.dispatcher in FLEX else None
-        fields |= {"moe_token_dispatcher_type": "flex" if backend else o.dispatcher or "alltoall"}
-        fields |= {"moe_flex_dispatcher_backend": backend} if backend else {}
-        fields |= {"moe_router_force_load_balancing": True} if plan.even_rows else {}
-        fields |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True} if o.capacity else {}
-    chosen = {
-        "overlap_moe_expert_parallel_comm": o.ep_overlap, "delay_wgrad_compute": o.delay_wgrad,
-        "moe_shared_expert_overlap": o.shared_overlap and shape.shared_ffn > 0, "fp8_param": o.fp8_params,
-        "init_model_with_meta_device": o.sharding == "fsdp",
-    }  # fmt: skip
-    fields |= {name: True for name, on in chosen.items() if on}
-    if o.graphs:
-        whole = "full_iteration" in o.graphs
-        fields["cuda_graph_impl"] = "full_iteration" if whole else "transformer_engine"
-        fields |= {} if whole else {"cuda_graph_modules": list(o.graphs)}
-    if o.fp8:
-        fields |= {"fp8": FP8_FORMAT[o.fp8], "fp8_recipe": o.fp8}
-    return fields
 
 
 def _data_parallel(plan: Plan) -> dict[str, Any]:
     o = plan.options
-    sharded = o.sharding in ("optimizer", "fsdp")
-    fields: dict[str, Any] = {
+    sharded, gradients = o.sharding in ("optimizer", "fsdp"), _DTYPES[plan.grad_bytes]
+    return {
         "use_distributed_optimizer": sharded, "overlap_grad_reduce": o.sharding != "fsdp2", "overlap_param_gather": sharded,
         "grad_reduce_in_fp32": plan.grad_bytes == 4,
+        **chosen(
+            (o.optimizer_instances > 1, {"num_distributed_optimizer_instances": o.optimizer_instances}),
+            (o.sharding == "fsdp",
+             {"data_parallel_sharding_strategy": "optim_grads_params", "megatron_fsdp_main_grads_dtype": gradients}),
+        ),
     }  # fmt: skip
-    if o.optimizer_instances > 1:
-        fields["num_distributed_optimizer_instances"] = o.optimizer_instances
-    if o.sharding == "fsdp":
-        fields |= {"data_parallel_sharding_strategy": "optim_grads_params", "megatron_fsdp_main_grads_dtype": _DTYPES[plan.grad_bytes]}
-    return fields
 
 
 def _is_precision_aware(plan: Plan) -> bool:
@@ -222,15 +208,17 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
     It keeps of a master weight the 16 bits that the weight lacks.
     """
-    fields: dict[str, Any] = {"optimizer": "adam", "lr": _LR}
-    if _is_precision_aware(plan):
-        moments = _DTYPES[plan.moment_bytes]
-        fields |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-        fields |= {"main_grads_dtype": _DTYPES[plan.grad_bytes]}
-    if plan.options.optimizer_offload:
-        share = plan.options.optimizer_offload / 100
-        fields |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
-    return fields
+    moments, gradients = _DTYPES[plan.moment_bytes], _DTYPES[plan.grad_bytes]
+    share = plan.options.optimizer_offload / 100
+    return {
+        "optimizer": "adam", "lr": _LR,
+        **chosen(
+            (_is_precision_aware(plan),
+             {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, "main_grads_dtype": gradients}),
+            (share,
+             {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}),
+        ),
+    }  # fmt: skip
 
 
 _SPOKEN = frozenset(
@@ -257,13 +245,7 @@ def launchable(plan: Plan, hardware: str) -> Launchable:
 
 def flag_lines(plan: Plan) -> list[str]:
     """Megatron-LM's flags, each with its values in one line."""
-    lines: list[str] = []
-    for word in flags(plan):
-        if word.startswith("--"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return lines
+    return by_flag(flags(plan))
 
 
 def override_lines(plan: Plan) -> list[str]:
@@ -284,16 +266,16 @@ def flags(plan: Plan) -> list[str]:
     words += {"quick_gelu": ["--quick-geglu"], "squared_relu": ["--squared-relu"]}.get(values["activation_func"], [])
     if values["activation_func"] == "quick_gelu":
         words.remove("--swiglu")
-    if "num_query_groups" in values:
-        words.append("--group-query-attention")
-    if "window_size" in values:
-        words += ["--window-size", ",".join(map(str, values["window_size"]))]
-    if plan.options.sharding == "fsdp":
-        words += ["--megatron-fsdp-main-grads-dtype", values["megatron_fsdp_main_grads_dtype"]]
     rows = str(plan.shape.vocab)
-    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", rows]
-    words += [] if values["should_pad_vocab"] else ["--padded-vocab-size", rows]
-    return [*words, "--mock-data", "--no-create-attention-mask-in-dataloader"]
+    behind = (
+        ("num_query_groups" in values, ["--group-query-attention"]),
+        ("window_size" in values, ["--window-size", ",".join(map(str, values.get("window_size", ())))]),
+        (plan.options.sharding == "fsdp", ["--megatron-fsdp-main-grads-dtype", _DTYPES[plan.grad_bytes]]),
+        (True, ["--tokenizer-type", "NullTokenizer", "--vocab-size", rows]),
+        (not values["should_pad_vocab"], ["--padded-vocab-size", rows]),
+        (True, ["--mock-data", "--no-create-attention-mask-in-dataloader"]),
+    )
+    return [*words, *(word for holds, more in behind if holds for word in more)]
 
 
 UNKNOWN = (
@@ -372,21 +354,18 @@ def _activation(shape: Shape) -> dict[str, Any]:
 def _attention(shape: Shape) -> dict[str, Any]:
     """Fields of attention: multi-latent, grouped, in windows, gated, with sinks, or linear."""
     mla, linear = shape.mla, shape.linear
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"num_query_groups": shape.kv_heads}
     if mla:
-        fields |= {
+        fields = {
             "multi_latent_attention": True, "q_lora_rank": mla.q_rank or None, "kv_lora_rank": mla.kv_rank, "qk_head_dim": mla.nope_dim,
             "qk_pos_emb_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "rope_type": "rope",
         }  # fmt: skip
-    else:
-        fields["num_query_groups"] = shape.kv_heads
-    if shape.attention_gate:
-        fields["attention_output_gate"] = True
-    if shape.sinks:
-        fields["softmax_type"] = "learnable"
-    if shape.window:
-        fields["window_size"] = (shape.window - 1, 0)
-        fields |= {"window_attn_skip_freq": shape.window_every} if shape.window_every else {}
+    fields |= chosen(
+        (shape.attention_gate, {"attention_output_gate": True}),
+        (shape.sinks, {"softmax_type": "learnable"}),
+        (shape.window, {"window_size": (shape.window - 1, 0)}),
+        (shape.window and shape.window_every, {"window_attn_skip_freq": shape.window_every}),
+    )
     if linear:
         fields |= {
             "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear.full_every,
@@ -430,23 +409,20 @@ def _hybrid(plan: Plan) -> dict[str, Any]:
     }
 
 
-def known(model: str) -> bool:
-    """Whether a preset of this trainer says more of the model than its shape."""
-    return model in model_names()
-
-
 def _preset(model: str) -> Mapping[str, Any]:
     """What the preset of a model says beyond its shape: positions, norms and the router's arithmetic."""
-    if not known(model):
+    if model not in model_names():
         return {}
     m = ModelConfig.model_validate({"name": model, **read(data_root("configs") / "models" / f"{model}.yaml")[0]})
     fields: dict[str, Any] = {"rotary_base": int(m.rope_theta), "layernorm_epsilon": m.rms_norm_eps, "init_method_std": m.init_std}
     if m.num_experts:
-        groups = {"moe_router_num_groups": m.router_groups, "moe_router_group_topk": m.router_group_top_k} if m.router_groups else {}
-        scale = {} if m.router_scale == 1 else {"moe_router_topk_scaling_factor": m.router_scale}
         fields |= {
             "moe_router_pre_softmax": not m.norm_topk_prob or m.top_k == 1, "moe_router_score_function": m.router_score,
-            "moe_router_enable_expert_bias": m.router_bias, **groups, **scale,
+            "moe_router_enable_expert_bias": m.router_bias,
+            **chosen(
+                (m.router_groups, {"moe_router_num_groups": m.router_groups, "moe_router_group_topk": m.router_group_top_k}),
+                (m.router_scale != 1, {"moe_router_topk_scaling_factor": m.router_scale}),
+            ),
         }  # fmt: skip
     if m.yarn:
         fields |= {

@@ -15,8 +15,8 @@ from playbook.planner.shapes import Shape
 from playbook.yaml_files import read
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import from_data, model_names
-from playbook_trainer.export.launch import Launchable, refuse, torchrun
-from playbook_trainer.export.plan_megatron import STEPS, chunk_sizes
+from playbook_trainer.export.launch import STEPS, Launchable, chosen, refuse, torchrun
+from playbook_trainer.export.plan_megatron import chunk_sizes
 
 _FILE = "plan.yaml"
 _OUTPUT = "run"
@@ -106,28 +106,26 @@ def configuration(plan: Plan) -> dict[str, Any]:
             **({"attention": _ATTENTION[o.attention]} if o.attention in _ATTENTION else {}),
         },
     }  # fmt: skip
-    if plan.shape.experts:
-        config["moe"] = {"dispatcher": o.dispatcher or "alltoall", **({"capacity_factor": 1.0} if o.capacity else {})}
-    if o.backend == "megatron":
-        chosen = {
-            "cp_comm_type": o.cp_comm,
-            "cp_sizes": list(o.cp_sizes),
-            "offload_modules": list(o.offload_modules),
-            "fp8_param": o.fp8_params,
-        }
-        config["megatron"] = {
-            "data_parallel": _DATA_PARALLEL[o.sharding], "grad_reduce_dtype": _NAMES[plan.grad_bytes],
-            "precision_aware_optimizer": o.precision_aware, "overlap_expert_parallel": o.ep_overlap,
-            "optimizer_offload_fraction": o.optimizer_offload / 100, **{k: v for k, v in chosen.items() if v},
-            **({"cuda_graph_impl": "full_iteration"} if "full_iteration" in o.graphs else {}),
-        }  # fmt: skip
-    if plan.moment_bytes == 2:
-        config["optimizer"] = {"moments_dtype": "bf16"}
-    if o.fp8:
-        config["precision"] = {"fp8": o.fp8}
-    if o.offload:
-        config["offload"] = {"activations": True}
-    return config
+    moe = {"dispatcher": o.dispatcher or "alltoall", **chosen((o.capacity, {"capacity_factor": 1.0}))}
+    megatron = {
+        "data_parallel": _DATA_PARALLEL.get(o.sharding), "grad_reduce_dtype": _NAMES[plan.grad_bytes],
+        "precision_aware_optimizer": o.precision_aware, "overlap_expert_parallel": o.ep_overlap,
+        "optimizer_offload_fraction": o.optimizer_offload / 100,
+        **chosen(
+            (o.cp_comm, {"cp_comm_type": o.cp_comm}),
+            (o.cp_sizes, {"cp_sizes": list(o.cp_sizes)}),
+            (o.offload_modules, {"offload_modules": list(o.offload_modules)}),
+            (o.fp8_params, {"fp8_param": True}),
+            ("full_iteration" in o.graphs, {"cuda_graph_impl": "full_iteration"}),
+        ),
+    }  # fmt: skip
+    return config | chosen(
+        (plan.shape.experts, {"moe": moe}),
+        (o.backend == "megatron", {"megatron": megatron}),
+        (plan.moment_bytes == 2, {"optimizer": {"moments_dtype": "bf16"}}),
+        (o.fp8, {"precision": {"fp8": o.fp8}}),
+        (o.offload, {"offload": {"activations": True}}),
+    )
 
 
 def is_preset(plan: Plan) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook_trainer.config.environment import Platform, variables
-from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
 from playbook_trainer.export import megatron, torchtitan
-from playbook_trainer.export.sheet import RELEASES, Remark, Setting, Sheet, Target, leaves
+from playbook_trainer.export.sheet import RELEASES, Remark, Setting, Sheet, Target
 
 TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
 
@@ -63,15 +63,10 @@ class Exported:
     settings: list[Setting]
     environment: Mapping[str, str]
 
-    @property
-    def release(self) -> str:
-        """The release that the fields were compared with."""
-        return RELEASES[self.target]
-
     def text(self) -> str:
         """The document: settings, then, as comments, what cannot be said."""
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(f"# fields as in {self.release}")
+        head.append(f"# fields as in {RELEASES[self.target]}")
         return "\n".join([*head, *self.lines, *(f"# not expressible: {r.key}: {r.why}" for r in self.missing)]) + "\n"
 
     def document(self) -> dict[str, Any]:
@@ -80,7 +75,7 @@ class Exported:
             "target": self.target,
             "lines": self.lines,
             "environment": dict(self.environment),
-            "release": self.release,
+            "release": RELEASES[self.target],
             "settings": [
                 {"keys": list(s.keys), "name": ".".join(filter(None, (s.section, s.field))), "value": s.value} for s in self.settings
             ],
@@ -168,7 +163,7 @@ def change(keys: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def _said(keys: Mapping[str, Any], target: Target, base: Path) -> list[str]:
     """The settings of a target that say these keys on top of a base configuration; none where one of the keys has no words there."""
-    usual = dict(leaves(load(base).model_dump(mode="json")))
+    usual = flatten(dump(load(base)))
     keys = {k: v for k, v in keys.items() if k != "backend"}
     tree_keys = {k: True if isinstance(usual.get(k), bool) and isinstance(v, str) else v for k, v in keys.items() if k in usual}
     stated = tree_keys if _config(base, tree_keys) else {k: v for k, v in tree_keys.items() if _config(base, {k: v})}

@@ -4,13 +4,13 @@ or cannot be said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import SWITCHES
-from playbook_trainer.config.tree import TrainerConfig, dump, neutral
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, neutral
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 READING = " ".join(
@@ -35,6 +35,7 @@ READING = " ".join(
     ]
 )
 """Keys of this trainer's reader of data, as words; every target has another."""
+MEGATRON = "a setting of the megatron backend"
 _NO_VALUE = object()
 
 
@@ -61,7 +62,7 @@ class Sheet:
 
     def __init__(self, config: TrainerConfig, target: Target) -> None:
         self.config, self.target = automatic.switched(config, automatic.Target()), target
-        self.values = dict(leaves(dump(config)))
+        self.values = flatten(dump(config))
         self.auto = {key for key in SWITCHES if self.values[key] == "auto"}
         """Switches that leave the choice to the target."""
         self.settings: list[Setting] = []
@@ -73,6 +74,11 @@ class Sheet:
         if keys and set(keys.split()) <= self.auto:
             return
         self.settings.append(Setting(tuple(keys.split()), section, field, value))
+
+    def table(self, section: str, *rows: tuple[str, str, Any]) -> None:
+        """Settings of a section: of each its keys, its field and its value."""
+        for keys, field, value in rows:
+            self.put(keys, section, field, value)
 
     def lack(self, keys: str, why: str) -> None:
         """Keys that cannot be said there."""
@@ -101,15 +107,6 @@ class Sheet:
                 self.skip(key, "auto: the target chooses")
             else:
                 self.plain(key, neutral().get(key, _NO_VALUE), reasons.get(key, "this version of the export does not know it"))
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a configuration by its dotted key."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def shown(value: Any) -> str:

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from playbook.planner import pipeline
-from playbook.planner.models import from_preset
+from playbook.planner.models import fields_of, from_preset
 from playbook.planner.plan import Plan
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import launch, torchtitan_file
 from playbook_trainer.export.launch import Launchable
-from playbook_trainer.export.sheet import READING, Setting, Sheet
+from playbook_trainer.export.sheet import MEGATRON, READING, Setting, Sheet
 from playbook_trainer.export.torchtitan_file import DISPATCHERS, FUNCTION, RECOMPUTE, RELEASE, Code, document, stages
 
-MEGATRON = "a setting of the megatron backend"
 _COMPILED = {"decoder": "model", "loss": "loss"}
 
 _WHY = {
@@ -136,10 +135,8 @@ def _data(sheet: Sheet) -> None:
         sheet.put("data.path", "dataloader", "dataset_path", data.path)
     else:
         sheet.skip("data.path", "the bundled data is this trainer's own; choose dataloader.dataset")
-    if data.kind == "text":
-        sheet.skip("data.kind", "text is what it trains on")
-    else:
-        sheet.lack("data.kind", "text is what it trains on")
+    say = sheet.skip if data.kind == "text" else sheet.lack
+    say("data.kind", "text is what it trains on")
     if data.tokenizer == "byte":
         sheet.lack("data.tokenizer", "give hf_assets_path, a folder with a tokenizer.json")
     else:
@@ -151,22 +148,23 @@ def _parallel(sheet: Sheet) -> None:
     """Degrees and sharding, the pipeline's schedule and its split."""
     par = sheet.config.parallel
     if sheet.config.backend == "megatron" or par.fsdp:
-        sheet.put("parallel.dp_replicate", "parallelism", "data_parallel_replicate_degree", par.dp_replicate)
-        sheet.put("parallel.fsdp", "parallelism", "data_parallel_shard_degree", -1)
-        sheet.put(
-            "parallel.reshard_after_forward",
+        sheet.table(
             "parallelism",
-            "fsdp_reshard_after_forward",
-            "always" if par.reshard_after_forward else "never",
+            ("parallel.dp_replicate", "data_parallel_replicate_degree", par.dp_replicate),
+            ("parallel.fsdp", "data_parallel_shard_degree", -1),
+            ("parallel.reshard_after_forward", "fsdp_reshard_after_forward", "always" if par.reshard_after_forward else "never"),
         )
     else:
         sheet.lack("parallel.fsdp", "replicas without sharding: set data_parallel_replicate_degree to the number of data-parallel ranks")
         sheet.skip("parallel.dp_replicate parallel.reshard_after_forward", "nothing is sharded")
-    sheet.put("parallel.tp", "parallelism", "tensor_parallel_degree", par.tp)
-    sheet.put("parallel.pp", "parallelism", "pipeline_parallel_degree", par.pp)
-    sheet.put("parallel.vpp", "parallelism", "pipeline_parallel_schedule", "1F1B" if par.vpp == 1 else "Interleaved1F1B")
-    sheet.put("parallel.cp", "parallelism", "context_parallel_degree", par.cp)
-    sheet.put("parallel.ep", "parallelism", "expert_parallel_degree", par.ep)
+    sheet.table(
+        "parallelism",
+        ("parallel.tp", "tensor_parallel_degree", par.tp),
+        ("parallel.pp", "pipeline_parallel_degree", par.pp),
+        ("parallel.vpp", "pipeline_parallel_schedule", "1F1B" if par.vpp == 1 else "Interleaved1F1B"),
+        ("parallel.cp", "context_parallel_degree", par.cp),
+        ("parallel.ep", "expert_parallel_degree", par.ep),
+    )
     split = par.tp if par.ep == 1 else 1
     if not sheet.config.model.num_experts or (par.etp or par.tp) == split:
         sheet.skip("parallel.etp", "experts are split by tp without EP, and not at all with it")
@@ -179,10 +177,9 @@ def _parallel(sheet: Sheet) -> None:
         sheet.put("parallel.pp parallel.vpp", "parallelism", "module_fqns_per_model_part", stages(sizes))
     if par.cp == 1:
         sheet.skip("parallel.cp_comm", "there is no context parallelism")
-    elif par.cp_comm == "allgather":
-        sheet.skip("parallel.cp_comm", "keys and values are always gathered")
     else:
-        sheet.lack("parallel.cp_comm", "keys and values are always gathered")
+        say = sheet.skip if par.cp_comm == "allgather" else sheet.lack
+        say("parallel.cp_comm", "keys and values are always gathered")
     sheet.put("parallel.sequence_parallel", "parallelism", "enable_sequence_parallel", par.sequence_parallel)
 
 
@@ -205,30 +202,38 @@ def _training(sheet: Sheet) -> None:
     """Batch sizes, steps, precision, the optimizer and its learning rate."""
     config, opt, train = sheet.config, sheet.config.optimizer, sheet.config.train
     # With a pipeline it cuts local_batch_size into micro-batches: as many as there are stages; the rest is accumulated.
-    sheet.put("train.micro_batch_size", "training", "local_batch_size", train.micro_batch_size * config.parallel.pp)
-    sheet.put("train.global_batch_size", "training", "global_batch_size", train.global_batch_size)
-    sheet.put("train.steps", "training", "steps", train.steps)
-    sheet.put("optimizer.clip_norm", "training", "max_norm", opt.clip_norm)
-    sheet.put("train.dtype", "training", "dtype", "float32")
-    sheet.put("train.dtype", "training", "mixed_precision_param", "bfloat16" if train.dtype == "bf16" else "float32")
-    sheet.put("offload.optimizer", "training", "enable_cpu_offload", config.offload.optimizer)
-    sheet.put("", "training", "disable_cuda_graphs", True)
-    sheet.put("optimizer.lr", "optimizer", "lr", opt.lr)
-    sheet.put("optimizer.betas", "optimizer", "betas", tuple(opt.betas))
-    sheet.put("optimizer.eps", "optimizer", "eps", opt.eps)
-    sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
-    sheet.put("optimizer.moments_dtype", "optimizer", "implementation", "fused_opt_states_bf16" if opt.moments_dtype == "bf16" else "fused")
+    sheet.table(
+        "training",
+        ("train.micro_batch_size", "local_batch_size", train.micro_batch_size * config.parallel.pp),
+        ("train.global_batch_size", "global_batch_size", train.global_batch_size),
+        ("train.steps", "steps", train.steps),
+        ("optimizer.clip_norm", "max_norm", opt.clip_norm),
+        ("train.dtype", "dtype", "float32"),
+        ("train.dtype", "mixed_precision_param", "bfloat16" if train.dtype == "bf16" else "float32"),
+        ("offload.optimizer", "enable_cpu_offload", config.offload.optimizer),
+        ("", "disable_cuda_graphs", True),
+    )
+    sheet.table(
+        "optimizer",
+        ("optimizer.lr", "lr", opt.lr),
+        ("optimizer.betas", "betas", tuple(opt.betas)),
+        ("optimizer.eps", "eps", opt.eps),
+        ("optimizer.weight_decay", "weight_decay", opt.weight_decay),
+        ("optimizer.moments_dtype", "implementation", "fused_opt_states_bf16" if opt.moments_dtype == "bf16" else "fused"),
+    )
     sheet.put("optimizer.warmup_steps", "lr_scheduler", "warmup_steps", opt.warmup_steps)
     if opt.schedule != "constant":
-        sheet.put("optimizer.schedule", "lr_scheduler", "decay_type", "cosine" if opt.schedule == "cosine" else "linear")
-        sheet.put("optimizer.min_lr_ratio", "lr_scheduler", "min_lr_factor", opt.min_lr_ratio)
+        sheet.table(
+            "lr_scheduler",
+            ("optimizer.schedule", "decay_type", "cosine" if opt.schedule == "cosine" else "linear"),
+            ("optimizer.min_lr_ratio", "min_lr_factor", opt.min_lr_ratio),
+        )
         if opt.schedule == "wsd":
             sheet.put("optimizer.decay_ratio", "lr_scheduler", "decay_ratio", opt.decay_ratio)
     else:
         sheet.put("optimizer.schedule", "lr_scheduler", "decay_ratio", 0.0)
         sheet.skip("optimizer.min_lr_ratio", "the rate is constant")
-    sheet.put("seed", "debug", "seed", config.seed)
-    sheet.put("train.deterministic", "debug", "deterministic", train.deterministic)
+    sheet.table("debug", ("seed", "seed", config.seed), ("train.deterministic", "deterministic", train.deterministic))
 
 
 def _switches(sheet: Sheet) -> None:
@@ -257,26 +262,30 @@ def _files(sheet: Sheet) -> None:
     sheet.put("checkpoint.dir", "checkpoint", "enable", on)
     if on:
         sheet.put("checkpoint.dir", "checkpoint", "folder", checkpoint.dir)
-    sheet.put("checkpoint.every", "checkpoint", "interval", checkpoint.every or config.train.steps)
-    sheet.put("checkpoint.keep", "checkpoint", "keep_latest_k", max(2, checkpoint.keep))
-    sheet.put("checkpoint.async_save", "checkpoint", "async_mode", "async" if checkpoint.async_save else "disabled")
-    sheet.put("checkpoint.export", "checkpoint", "last_save_in_hf", checkpoint.export is not None)
+    sheet.table(
+        "checkpoint",
+        ("checkpoint.every", "interval", checkpoint.every or config.train.steps),
+        ("checkpoint.keep", "keep_latest_k", max(2, checkpoint.keep)),
+        ("checkpoint.async_save", "async_mode", "async" if checkpoint.async_save else "disabled"),
+        ("checkpoint.export", "last_save_in_hf", checkpoint.export is not None),
+    )
     if config.init.weights is not None:
-        sheet.put("init.weights", "checkpoint", "initial_load_path", config.init.weights)
-        sheet.put("init.weights", "checkpoint", "initial_load_in_hf", True)
+        sheet.table("checkpoint", ("init.weights", "initial_load_path", config.init.weights), ("init.weights", "initial_load_in_hf", True))
     else:
         sheet.skip("init.weights", "weights are drawn from the seed")
-    sheet.put("tracker.tensorboard", "metrics", "enable_tensorboard", tracker.tensorboard)
-    sheet.put("tracker.wandb", "metrics", "enable_wandb", tracker.wandb)
+    sheet.table(
+        "metrics",
+        ("tracker.tensorboard", "enable_tensorboard", tracker.tensorboard),
+        ("tracker.wandb", "enable_wandb", tracker.wandb),
+        ("train.log_every", "log_freq", config.train.log_every),
+    )
     if tracker.wandb:
         sheet.lack("tracker.project", f"set WANDB_PROJECT={tracker.project} in the environment")
     else:
         sheet.skip("tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")
-    sheet.put("train.log_every", "metrics", "log_freq", config.train.log_every)
     sheet.put("eval.every", "validator", "enable", config.eval.every > 0)
     if config.eval.every:
-        sheet.put("eval.every", "validator", "freq", config.eval.every)
-        sheet.put("eval.batches", "validator", "steps", config.eval.batches)
+        sheet.table("validator", ("eval.every", "freq", config.eval.every), ("eval.batches", "steps", config.eval.batches))
     else:
         sheet.skip("eval.batches", "nothing is evaluated")
     sheet.put("profile.kineto", "profiler", "enable_profiling", config.profile.kineto)
@@ -354,27 +363,24 @@ _EXPRESSED: Mapping[str, tuple[Any, ...]] = {
     "sp": (None, True, False),
 }
 """Values of options that it has words for."""
-_LOSSES = ("torch", "compiled")
 _ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Source: torchtitan 0.3.0, `run_train.sh`."""
 
 
-def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = None, steps: int = 20) -> Launchable:
-    """The plan for torchtitan 0.3.0 on random tokens. `fields` are the published configuration of a model that its name does not tell.
+def launchable(plan: Plan, hardware: str) -> Launchable:
+    """The plan for torchtitan 0.3.0 on random tokens.
 
     Raises:
         ConfigError: torchtitan has no words for the plan or its model.
     """
-    from playbook.planner.models import fields_of
-
-    fields = fields_of(plan.model) if fields is None else fields
+    fields = fields_of(plan.model)
     launch.require(plan, RELEASE, _EXPRESSED, _lacks(plan, fields))
     even = "; routing is forced to be even, as the plan supposes" if plan.shape.experts and plan.even_rows else ""
     title = f"{launch.plain(plan.model)} on {plan.gpus} {hardware} GPUs, for {RELEASE}{even}."
     model = torchtitan_file.source(plan.shape, fields, plan.seq_len)
     last = plan.gpus // plan.pp * (plan.pp - 1)  # the first rank of the last stage knows the loss
     each = min(plan.gpus, launch.gpus_per_node(hardware))
-    row, nodes = launch.row_of(plan, hardware), launch.nodes(plan, hardware)
+    nodes = launch.nodes(plan, hardware)
     command = [
         "torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(each),
         "--local-ranks-filter", str(last % each), "--role", "rank", "--tee", "3", "-m", "torchtitan.train", "--module", _MODULE,
@@ -382,7 +388,7 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
     ]  # fmt: skip
     return Launchable(
         "torchtitan", RELEASE, _ENVIRONMENT, tuple(command),
-        {f"{_MODULE}.py": document(title, model, _sections(plan, steps), random=True), **({launch.RUNS: row} if row else {})},
+        {f"{_MODULE}.py": document(title, model, _sections(plan), random=True), **launch.table_of(plan, hardware)},
         ("torch 2.14 or newer; 2.12 does without a pipeline and HybridEP",
          "the time stamps of its lines are the clock: keep them in the log",
          launch.beside(plan, hardware, "tps of its last lines")),
@@ -392,21 +398,19 @@ def launchable(plan: Plan, hardware: str, *, fields: Mapping[str, Any] | None = 
 def parallelism(plan: Plan) -> dict[str, Any]:
     """Degrees, sharding and the pipeline's split, by field of `ParallelismConfig`."""
     o, replicas = plan.options, plan.options.sharding == "none"
-    fields: dict[str, Any] = {
+    return {
         "data_parallel_replicate_degree": plan.dp if replicas else 1, "data_parallel_shard_degree": 1 if replicas else plan.dp,
         "fsdp_reshard_after_forward": "never" if o.sharding == "optimizer" else "default", "tensor_parallel_degree": plan.tp,
         "enable_sequence_parallel": o.sp is not False, "context_parallel_degree": plan.cp, "expert_parallel_degree": plan.ep,
         "pipeline_parallel_degree": plan.pp,
-    }  # fmt: skip
-    if plan.pp > 1:
-        fields |= {
+        **launch.chosen((plan.pp > 1, {
             "pipeline_parallel_schedule": "1F1B" if plan.vpp == 1 else "Interleaved1F1B", "pipeline_parallel_microbatch_size": plan.mbs,
             "module_fqns_per_model_part": stages(pipeline.split(plan.shape.layers, plan.pp, plan.vpp)),
-        }  # fmt: skip
-    return fields
+        })),
+    }  # fmt: skip
 
 
-def _sections(plan: Plan, steps: int) -> dict[str, Any]:
+def _sections(plan: Plan) -> dict[str, Any]:
     """The sections of torchtitan's configuration, by name."""
     o, vocab, routed = plan.options, plan.shape.vocab, plan.shape.experts > 0
     backend = f', moe_comm_backend="{DISPATCHERS[o.dispatcher]}"' if routed else ""
@@ -421,7 +425,8 @@ def _sections(plan: Plan, steps: int) -> dict[str, Any]:
         "training": {
             # In a pipeline all micro-batches of a step pass in one go; elsewhere they are accumulated one by one.
             "local_batch_size": plan.mbs * (plan.microbatches if plan.pp > 1 else 1), "global_batch_size": plan.global_batch,
-            "seq_len": plan.seq_len, "steps": steps, "dtype": "float32", "mixed_precision_param": "bfloat16", "disable_cuda_graphs": True,
+            "seq_len": plan.seq_len, "steps": launch.STEPS, "dtype": "float32", "mixed_precision_param": "bfloat16",
+            "disable_cuda_graphs": True,
         },
         "parallelism": parallelism(plan),
         "activation_checkpoint": RECOMPUTE[o.recompute[0] if o.recompute else "none"],
@@ -433,35 +438,38 @@ def _sections(plan: Plan, steps: int) -> dict[str, Any]:
 
 def _lacks(plan: Plan, fields: Mapping[str, Any]) -> Iterator[str]:
     """What the plan asks for and torchtitan has not, beside options."""
-    s, tp, cp, pp = plan.shape, plan.tp, plan.cp, plan.pp
-    for words in torchtitan_file.lacking(s, fields):
-        yield f"{plan.model} has {words}; {torchtitan_file.HAS}: choose another target"
-    if plan.loss not in _LOSSES:
-        yield f"loss is {plan.loss}; it has {' and '.join(_LOSSES)}: set one of them with --fix loss="
-    if plan.moment_bytes not in (2, 4):
-        yield f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"
-    yield from (words for _, words in torchtitan_file.limits(s, tp, cp, pp))
+    s, tp, cp, pp, ep = plan.shape, plan.tp, plan.cp, plan.pp, plan.ep
+    micro_batches, dispatcher = plan.microbatches, plan.options.dispatcher
     tokens = (1 if plan.options.sp is False else tp) * (2 * cp if cp > 1 else 1)
-    if plan.seq_len % tokens:
-        yield f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq"
-    if plan.vpp > 1 and plan.microbatches % max(1, plan.microbatches // pp):
-        yield (
-            f"{plan.microbatches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: "
-            f"make it a multiple of pp {pp}"
-        )
-    if pp > 1 and plan.microbatches < pp:
-        yield f"{plan.microbatches} micro-batches for pp {pp}; it has schedules of at least {pp}: raise gbs or lower pp"
-    yield from _lacks_of_experts(plan)
-
-
-def _lacks_of_experts(plan: Plan) -> Iterator[str]:
-    etp = plan.tp if plan.ep == 1 else 1
-    if plan.shape.experts and plan.etp != etp:
-        yield (
-            f"etp is {plan.etp} with tp {plan.tp} and ep {plan.ep}; it splits experts by tp without EP, and not at all with it: "
-            f"add --fix etp={etp}"
-        )
-    if plan.options.dispatcher in ("deepep", "hybridep") and plan.ep == 1:
-        yield f"dispatcher is {plan.options.dispatcher} with ep 1; it has that with ep > 1"
-    if plan.options.sharding == "none" and (plan.tp * plan.cp) % plan.ep:
-        yield f"ep is {plan.ep} over replicas; it takes expert ranks from shards, cp and tp: set sharding=fsdp2"
+    etp = tp if ep == 1 else 1
+    lacking: list[tuple[object, str]] = [
+        *((True, f"{plan.model} has {has}; {torchtitan_file.HAS}: choose another target") for has in torchtitan_file.lacking(s, fields)),
+        (
+            plan.loss not in launch.LOSSES,
+            f"loss is {plan.loss}; it has {' and '.join(launch.LOSSES)}: set one of them with --fix loss=",
+        ),
+        (plan.moment_bytes not in (2, 4), f"moment_bytes is {plan.moment_bytes}; it has 4 and 2"),
+        *((True, words) for _, words in torchtitan_file.limits(s, tp, cp, pp)),
+        (
+            plan.seq_len % tokens,
+            f"a sequence has {plan.seq_len} tokens; with tp {tp} and cp {cp} it has multiples of {tokens}: change --seq",
+        ),
+        (
+            plan.vpp > 1 and micro_batches % max(1, micro_batches // pp),
+            f"{micro_batches} micro-batches for vpp {plan.vpp}; Interleaved1F1B has multiples of its rounds: make it a multiple of pp {pp}",
+        ),
+        (
+            pp > 1 and micro_batches < pp,
+            f"{micro_batches} micro-batches for pp {pp}; it has schedules of at least {pp}: raise gbs or lower pp",
+        ),
+        (
+            s.experts and plan.etp != etp,
+            f"etp is {plan.etp} with tp {tp} and ep {ep}; it splits experts by tp without EP, and not at all with it: add --fix etp={etp}",
+        ),
+        (dispatcher in ("deepep", "hybridep") and ep == 1, f"dispatcher is {dispatcher} with ep 1; it has that with ep > 1"),
+        (
+            plan.options.sharding == "none" and (tp * cp) % ep,
+            f"ep is {ep} over replicas; it takes expert ranks from shards, cp and tp: set sharding=fsdp2",
+        ),
+    ]
+    yield from (words for holds, words in lacking if holds)

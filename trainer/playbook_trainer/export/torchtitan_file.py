@@ -94,12 +94,24 @@ def lacking(shape: Shape, fields: Fields) -> Iterator[str]:
 
 def limits(shape: Shape, tp: int, cp: int, pp: int) -> Iterator[tuple[str, str]]:
     """Degrees that its models do not take, each by its name with what it has and what to do."""
-    if shape.kv_heads % tp:
-        yield "tp", f"tp is {tp} for {shape.kv_heads} heads of keys and values; it has tp that divides them: lower tp"
-    if shape.tied and pp > 1:
-        yield "pp", f"pp is {pp} for a model with one matrix for embedding and output; it has them on one stage: set pp=1"
-    if shape.mtp and (pp > 1 or cp > 1):
-        yield "pp", f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: set pp=1 and cp=1"
+    table = (
+        (
+            shape.kv_heads % tp,
+            "tp",
+            f"tp is {tp} for {shape.kv_heads} heads of keys and values; it has tp that divides them: lower tp",
+        ),
+        (
+            shape.tied and pp > 1,
+            "pp",
+            f"pp is {pp} for a model with one matrix for embedding and output; it has them on one stage: set pp=1",
+        ),
+        (
+            shape.mtp and (pp > 1 or cp > 1),
+            "pp",
+            f"pp is {pp} and cp {cp} for a model that predicts more tokens; it has that with pp 1 and cp 1 alone: set pp=1 and cp=1",
+        ),
+    )
+    yield from ((name, words) for holds, name, words in table if holds)
 
 
 def epsilon(shape: Shape) -> float:
@@ -118,7 +130,8 @@ def source(shape: Shape, fields: Fields, seq_len: int) -> list[str]:
     init = "_EMBEDDING_SKIP_INIT" if shape.tied else "_EMBEDDING_INIT"
     head = f.head.replace("DIM", str(shape.hidden))
     mtp = f"family._build_mtp_layers(layers[-1], dim={shape.hidden}, num_mtp_layers={shape.mtp})"
-    layers = call(f"family.{_builder(shape)}", {**_layers(shape, fields, f, seq_len), "**backends": Code("")})
+    builder = "_build_qwen3_moe_layers" if f is _QWEN and shape.experts else f.layers
+    layers = call(f"family.{builder}", {**_layers(shape, fields, f, seq_len), "**backends": Code("")})
     model = {
         "vocab_size": shape.vocab, "dim": shape.hidden, **({"enable_weight_tying": True} if shape.tied else {}),
         "tok_embeddings": Code(f"Embedding.Config(num_embeddings={shape.vocab}, embedding_dim={shape.hidden}, param_init=family.{init})"),
@@ -164,10 +177,6 @@ def _family(shape: Shape) -> _Family:
         return _GPT_OSS
     plain = not shape.qk_norm and not shape.experts and shape.heads * shape.head_dim == shape.hidden
     return _LLAMA if plain else _QWEN
-
-
-def _builder(shape: Shape) -> str:
-    return "_build_qwen3_moe_layers" if _family(shape) is _QWEN and shape.experts else _family(shape).layers
 
 
 def _layers(shape: Shape, fields: Fields, f: _Family, seq_len: int) -> dict[str, Any]:
@@ -323,7 +332,8 @@ def document(title: str, model: Sequence[str], sections: Mapping[str, Mapping[st
     `random` adds tokens that need no data set and no tokenizer.
     """
     fields = {name: value if isinstance(value, Code) else call(CLASSES[name], value) for name, value in sections.items()}
-    body = call("Trainer.Config", {name: _written(value) for name, value in fields.items()})
+    # A section without fields on one line.
+    body = call("Trainer.Config", {name: Code(value.replace("(\n)", "()")) for name, value in fields.items()})
     imports: dict[str, list[str]] = {}
     for name, module in _IMPORTS.items():
         if f"{name}." in body or f"{name}(" in body:
@@ -332,8 +342,3 @@ def document(title: str, model: Sequence[str], sections: Mapping[str, Mapping[st
     lines += [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(imports.items())]
     lines += [*model, *(_RANDOM.splitlines() if random else []), "", "", f"def {FUNCTION}():"]
     return "\n".join([*lines, *(f"    {line}" for line in f"return {body}".splitlines())]) + "\n"
-
-
-def _written(value: Code) -> Code:
-    """A section without fields on one line."""
-    return Code(value.replace("(\n)", "()"))

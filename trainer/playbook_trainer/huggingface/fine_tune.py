@@ -13,7 +13,7 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,29 +35,40 @@ _EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--experts": {"default": "grouped_mm", "help": "how transformers computes experts: eager, grouped_mm or batched_mm"},
+    "--layers": {"type": int, "default": 4},
+    "--hidden": {"type": int, "default": 2048},
+    "--num-experts": {"type": int, "default": 128},
+    "--vocab": {"type": int, "default": 32_000},
+    "--seq-len": {"type": int, "default": 4096},
+    "--rows": {"type": int, "default": 1, "help": "of a micro-batch"},
+    "--micro-batches": {"type": int, "default": 1, "help": "of a step"},
+    "--samples": {"choices": ("none", "padded", "packed"), "default": "none", "help": "samples in place of full rows, and how"},
+    "--mean": {"type": int, "default": 600, "help": "tokens of a sample, on average"},
+    "--pad-to": {"type": int, "default": 1, "help": "pad rows to a multiple of so many tokens"},
+    "--checkpointing": {"action": "store_true", "help": "gradient checkpointing of every layer"},
+    "--weights": {"choices": sorted(_DTYPES), "default": None, "help": "bf16 on a GPU and fp32 on a CPU, if not given"},
+    "--autocast": {"action": "store_true", "help": "compute in bf16 under autocast"},
+    "--master": {"action": "store_true", "help": "float32 weights beside those in 16 bits, which AdamW updates"},
+    "--lora": {"choices": ("none", "attention", "experts"), "default": "none", "help": "train adapters of peft alone, on these"},
+    "--rank": {"type": int, "default": 16, "help": "of the adapters"},
+    "--steps": {"type": int, "default": 10},
+    "--trace": {"type": Path, "help": "leave a trace of the last step"},
+    "--count": {"action": "store_true", "help": "compute nothing, and count the bytes of live tensors"},
+}
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    told = argparse.ArgumentParser(prog="python -m playbook_trainer.huggingface.fine_tune", description=(__doc__ or "").splitlines()[0])
-    told.add_argument("--experts", default="grouped_mm", help="how transformers computes experts: eager, grouped_mm or batched_mm")
-    told.add_argument("--layers", type=int, default=4)
-    told.add_argument("--hidden", type=int, default=2048)
-    told.add_argument("--num-experts", type=int, default=128)
-    told.add_argument("--vocab", type=int, default=32_000)
-    told.add_argument("--seq-len", type=int, default=4096)
-    told.add_argument("--rows", type=int, default=1, help="of a micro-batch")
-    told.add_argument("--micro-batches", type=int, default=1, help="of a step")
-    told.add_argument("--samples", choices=("none", "padded", "packed"), default="none", help="samples in place of full rows, and how")
-    told.add_argument("--mean", type=int, default=600, help="tokens of a sample, on average")
-    told.add_argument("--pad-to", type=int, default=1, help="pad rows to a multiple of so many tokens")
-    told.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
-    told.add_argument("--weights", choices=sorted(_DTYPES), default=None, help="bf16 on a GPU and fp32 on a CPU, if not given")
-    told.add_argument("--autocast", action="store_true", help="compute in bf16 under autocast")
-    told.add_argument("--master", action="store_true", help="float32 weights beside those in 16 bits, which AdamW updates")
-    told.add_argument("--lora", choices=("none", "attention", "experts"), default="none", help="train adapters of peft alone, on these")
-    told.add_argument("--rank", type=int, default=16, help="of the adapters")
-    told.add_argument("--steps", type=int, default=10)
-    told.add_argument("--trace", type=Path, help="leave a trace of the last step")
-    told.add_argument("--count", action="store_true", help="compute nothing, and count the bytes of live tensors")
+    return parsed("fine_tune", __doc__, _OPTIONS, words)
+
+
+def parsed(module: str, doc: str | None, options: Mapping[str, Mapping[str, Any]], words: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line of a module of this folder, which its first line describes."""
+    told = argparse.ArgumentParser(prog=f"python -m playbook_trainer.huggingface.{module}", description=(doc or "").splitlines()[0])
+    for name, how in options.items():
+        told.add_argument(name, **how)
     return told.parse_args(words)
 
 
@@ -96,12 +107,10 @@ def micro_batches(told: argparse.Namespace, generator: torch.Generator) -> list[
     count = told.rows * told.micro_batches * told.seq_len // told.mean
     samples = [torch.randint(1, told.vocab, (n,), generator=generator) for n in sample_lengths(count, told.mean, told.seq_len, generator)]
     if told.samples == "packed":
-        rows = packed(samples, told.seq_len)
-        width = told.seq_len
+        rows, width, per_batch = packed(samples, told.seq_len), told.seq_len, told.rows
     else:
-        rows, width = [[sample] for sample in samples], 0
         # As many tokens of a micro-batch, on average, as packed rows have.
-    per_batch = told.rows if told.samples == "packed" else max(1, told.rows * told.seq_len // (2 * told.mean))
+        rows, width, per_batch = [[sample] for sample in samples], 0, max(1, told.rows * told.seq_len // (2 * told.mean))
     return [_laid_out(rows[i : i + per_batch], width, told.pad_to) for i in range(0, len(rows), per_batch)]
 
 
@@ -144,8 +153,8 @@ def build(told: argparse.Namespace, device: torch.device) -> Any:
     model.set_experts_implementation(told.experts)
     if told.checkpointing:
         model.gradient_checkpointing_enable()
-    _say(f"experts are computed by {model.config._experts_implementation}")
-    _say(f"weights are {next(model.parameters()).dtype}, {'under' if told.autocast else 'without'} autocast")
+    say(f"experts are computed by {model.config._experts_implementation}")
+    say(f"weights are {next(model.parameters()).dtype}, {'under' if told.autocast else 'without'} autocast")
     if told.lora != "none":
         from peft import LoraConfig, get_peft_model
 
@@ -155,9 +164,9 @@ def build(told: argparse.Namespace, device: torch.device) -> Any:
             model = get_peft_model(model, LoraConfig(r=told.rank, target_modules=_ATTENTION, target_parameters=of_experts))
     model.train()
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    _say(f"adapters on experts: {sum('lora' in name and 'experts' in name for name in trained)}")
-    _say(f"adapters on attention: {sum('lora' in name and 'self_attn' in name for name in trained)}")
-    _say(f"whole weights trained: {sum('lora' not in name for name in trained)}")
+    say(f"adapters on experts: {sum('lora' in name and 'experts' in name for name in trained)}")
+    say(f"adapters on attention: {sum('lora' in name and 'self_attn' in name for name in trained)}")
+    say(f"whole weights trained: {sum('lora' not in name for name in trained)}")
     return model
 
 
@@ -301,19 +310,20 @@ def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
 
 def _proof(batches: Sequence[MicroBatch], passes: Sequence[bool]) -> None:
     """Say of the first step what its rows and its passes were."""
-    _say(f"micro-batches with several samples in a row: {sum(b.positions is not None for b in batches)}")
-    _say(f"lengths of rows that are no multiple of 256: {sum(b.tokens.shape[1] % 256 > 0 for b in batches)}")
-    _say(f"forward passes of a layer for each micro-batch: {len(passes) // len(batches)}")
+    say(f"micro-batches with several samples in a row: {sum(b.positions is not None for b in batches)}")
+    say(f"lengths of rows that are no multiple of 256: {sum(b.tokens.shape[1] % 256 > 0 for b in batches)}")
+    say(f"forward passes of a layer for each micro-batch: {len(passes) // len(batches)}")
 
 
 def _row(step: int, seconds: float, loss: float | None, batches: Sequence[MicroBatch], memory: int) -> None:
     """Print a step. Tokens are the useful ones: those that are predicted, and the first of each sample."""
     tokens = sum(int((b.labels != _IGNORED).sum()) for b in batches)
     row = {"step": step, "seconds": seconds, "tokens": tokens, "peak_memory_bytes": memory}
-    _say(json.dumps(row if loss is None else {**row, "loss": loss}))
+    say(json.dumps(row if loss is None else {**row, "loss": loss}))
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

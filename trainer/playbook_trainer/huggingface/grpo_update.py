@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +21,24 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from playbook_trainer.huggingface.fine_tune import forward_passes, sample_lengths
+from playbook_trainer.huggingface.fine_tune import forward_passes, parsed, sample_lengths, say
 
 _SEED = 7
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
-    told = argparse.ArgumentParser(prog="python -m playbook_trainer.huggingface.grpo_update", description=(__doc__ or "").splitlines()[0])
-    told.add_argument("--layers", type=int, default=12)
-    told.add_argument("--hidden", type=int, default=2048)
-    told.add_argument("--vocab", type=int, default=151_936)
-    told.add_argument("--prompts", type=int, default=4, help="of a step")
-    told.add_argument("--group", type=int, default=4, help="recorded responses of a prompt")
-    told.add_argument("--mean", type=int, default=600, help="tokens of a response, on average, where none are recorded")
-    told.add_argument("--longest", type=int, default=2048, help="most tokens of a response")
-    told.add_argument("--rollouts", type=Path, help="JSON lines with prompt, completions (token ids) and rewards; made by a seed otherwise")
-    told.add_argument("--micro-batch", type=int, default=4, help="responses of a micro-batch")
-    told.add_argument("--no-checkpointing", action="store_true", help="leave out the gradient checkpointing that is on by default")
-    told.add_argument("--steps", type=int, default=8)
-    return told.parse_args(words)
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--layers": {"type": int, "default": 12},
+    "--hidden": {"type": int, "default": 2048},
+    "--vocab": {"type": int, "default": 151_936},
+    "--prompts": {"type": int, "default": 4, "help": "of a step"},
+    "--group": {"type": int, "default": 4, "help": "recorded responses of a prompt"},
+    "--mean": {"type": int, "default": 600, "help": "tokens of a response, on average, where none are recorded"},
+    "--longest": {"type": int, "default": 2048, "help": "most tokens of a response"},
+    "--rollouts": {"type": Path, "help": "JSON lines with prompt, completions (token ids) and rewards; made by a seed otherwise"},
+    "--micro-batch": {"type": int, "default": 4, "help": "responses of a micro-batch"},
+    "--no-checkpointing": {"action": "store_true", "help": "leave out the gradient checkpointing that is on by default"},
+    "--steps": {"type": int, "default": 8},
+}
 
 
 def recorded(told: argparse.Namespace) -> list[dict[str, Any]]:
@@ -83,15 +80,15 @@ class _Steps(TrainerCallback):
         if not logs or "grad_norm" not in logs:
             return
         if state.global_step == 1:
-            _say(f"forward passes of a layer for each micro-batch: {len(self.passes) // args.gradient_accumulation_steps}")
+            say(f"forward passes of a layer for each micro-batch: {len(self.passes) // args.gradient_accumulation_steps}")
         memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         row = {"step": state.global_step, "seconds": self.seconds, "tokens": self.tokens, "loss": float(logs["loss"])}
-        _say(json.dumps({**row, "grad_norm": float(logs["grad_norm"]), "peak_memory_bytes": memory}))
+        say(json.dumps({**row, "grad_norm": float(logs["grad_norm"]), "peak_memory_bytes": memory}))
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Train on the rollouts, and print the time of each update."""
-    told = parse(words)
+    told = parsed("grpo_update", __doc__, _OPTIONS, words)
     torch.manual_seed(_SEED)
     rows = recorded(told)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -160,11 +157,6 @@ def _tokenizer(vocab: int) -> Any:
     """One word for each token; TRL asks it for the ends of texts alone."""
     by_word = Tokenizer(models.WordLevel({"<pad>": 0, **{f"w{i}": i for i in range(1, vocab)}}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=by_word, eos_token="<pad>", pad_token="<pad>", unk_token="<pad>")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

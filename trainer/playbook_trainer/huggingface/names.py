@@ -86,10 +86,6 @@ class Rule:
         """The checkpoint's tensors from ours, in the order of `theirs`."""
         return [piece.stored(whole) for piece in self.pieces]
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Ours from the checkpoint's tensors, in the order of `theirs`."""
-        return self.read(InMemory(dict(zip(self.theirs, parts, strict=True))), whole(self.shape))
-
     def read(self, source: Source, box: Box) -> Tensor:
         """A box of ours, from the parts of the checkpoint's tensors that it needs and no others."""
         parts = [(overlap, piece.read(source, overlap)) for piece in self.pieces if (overlap := _intersect(piece.at, box))]

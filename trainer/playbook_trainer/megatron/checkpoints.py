@@ -77,6 +77,7 @@ class MegatronSaver:
 
     def __init__(self, config: TrainerConfig, axes: Axes, chunks: list[Any], optim: Any) -> None:
         self._config, self._axes, self._chunks, self._optim = config, axes, chunks, optim
+        self._named = {f"model{i if len(chunks) > 1 else ''}": chunk for i, chunk in enumerate(chunks)}
         self._root = Path(str(config.checkpoint.dir))
         self._format: Literal["torch_dist", "fsdp_dtensor"]
         self._format = "fsdp_dtensor" if config.megatron.data_parallel == "megatron_fsdp" else "torch_dist"
@@ -144,11 +145,10 @@ class MegatronSaver:
             "singleton_local_shards": False,
             "dp_cp_group": self._axes.dp_cp.group,
         }
-        names = ["model"] if len(self._chunks) == 1 else [f"model{i}" for i in range(len(self._chunks))]
         if self._format == "fsdp_dtensor":
-            state = {name: chunk.state_dict_for_save_checkpoint() for name, chunk in zip(names, self._chunks, strict=True)}
+            state = {name: chunk.state_dict_for_save_checkpoint() for name, chunk in self._named.items()}
         else:
-            state = {name: unwrapped(chunk).sharded_state_dict(metadata=about) for name, chunk in zip(names, self._chunks, strict=True)}
+            state = {name: unwrapped(chunk).sharded_state_dict(metadata=about) for name, chunk in self._named.items()}
         state["optimizer"] = self._optim.sharded_state_dict(state, is_loading=loading, metadata=about)
         return state
 
@@ -177,12 +177,11 @@ class MegatronSaver:
                 storage_reader=dcp.FileSystemReader(folder),
                 planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
             )
-        for i, chunk in enumerate(self._chunks):
-            chunk_state = state["model" if len(self._chunks) == 1 else f"model{i}"]
+        for name, chunk in self._named.items():
             if self._format == "fsdp_dtensor":
-                install(chunk, chunk_state)
+                install(chunk, state[name])
             else:
-                unwrapped(chunk).load_state_dict(chunk_state)
+                unwrapped(chunk).load_state_dict(state[name])
         wrap.own_settings(state["optimizer"], self._optim)
         self._optim.load_state_dict(state["optimizer"])
         wrap.own_steps(self._optim)

@@ -59,7 +59,10 @@ class MegatronEngine:
         chunks = build_chunks(config, self.transformer_config, device)
         if balances(config):
             mask_padding(chunks, self.axes)
-        self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(_has_experts(x) for c in chunks for x in c.decoder.layers)
+        self._moe_layers = (
+            sum(len(c.decoder.layers) for c in chunks),
+            sum(hasattr(x.mlp, "router") for c in chunks for x in c.decoder.layers),
+        )
         with graphs.wrapping(config):
             self.chunks = wrap.wrap(config, self.transformer_config, chunks)
         self.optim = wrap.optimizer(config, self.chunks)
@@ -349,11 +352,6 @@ def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Mod
     make = model.build_text if config.model.vision is None else vision_language.build
     chunk: nn.Module = make(config, transformer, **where)
     return chunk
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    """Whether a decoder layer is a mixture-of-experts layer."""
-    return hasattr(layer.mlp, "router")
 
 
 def _first_line(e: BaseException) -> str:

@@ -77,9 +77,7 @@ class PackedAttention(MegatronModule):
         Shapes: query (S, B, H, d), key (S, B, G, d), value (S, B, G, e), returns (S, B, H e); packed (N, H, d), ..., returns (N, H e).
         """
         if packed_seq_params is not None:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            borders = packed_seq_params.cu_seqlens_q if padded is None else padded
-            return self.documents(query, key, value, borders, packed_seq_params.max_seqlen_q).flatten(1)
+            return self.documents(query, key, value, packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q).flatten(1)
         size, rows = query.shape[:2]
         q_NHd, k_NGd, v_NGe = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         borders = torch.arange(0, (rows + 1) * size, size, dtype=torch.int32, device=query.device)
@@ -216,10 +214,6 @@ class LocalLayers(LocalSpecProvider):
     def layer_norm(self, *_: Any, **__: Any) -> Any:
         """A norm by itself."""
         return RMSNorm
-
-    def core_attention(self) -> type:
-        """Attention of packed documents."""
-        return PackedAttention
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
         """The experts of a rank: a pair of class and parts up to 0.16, a callable since."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of, to_device
+from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, moved, share_of
 from playbook_trainer.torch.parallel import tensor
 
 
@@ -48,25 +48,14 @@ class Inputs:
 
     def to(self, device: Any) -> Inputs:
         """The same micro-batch with its tensors on `device`."""
-        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        vision = self.vision
-        if vision is not None:
-            moved["vision"] = VisionBatch(**{k: to_device(v, device) if isinstance(v, Tensor) else v for k, v in vars(vision).items()})
-        return Inputs(**{**vars(self), **moved})
-
-
-def _is_stream(config: TrainerConfig) -> bool:
-    """Whether micro-batches are packed documents in thd format, without padding between them."""
-    return config.data.pack or not config.data.pad or config.model.vision is not None
+        return Inputs(**{name: moved(value, device) for name, value in vars(self).items()})
 
 
 def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
     """This rank's share of a micro-batch, on the CPU."""
-    if _is_stream(config):
+    if config.data.pack or not config.data.pad or config.model.vision is not None:  # without padding between documents
         return _stream(batch, axes, config.model.vision is not None)
     rows = config.train.micro_batch_size
-    if batch.tokens_N.numel() % rows:
-        raise AssertionError("rows of unequal length in a batch of rows")
     tokens, labels, positions = (t.view(rows, -1) for t in (batch.tokens_N, batch.labels_N, batch.positions))
     padding = None if batch.real_N is None else ~batch.real_N.view(rows, -1)
     if axes.cp.size > 1:
@@ -78,8 +67,6 @@ def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
 
 def slices(length: int, cp: Axis) -> Tensor:
     """Which of a document's places a context rank holds; int64 [length / cp]."""
-    if cp.size == 1:
-        return torch.arange(length)
     size = length // (2 * cp.size)
     first, second = cp.rank, 2 * cp.size - 1 - cp.rank
     return torch.cat([torch.arange(first * size, (first + 1) * size), torch.arange(second * size, (second + 1) * size)])

@@ -104,7 +104,5 @@ def this_device() -> torch.device:
 
 def allocated(device: torch.device) -> int:
     """Bytes that tensors hold on the GPU."""
-    if device.type != "cuda":
-        return 0
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)

@@ -63,10 +63,8 @@ def transformer(config: TrainerConfig, cls: type) -> dict[str, Any]:
     plain_experts, experts = _experts(config)
     parts = (_sizes(config), _precision(config), _parallel(config), _kernels(config, engine), plain_experts)
     plain = {k: v for part in parts for k, v in part.items()}
-    requested: Asked = {}
-    for more in (experts, _memory(config), _graphs(config, cls), _fp8(config), fields.asked(fields.OVERLAPS, config), _compressed(config)):
-        requested |= more
-    return _fields_of(cls, plain, requested)
+    asked = (experts, _memory(config), _graphs(config, cls), _fp8(config), fields.asked(fields.OVERLAPS, config), _compressed(config))
+    return _fields_of(cls, plain, {k: v for part in asked for k, v in part.items()})
 
 
 def refuse_lone_experts(config: TrainerConfig, cls: type) -> None:
@@ -121,9 +119,8 @@ def _parallel(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def _kernels(config: TrainerConfig, engine: bool) -> dict[str, Any]:
+def _kernels(config: TrainerConfig, fused: bool) -> dict[str, Any]:
     """What makes the same numbers faster: on with Transformer Engine, off without it."""
-    fused = engine
     mla = config.model.attention == "mla"
     loss = fused and not config.train.deterministic
     return {
@@ -137,8 +134,8 @@ def _kernels(config: TrainerConfig, engine: bool) -> dict[str, Any]:
         "cross_entropy_fusion_impl": "te" if loss else "native",
         "moe_permute_fusion": fused and config.model.num_experts > 0,
         "moe_router_fusion": fused and config.model.num_experts > 0,
-        "moe_grouped_gemm": grouped(config, engine),
-        **({"attention_backend": _attention_backend(config)} if engine else {}),
+        "moe_grouped_gemm": config.model.num_experts > 0 and (config.moe.experts == "grouped" or (config.moe.experts == "auto" and fused)),
+        **({"attention_backend": _attention_backend(config)} if fused else {}),
     }
 
 
@@ -147,11 +144,6 @@ def _attention_backend(config: TrainerConfig) -> Any:
     from megatron.core.transformer.enums import AttnBackend
 
     return AttnBackend[ATTENTION[config.train.attention]]
-
-
-def grouped(config: TrainerConfig, engine: bool) -> bool:
-    """Whether all experts are one product."""
-    return config.model.num_experts > 0 and (config.moe.experts == "grouped" or (config.moe.experts == "auto" and engine))
 
 
 def _experts(config: TrainerConfig) -> tuple[dict[str, Any], Asked]:
@@ -200,18 +192,19 @@ def _memory(config: TrainerConfig) -> Asked:
     train, mg, out = config.train, config.megatron, Asked()
     modules = [m for m in train.recompute_modules if m != "vision"]
     if train.recompute == "full":
-        out["recompute_granularity"] = ("full", "train.recompute")
-        out["recompute_method"] = (mg.recompute_method, "megatron.recompute_method")
-        out["recompute_num_layers"] = (recompute_layers(config), "train.recompute")
+        out |= {
+            "recompute_granularity": ("full", "train.recompute"),
+            "recompute_method": (mg.recompute_method, "megatron.recompute_method"),
+            "recompute_num_layers": (recompute_layers(config), "train.recompute"),
+        }
     elif modules:
-        out["recompute_granularity"] = ("selective", "train.recompute")
-        out["recompute_modules"] = (modules, "train.recompute_modules")
+        out |= {"recompute_granularity": ("selective", "train.recompute"), "recompute_modules": (modules, "train.recompute_modules")}
     if mg.offload_modules:
-        out["fine_grained_activation_offloading"] = (True, "megatron.offload_modules")
-        out["offload_modules"] = (list(mg.offload_modules), "megatron.offload_modules")
+        key = "megatron.offload_modules"
+        out |= {"fine_grained_activation_offloading": (True, key), "offload_modules": (list(mg.offload_modules), key)}
     if config.offload.activations:
-        out["cpu_offloading"] = (True, "offload.activations")
-        out["cpu_offloading_num_layers"] = (config.model.num_layers - 1, "offload.activations")
+        key = "offload.activations"
+        out |= {"cpu_offloading": (True, key), "cpu_offloading_num_layers": (config.model.num_layers - 1, key)}
     return out
 
 
@@ -265,8 +258,10 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
             "megatron_fsdp_main_grads_dtype": DTYPES[mg.grad_reduce_dtype],
             "megatron_fsdp_use_decoupled_grad": mg.precision_aware_optimizer,
         }
-        requested["use_megatron_fsdp"] = (True, "megatron.data_parallel")
-        requested["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
+        requested |= {
+            "use_megatron_fsdp": (True, "megatron.data_parallel"),
+            "data_parallel_sharding_strategy": (mg.sharding_strategy, "megatron.sharding_strategy"),
+        }
     return _fields_of(cls, plain, requested)
 
 

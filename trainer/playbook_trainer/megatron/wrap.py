@@ -68,23 +68,26 @@ def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[s
     if release >= (0, 19):
         short = release == (0, 19) and mg.sharding_strategy == "no_shard" and config.model.num_experts and par.ep > 1
         return [f"megatron.sharding_strategy no_shard with parallel.ep {par.ep}: {SHORT.format(version)}"] if short else []
-    problems, wrong = [], f"megatron-core {version} takes wrong gradients or norms"
-    if mg.sharding_strategy not in ("optim_grads", "optim_grads_params"):
-        problems.append(
-            f"megatron.sharding_strategy {mg.sharding_strategy}: {wrong} of it; set optim_grads_params, or install 0.19 or later"
-        )
-    if config.model.vision is not None:
-        problems.append(
-            f"megatron_fsdp with a vision tower: {wrong} of it; set megatron.data_parallel: distributed_optimizer, or install 0.19 or later"
-        )
+    wrong = f"megatron-core {version} takes wrong gradients or norms"
     dense, experts = world // (par.tp * par.pp), world // (par.pp * par.ep * (par.etp or par.tp))
-    if dense == 1 or (config.model.num_experts and experts == 1):
-        alone = "parameters" if dense == 1 else f"experts at parallel.ep {par.ep}"
-        problems.append(
+    alone = "parameters" if dense == 1 else f"experts at parallel.ep {par.ep}"
+    problems = (
+        (
+            mg.sharding_strategy not in ("optim_grads", "optim_grads_params"),
+            f"megatron.sharding_strategy {mg.sharding_strategy}: {wrong} of it; set optim_grads_params, or install 0.19 or later",
+        ),
+        (
+            config.model.vision is not None,
+            f"megatron_fsdp with a vision tower: {wrong} of it; set megatron.data_parallel: distributed_optimizer, "
+            "or install 0.19 or later",
+        ),
+        (
+            dense == 1 or (config.model.num_experts and experts == 1),
             f"megatron_fsdp where {alone} share data with no other rank: {wrong}; set megatron.data_parallel: distributed_optimizer, "
-            "spread over more ranks, or install 0.19 or later"
-        )
-    return problems
+            "spread over more ranks, or install 0.19 or later",
+        ),
+    )
+    return [words for holds, words in problems if holds]
 
 
 def _tell_schedules(config: TrainerConfig, transformer_config: Any, wrapped: list[Any]) -> None:
@@ -207,10 +210,11 @@ def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
         p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in weight_memory
     ]
     states = [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    each_once = {id(t): t for t in (*optimizer_params, *(t for t in states if t.numel() > 1))}
     sizes = {
         "param_bytes_per_rank": sum(_size(p) for p in params),
         "grad_bytes_per_rank": grads,
-        "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*optimizer_params, *(t for t in states if t.numel() > 1)])),
+        "optimizer_bytes_per_rank": sum(_size(t) for t in each_once.values()),
     }
     return {**sizes, "state_bytes_per_rank": sum(sizes.values())}
 
@@ -243,11 +247,6 @@ def _held(tensor: Any) -> list[Any]:
         return [local]
     parts = local.get_data_tensors()
     return [t for t in (parts if isinstance(parts, tuple | list) else (parts,)) if t is not None]
-
-
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, each once."""
-    return list({id(t): t for t in tensors}.values())
 
 
 def tops(chunks: list[Any], optim: Any) -> list[tuple[str, Tensor]]:

@@ -50,22 +50,23 @@ def test_mrope_positions_equal_those_of_transformers(grids, texts):
 def test_vision_index_equals_that_of_transformers(grids, side):
     thw = torch.tensor(grids)
     ours = vision_index(grids, MERGE, side)
-    np.testing.assert_array_equal(ours.cu_seqlens, get_vision_cu_seqlens(thw).numpy())
-    np.testing.assert_array_equal(ours.rotary, get_vision_position_ids(thw, MERGE).numpy())
+    np.testing.assert_array_equal(ours["cu_seqlens"], get_vision_cu_seqlens(thw).numpy())
+    np.testing.assert_array_equal(ours["rotary_P2"], get_vision_position_ids(thw, MERGE).numpy())
     index, weight = get_vision_interpolation_indices_and_weights(thw, side, mode="bilinear", align_corners=True, spatial_merge_size=MERGE)
-    np.testing.assert_array_equal(ours.pos_index, index.T.numpy())
-    np.testing.assert_allclose(ours.pos_weight, weight.T.numpy(), atol=1e-6)
-    assert ours.max_seqlen == max(h * w for _, h, w in grids)
-    assert [a.dtype for a in (ours.cu_seqlens, ours.rotary, ours.pos_index, ours.pos_weight)] == ["int32", "int64", "int64", "float32"]
+    np.testing.assert_array_equal(ours["pos_index_4P"], index.T.numpy())
+    np.testing.assert_allclose(ours["pos_weight_4P"], weight.T.numpy(), atol=1e-6)
+    assert ours["max_seqlen"] == max(h * w for _, h, w in grids)
+    dtypes = {"cu_seqlens": torch.int32, "rotary_P2": torch.int64, "pos_index_4P": torch.int64, "pos_weight_4P": torch.float32}
+    assert {name: ours[name].dtype for name in dtypes} == dtypes
 
 
 @settings(max_examples=30, deadline=None)
 @given(grids_of_images)
 def test_every_merge_block_is_contiguous_and_weights_sum_to_one(grids):
     ours = vision_index(grids, MERGE, 48)
-    blocks = ours.rotary.reshape(-1, MERGE * MERGE, 2) // MERGE
+    blocks = ours["rotary_P2"].reshape(-1, MERGE * MERGE, 2) // MERGE
     assert (blocks == blocks[:, :1]).all()
-    np.testing.assert_allclose(ours.pos_weight.sum(0), 1, atol=1e-6)
+    np.testing.assert_allclose(ours["pos_weight_4P"].sum(0), 1, atol=1e-6)
 
 
 def test_text_alone_counts_up_on_all_axes():
@@ -100,6 +101,6 @@ def test_grids_that_cannot_be_merged_are_refused_and_no_images_are_fine():
     with pytest.raises(DataError, match="resize the image"):
         vision_index([(1, 4, 5)], MERGE, 48)
     empty = vision_index([], MERGE, 48)
-    assert empty.cu_seqlens.tolist() == [0]
-    assert empty.max_seqlen == 0
-    assert empty.pos_index.shape == (4, 0)
+    assert empty["cu_seqlens"].tolist() == [0]
+    assert empty["max_seqlen"] == 0
+    assert empty["pos_index_4P"].shape == (4, 0)

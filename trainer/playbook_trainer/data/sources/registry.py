@@ -16,7 +16,7 @@ from playbook_trainer.config.tree import DataConfig, ModelConfig
 from playbook_trainer.data.sources.chat import Conversation, conversations
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, pool_folder
 from playbook_trainer.data.sources.shards import tar_samples, text_groups, vqa_groups
-from playbook_trainer.data.sources.streams import Flat, Sharded, files_in, text_items, text_of
+from playbook_trainer.data.sources.streams import Flat, Mapped, Sharded, files_in, text_items, text_of
 from playbook_trainer.data.sources.vqa import Sample, VqaV2, folder_samples, looks_like_vqav2
 
 # Text from Hugging Face `datasets`: a folder written by save_to_disk, or a data set by name where the hub can be reached.
@@ -46,23 +46,8 @@ def _hub_text(path: str, subset: str | None, key: str) -> Flat[str]:
         data_set = data_set["train"]
     if key not in data_set.column_names:
         raise DataError(f"data.path: {path} has the columns {', '.join(data_set.column_names)}; data.text_key is '{key}': name one of them")
-    return Flat(_Column(data_set.select_columns([key]), key, path), path)
-
-
-class _Column:
-    def __init__(self, table: Any, key: str, name: str) -> None:
-        self._table, self._key, self._name = table, key, name
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, i: int) -> str:
-        return text_of(f"{self._name}, row {i}", self._table[i][self._key], self._key)
-
-
-def _looks_like_saved(folder: Path) -> bool:
-    """Whether save_to_disk wrote this folder."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    table = data_set.select_columns([key])
+    return Flat(Mapped(lambda i: text_of((f"{path}, row {i}", table[i]), key), range(len(table))), path)
 
 
 Text = str | NDArray[np.int64]
@@ -150,7 +135,7 @@ def _reachable(path: Path) -> Iterator[None]:
 
 
 def _text_layout(path: Path) -> str:
-    if path.is_dir() and _looks_like_saved(path):
+    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # as save_to_disk writes them
         return "huggingface"
     parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
     if parquet and path.is_dir() and (other := next((p for p in sorted(path.iterdir()) if p.suffix in (".txt", ".jsonl")), None)):

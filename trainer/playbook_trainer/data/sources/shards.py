@@ -23,7 +23,7 @@ from typing import Any
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.images import MAX_FILE_BYTES, BadImage
-from playbook_trainer.data.sources.streams import Items, Mapped, Recent, Record, Sharded, is_text, text_of
+from playbook_trainer.data.sources.streams import Mapped, Recent, Record, Sharded, text_of
 from playbook_trainer.data.sources.vqa import Sample, question_answer, refuse_video
 
 _OPEN_BYTES = 256 * 2**20
@@ -50,7 +50,7 @@ class Encoded:
 
 def text_groups(files: Sequence[Path], key: str, name: str) -> Sharded[str]:
     """The documents in column `key`."""
-    return _groups(files, [key], name, lambda record: text_of(record[0], record[1].get(key), key))
+    return _groups(files, [key], name, lambda record: text_of(record, key))
 
 
 def vqa_groups(files: Sequence[Path], name: str) -> Sharded[Sample]:
@@ -83,11 +83,7 @@ def _groups(files: Sequence[Path], columns: list[str], name: str, make: Any) -> 
             raise DataError(f"{files[f]}: row group {g} cannot be read: {e}") from e
 
     recent: Recent[_Group] = Recent(read, lambda group: group.table.nbytes, _OPEN_BYTES)
-
-    def opened(i: int) -> Items[Any]:
-        return Mapped(make, recent.get(i))
-
-    return Sharded(len(groups), opened, name)
+    return Sharded(len(groups), lambda i: Mapped(make, recent.get(i)), name)
 
 
 @dataclass(frozen=True)
@@ -287,11 +283,9 @@ def _utf8(member: Member) -> str:
             "out"
         )
     try:
-        text = member.read().decode("utf-8")
+        return member.read().decode("utf-8")
     except UnicodeDecodeError as e:
         raise DataError(f"{member} is not UTF-8 text (byte {e.start})") from e
-    assert is_text(text)
-    return text
 
 
 def _order(kind: str) -> tuple[str, str]:

@@ -52,19 +52,6 @@ class Stream(Protocol[_T_co]):
         ...
 
 
-class Picked(Generic[T]):
-    """Some of the items, in the order of `positions`."""
-
-    def __init__(self, items: Items[T], positions: Sequence[int]) -> None:
-        self._items, self._positions = items, positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, i: int) -> T:
-        return self._items[self._positions[i]]
-
-
 class FlatStream(Generic[T]):
     """Samples that can be read one by one in any order: each is a chunk of its own, so the shuffle is over all.
 
@@ -85,7 +72,7 @@ class FlatStream(Generic[T]):
 
     def chunk(self, number: int) -> Items[T]:
         """The one sample."""
-        return Picked(self._items, [self._position(number)])
+        return Mapped(self._items.__getitem__, [self._position(number)])
 
     def _position(self, number: int) -> int:
         if self._part == "all":
@@ -116,7 +103,7 @@ class ShardStream(Generic[T]):
         # The tenth place turns with the shard, so that many small shards hold out a tenth too.
         held_out = {i for i in range(len(items)) if (i + shard) % HOLD_OUT == HOLD_OUT - 1}
         chosen = [i for i in range(len(items)) if self._part == "all" or (i in held_out) == (self._part == "eval")]
-        return Picked(items, chosen[part :: self._parts])
+        return Mapped(items.__getitem__, chosen[part :: self._parts])
 
 
 @dataclass(frozen=True)
@@ -279,9 +266,10 @@ def text_items(path: Path, key: str) -> Items[str]:
     Raises:
         DataError: nothing there, or a file that is not text; on access, a line that is no document.
     """
-    lots: list[Items[str]] = []
-    for file in _files(path):
-        lots.append(read_documents(file) if file.suffix == ".txt" else Mapped(lambda record: _text(record, key), JsonLines(file)))
+    lots: list[Items[str]] = [
+        read_documents(file) if file.suffix == ".txt" else Mapped(lambda record: text_of(record, key), JsonLines(file))
+        for file in _files(path)
+    ]
     return Joined(lots)
 
 
@@ -345,15 +333,12 @@ def is_text(value: object) -> TypeGuard[str]:
     return True
 
 
-def text_of(place: str, value: object, key: str) -> str:
+def text_of(record: Record, key: str) -> str:
     """A document's text, or DataError with its place."""
+    place, value = record[0], record[1].get(key)
     if not is_text(value) or not value:
         raise DataError(f"{place}: expected a non-empty string of valid Unicode under '{key}'; data.text_key names the key")
     return value
-
-
-def _text(record: Record, key: str) -> str:
-    return text_of(record[0], record[1].get(key), key)
 
 
 def _files(path: Path) -> list[Path]:

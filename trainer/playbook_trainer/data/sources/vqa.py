@@ -11,8 +11,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from playbook.errors import DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig
+from playbook_trainer.data.collate import Document
 from playbook_trainer.data.images import BadImage, ImageFile, ImageRef, header_size, target_size
 from playbook_trainer.data.sources.streams import Items, JsonLines, Mapped, Record, is_text, read_utf8
 from playbook_trainer.data.tokenizer import Tokenizer
@@ -35,18 +38,6 @@ class Sample:
 
 class TooLong(DataError):
     """A sample does not fit into a row, and is left out."""
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A sample that fits into a row: its images with their target sizes, and its text as tokens."""
-
-    images: list[ImageRef]
-    question: list[int]
-    answer: list[int]
-    length: int
-    shortened: bool
-    """Images were scaled down or left out, or the answer was cut, to fit."""
 
 
 def folder_samples(folder: Path) -> Items[Sample]:
@@ -95,8 +86,9 @@ def refuse_video(place: str, keys: Any) -> None:
         raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
 
 
-def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConfig) -> Fitted:
-    """The sample with its target sizes and tokens, so that its length is known; image files are opened for their headers only.
+def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConfig) -> Document:
+    """Images, question and answer as one document that fits into a row; image files are opened for their headers only. The loss is on the
+    answer and eos.
 
     An image whose header is bad takes the least room where bad images are skipped; whatever decoding finds later changes no length.
 
@@ -162,7 +154,7 @@ def _fit(
     answer: list[int],
     model: ModelConfig,
     data: DataConfig,
-) -> Fitted:
+) -> Document:
     """The rule for a sample that is too long, in this order, each step only as far as needed.
 
     1. With `images: variable`, all images are scaled down by one ratio, to no less than LEAST_VISUAL_TOKENS each.
@@ -182,12 +174,14 @@ def _fit(
     room = data.seq_len - _length(targets, factor, len(question), 0)
     if room < least:
         raise TooLong(f"{sample.place}: at least {data.seq_len - room + least} tokens, and data.seq_len is {data.seq_len}")
-    cut_answer = answer[:room]
-    return Fitted(
+    ids: list[int | None] = []
+    for height, width in targets:
+        ids += [model.vision_start_token_id, *[model.image_token_id] * (height * width // factor**2), model.vision_end_token_id]
+    ids += question
+    return Document(
+        tokens=np.asarray([*ids, *answer[:room], model.eos_token_id], dtype=np.int64),
+        loss_from=max(1, len(ids)),
         images=[ImageRef(file, *target, kind) for file, target, kind in zip(sample.images, targets, bad, strict=False)],
-        question=question,
-        answer=cut_answer,
-        length=_length(targets, factor, len(question), len(cut_answer)),
         shortened=full_length > data.seq_len or len(sizes) < len(sample.images),
     )
 
