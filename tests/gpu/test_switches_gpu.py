@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import loss_cases
 import pytest
 import torch
-from measures import milliseconds, relative
+from measures import errors, relative
 from ranks import run, steps, summary
 
 from playbook_trainer.axes import Axis
 from playbook_trainer.config.automatic import SWITCHES
 from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.torch.kernels.dense import fused_rows
 from playbook_trainer.torch.model import attention
 from playbook_trainer.torch.parallel import dispatch
 from playbook_trainer.torch.parallel.tensor import linear_cross_entropy, plain_rows
@@ -22,43 +24,27 @@ DEVICE = "cuda"
 
 
 def test_fused_loss_of_rows_that_begin_with_words_ruled_out() -> None:
-    import loss_cases
-
     for first, width in loss_cases.SHAPES:
         print(loss_cases.ruled_out(first, width, DEVICE))
 
 
 @pytest.mark.parametrize("shape", [(33, 1000, 64), (256, 151_936, 64), (7, 4097, 32)])
 def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.torch.kernels.dense import fused_rows
-
     torch.manual_seed(0)
     n, width, size = shape
     x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16) * 0.5 for s in ((n, size), (width, size)))
     labels = torch.randint(0, width, (n,), device=DEVICE)
     labels[::5] = IGNORE
-    exact = [t.double().requires_grad_() for t in (x, w)]
-    reference = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum", ignore_index=IGNORE)
-    reference.backward()
+
+    def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum", ignore_index=IGNORE)
+
     for rows in (plain_rows, fused_rows):
-        ours = [t.clone().requires_grad_() for t in (x, w)]
-        loss = linear_cross_entropy(*ours, labels, Axis("tp"), 20, rows)
-        loss.backward()
-        errors = [relative(loss.detach(), reference.detach()), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
-        print(rows.__name__, shape, "relative errors of loss, x, w:", *(f"{e:.2e}" for e in errors))
-        assert errors[0] < 1e-3
-        assert max(errors[1:]) < 2e-2
-
-
-def test_fused_loss_is_timed() -> None:
-    from playbook_trainer.torch.kernels.dense import fused_rows
-
-    x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in ((8192, 2048), (151_936, 2048)))
-    labels = torch.randint(0, 151_936, (8192,), device=DEVICE)
-    for rows in (plain_rows, fused_rows):
-        torch.cuda.reset_peak_memory_stats()
-        ms = milliseconds(lambda r=rows: linear_cross_entropy(x, w, labels, Axis("tp"), 4096, r).backward(), 5)
-        print(f"loss of 8192 tokens, {rows.__name__}: {ms:.1f} ms, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        loss, *gradients = errors(
+            lambda x, w, rows=rows: linear_cross_entropy(x, w, labels, Axis("tp"), 20, rows), exact, [x, w], torch.ones((), device=DEVICE)
+        )
+        assert loss < 1e-3
+        assert max(gradients) < 2e-2
 
 
 @pytest.mark.parametrize("shape", [(50, 8, 16, 256), (1, 4, 8, 96), (129, 2, 128, 2048), (64, 1, 4, 33), (300, 8, 8, 640)])
@@ -90,27 +76,7 @@ def test_fused_permutation_against_the_plain_path(shape: tuple[int, int, int, in
         assert relative(fused, exact) < max(4e-3, 1.1 * relative(plain, exact))
 
 
-def test_fused_permutation_is_timed() -> None:
-    n, k, experts, size = 16_384, 8, 128, 2048
-    prob, expert = torch.rand(n, experts, device=DEVICE).topk(k, dim=1)
-    x = torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
-    prob = prob.detach().requires_grad_()
-    for fused in (False, True):
-        local = dispatch.make("alltoall", experts, Axis("ep"), fused=fused)
-
-        def there_and_back(local=local) -> None:
-            rows, _, route = local.dispatch(x, expert, prob)
-            local.combine(rows, route).sum().backward()
-
-        print(f"dispatch and combine on one rank, 16k tokens, top-8 of 128, fused={fused}: {milliseconds(there_and_back):.2f} ms")
-
-
 BACKENDS = ("flash", "cudnn", "cudnn_packed")
-
-
-def pairs(*lengths: list[int]) -> list[tuple[str, list[int]]]:
-    """Every backend with every row of documents; cuDNN's dense call takes documents of one length."""
-    return [(name, row) for name in BACKENDS for row in lengths if name != "cudnn" or len(set(row)) == 1]
 
 
 def call(name: str, q, k, v, cu, top: int):
@@ -121,36 +87,20 @@ def call(name: str, q, k, v, cu, top: int):
     return attention._cudnn_packed(q, k, v, cu, cu, top, top, True, None)
 
 
-@pytest.mark.parametrize(("name", "lengths"), pairs([512], [256] * 4, [1, 700, 3, 320]))
+# cuDNN's dense call takes documents of one length.
+@pytest.mark.parametrize(
+    ("name", "lengths"), [(n, row) for n in BACKENDS for row in ([512], [256] * 4, [1, 700, 3, 320]) if n != "cudnn" or len({*row}) == 1]
+)
 def test_attention_backends_against_float64(name: str, lengths: list[int]) -> None:
     if name == "cudnn_packed":
         pytest.importorskip("transformer_engine")
     torch.manual_seed(0)
     n = sum(lengths)
     cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
-    fast = [torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in ((n, 8, 128), (n, 2, 128), (n, 2, 128))]
-    exact = [t.detach().double().requires_grad_() for t in fast]
+    given = [torch.randn(n, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2, 2)]
     grad = torch.randn(n, 8, 128, device=DEVICE, dtype=torch.bfloat16)
-    out, reference = call(name, *fast, cu, max(lengths)), attention._plain(*exact, cu, cu, True, None)
-    out.backward(grad)
-    reference.backward(grad.double())
-    errors = [relative(out, reference), *(relative(a.grad, b.grad) for a, b in zip(fast, exact, strict=True))]
-    print(name, lengths, *(f"{e:.2e}" for e in errors))
-    assert max(errors) < 2e-2
-
-
-@pytest.mark.parametrize(("name", "lengths"), pairs([8192], [4096] * 4, [100, 4000, 1300, 92, 2700]))
-def test_attention_backends_are_timed(name: str, lengths: list[int]) -> None:
-    if name == "cudnn_packed":
-        pytest.importorskip("transformer_engine")
-    n = sum(lengths)
-    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
-    q, k, v = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in ((n, 32, 128), (n, 4, 128), (n, 4, 128)))
-    grad = torch.randn(n, 32, 128, device=DEVICE, dtype=torch.bfloat16)
-    ms = milliseconds(lambda: call(name, q, k, v, cu, max(lengths)).backward(grad))
-    # Two products forward, five backward (one is a recomputation, not counted: 4), half of the square: 3.5 x 4 x S^2 / 2 x heads x size.
-    flops = sum(3.5 * 4 * s * s / 2 * 32 * 128 for s in lengths)
-    print(f"{name} {lengths[:3]}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s forward and backward")
+    found = errors(lambda *t: call(name, *t, cu, max(lengths)), lambda *t: attention._plain(*t, cu, cu, True, None), given, grad)
+    assert max(found) < 2e-2
 
 
 PLAIN = [f"{key}={str(switch.plain).lower()}" for key, switch in SWITCHES.items()]
