@@ -6,7 +6,6 @@ The weights travel through our own writer and transformers' own reader, so the c
 import parity
 import pytest
 import torch
-from parity import Document
 
 from playbook_trainer.huggingface import weights
 
@@ -33,27 +32,17 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def pair(request, tmp_path_factory):
-    """The configuration, both models with the same weights, and the documents to run."""
-    make, batches = CONFIGS[request.param]
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sample("text-moe", "vl-dense-tied")
+def test_logits_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
+    """Theirs of each document alone, so that a packed one sees none of its neighbours."""
+    make, batches = CONFIGS[name]
     config = make()
     state = parity.random_state(config)
-    folder = tmp_path_factory.mktemp("weights") / "model"
-    weights.save_safetensors(config, state, folder)
-    return config, parity.ours(config, state), parity.theirs(config, folder), batches
-
-
-def documents(config, batch):
-    return [Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
-
-
-@pytest.mark.sample("text-moe", "vl-dense-tied")
-def test_logits_loss_and_gradients_equal_those_of_transformers(pair, request):
-    config, decoder, model, batches = pair
-    name = request.node.callspec.params["pair"]
+    weights.save_safetensors(config, state, tmp_path / "model")
+    decoder, model = parity.ours(config, state), parity.theirs(config, tmp_path / "model")
     for what, batch in batches.items():
-        docs = documents(config, batch)
+        docs = [parity.Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
         packed = parity.pack(docs)
         decoder.zero_grad()
         model.zero_grad()
@@ -72,30 +61,3 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(pair, request):
         worst, whose = parity.worst_gradient(decoder, parity.their_gradients(config, model))
         assert worst < 1e-3, f"{what}: gradient of {whose} differs by {worst:.1e}"
         parity.record("models.jsonl", row | {"gradients": worst, "worst": whose})
-
-
-@pytest.mark.sample("text-moe")
-def test_a_packed_document_does_not_see_its_neighbours(pair):
-    config, decoder, _, batches = pair
-    docs = documents(config, batches["packed"])
-    with torch.no_grad():
-        alone = [decoder(parity.pack([d]), logits=True) for d in docs]
-        torch.testing.assert_close(decoder(parity.pack(docs), logits=True), torch.cat(alone), atol=1e-5, rtol=0)
-        torch.testing.assert_close(decoder(parity.pack(docs[::-1]), logits=True), torch.cat(alone[::-1]), atol=1e-5, rtol=0)
-
-
-@pytest.mark.sample("vl-dense-tied")
-def test_recompute_gives_the_same_gradients(pair):
-    from playbook_trainer.torch.model.decoder import Options
-
-    config, decoder, _, batches = pair
-    packed = parity.pack(documents(config, batches["packed"]))
-    gradients = []
-    for recompute in (False, True):
-        decoder.zero_grad()
-        decoder.options = Options(recompute=frozenset({"full"} if recompute else ()))
-        decoder(packed).backward()
-        gradients.append({n: p.grad.clone() for n, p in decoder.named_parameters()})
-    decoder.options = Options()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
