@@ -25,7 +25,7 @@ from playbook_trainer.config.tree import ModelConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
 from playbook_trainer.data.collate import Grid, mrope_positions, vision_index
 from playbook_trainer.huggingface import weights
-from playbook_trainer.torch.model.decoder import Decoder
+from playbook_trainer.torch.model.decoder import Decoder, Options
 
 MODELS = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
@@ -69,14 +69,12 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     return state
 
 
-def ours(config: ModelConfig, state: dict[str, torch.Tensor]) -> Decoder:
+def ours(config: ModelConfig, state: dict[str, torch.Tensor], options: Options | None = None) -> Decoder:
     """Our model, built without memory and filled with these weights."""
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config, options or Options())
     model.load_state_dict(state, strict=True, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    return model
+    return model.requires_grad_()
 
 
 def theirs(config: ModelConfig, folder: Path) -> Any:

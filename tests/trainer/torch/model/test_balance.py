@@ -105,10 +105,7 @@ def test_figures_of_a_load() -> None:
 
 
 def decoder(model_config: ModelConfig, options: Options | None = None) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(model_config, options or Options())
-    model.load_state_dict(parity.random_state(model_config), assign=True)
-    return model.requires_grad_()
+    return parity.ours(model_config, parity.random_state(model_config), options)
 
 
 def config(**words: Any) -> TrainerConfig:
