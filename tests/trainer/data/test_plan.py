@@ -10,26 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_sets import TEXT, VL, config
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from playbook.errors import ConfigError, DataError
-from playbook.paths import data_root
-from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
+from playbook_trainer.config.tree import parse_overrides
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.packing import Lane, Packing, order_key, permute
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
 from playbook_trainer.data.sources.streams import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
-
-TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
-
-
-def config(name: str, **overrides: Any) -> TrainerConfig:
-    keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return load(data_root("configs") / f"{name}.yaml", keys)
 
 
 def samples(folder: Path, lines: list[Any], images: dict[str, tuple[int, int]]) -> Path:

@@ -168,15 +168,6 @@ def test_lanes_of_other_ranks_are_not_planned(tmp_path: Path) -> None:
     assert sum(read.values()) <= 12
 
 
-def test_a_large_jsonl_is_read_line_by_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"t{i}"}) + "\n" for i in range(300)) + "not json\n")
-    cfg = config(TEXT, data__path=str(tmp_path), data__pack=False)
-    check(cfg)
-    rows = make_rows(cfg, "train")
-    with pytest.raises(DataError, match=r"a\.jsonl:301"):
-        [rows.row(k) for k in range(272)]
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_jsonl_is_read_through_once(tmp_path: Path) -> None:
     def bytes_read() -> int:
