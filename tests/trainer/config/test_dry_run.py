@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
+from in_process import run
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root, sources
 from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
-from playbook_app.cli import app
 from playbook_bench import statements
 from playbook_trainer.axes import Axes, Axis
 from playbook_trainer.config.dry_run import dry_run, predicted
@@ -31,10 +31,7 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sources(repo_root()))}
 
 def command(capsys, *words):
     """Exit code, stdout and stderr of `playbook train --dry-run`."""
-    with pytest.raises(SystemExit) as stop:
-        app.main(["train", "--dry-run", *words])
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
+    return run(capsys, "train", "--dry-run", *words)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny", "qwen3_vl_tiny"])
@@ -227,10 +224,8 @@ def test_a_number_that_means_nothing_is_one_line_wherever_the_configuration_is_r
     key = word.partition("=")[0]
     file = str(data_root("configs") / "qwen3_vl_tiny.yaml")
     for words in (["train", "--dry-run", file, word], *(["config", "export", file, word, "--to", target] for target in TARGETS)):
-        with pytest.raises(SystemExit) as stop:
-            app.main(words)
-        out, err = capsys.readouterr()
-        assert (stop.value.code, out) == (2, ""), words
+        code, out, err = run(capsys, *words)
+        assert (code, out) == (2, ""), words
         assert key.rsplit(".", 1)[-1] in err
         assert len(err.strip().splitlines()) == 1
 
@@ -264,10 +259,8 @@ def test_the_other_backend_is_counted_by_its_own_rules():
     ],
 )
 def test_what_cannot_be_built_is_one_line(capsys, words, says):
-    with pytest.raises(SystemExit) as stop:
-        app.main(["train", *words])
-    out, err = capsys.readouterr()
-    assert (stop.value.code, out) == (2, "")
+    code, out, err = run(capsys, "train", *words)
+    assert (code, out) == (2, "")
     assert says in err
     assert len(err.strip().splitlines()) == 1
 
