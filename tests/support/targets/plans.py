@@ -10,7 +10,7 @@ from typing import Any
 from playbook.planner import pipeline
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, parse
 
 GPUS = (1, 2, 4, 8, 8, 16, 16, 32, 64, 64, 128, 256)
 HARDWARE = ("a100", "h100", "h100", "h200", "b200", "gb200")
@@ -45,6 +45,12 @@ def random_plans(seed: int, backend: str = "") -> Iterator[tuple[Plan, str]]:
         draw.shuffle(models)
         for name in models:
             yield next(plan for plan in iter(lambda n=name: _drawn(draw, n, backend), None) if _legal(plan)), draw.choice(HARDWARE)
+
+
+def planned(text: str) -> Plan:
+    """The plan of a model and settings, for the torch backend."""
+    model, *words = text.split()
+    return parse(model, ["backend=torch", *words]).require()
 
 
 def expected(plan: Plan) -> dict[str, Any]:

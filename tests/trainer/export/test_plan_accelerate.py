@@ -23,6 +23,8 @@ from playbook.planner.plan import Plan, parse
 from playbook.planner.time.cluster import cluster
 from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.plan_accelerate import launchable
+from tests.support.targets.apart import answers
+from tests.support.targets.plans import planned
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -37,17 +39,8 @@ PLANS = [
 ]
 
 
-def planned(text: str) -> Plan:
-    model, *words = text.split()
-    return parse(model, ["backend=torch", *words]).require()
-
-
 def read_back(exports: Sequence[Launchable]) -> list[dict[str, Any]]:
-    document = json.dumps([{"files": dict(e.files), "command": list(e.command)} for e in exports])
-    done = subprocess.run([sys.executable, str(SCRIPT)], input=document, capture_output=True, text=True, timeout=6000, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    return answers(SCRIPT, [{"files": dict(e.files), "command": list(e.command)} for e in exports])
 
 
 def expected(plan: Plan) -> dict[str, Any]:

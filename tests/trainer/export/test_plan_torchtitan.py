@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +24,8 @@ from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.torchtitan import launchable
+from tests.support.targets.apart import answers
+from tests.support.targets.plans import planned
 
 WHEELS = repo_root() / ".venv" / "targets" / "torchtitan-0.3.0"
 SCRIPT = repo_root() / "tests" / "support" / "targets" / "torchtitan.py"
@@ -50,22 +49,11 @@ PLANS = [
 ]
 
 
-def planned(text: str) -> Plan:
-    model, *words = text.split()
-    return parse(model, ["backend=torch", *words]).require()
-
-
 def read_back(exports: Sequence[Launchable]) -> list[dict[str, Any]]:
     """What torchtitan makes of each, all in one process."""
     if not WHEELS.is_dir():
         pytest.fail(f"{WHEELS} is missing; run `make targets`")
-    document = json.dumps([{"files": dict(e.files), "command": list(e.command)} for e in exports])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(WHEELS)], input=document, capture_output=True, text=True, timeout=6000, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout)["answers"]
-    return answers
+    return answers(SCRIPT, [{"files": dict(e.files), "command": list(e.command)} for e in exports], str(WHEELS))
 
 
 def expected(plan: Plan) -> dict[str, Any]:
@@ -136,13 +124,13 @@ def drawn(seed: int) -> Iterator[Plan]:
 @pytest.mark.full
 def test_torchtitan_accepts_every_family_and_what_the_search_finds_and_a_fault_does_not_read_back() -> None:
     """All in one process: torchtitan takes seconds to import."""
-    found = [*islice(drawn(42), 40)]
-    assert len({plan.model for plan in found}) > 20
-    plans = [*map(planned, PLANS), *found]
-    answers = read_back([*(launchable(plan, "h100") for plan in plans), *faulty()])
-    compare(plans, answers[: len(plans)])
-    assert len(answers) == len(plans) + len(FAULTS)
-    for answer in answers[len(plans) :]:
+    searched = [*islice(drawn(42), 40)]
+    assert len({plan.model for plan in searched}) > 20
+    plans = [*map(planned, PLANS), *searched]
+    found = read_back([*(launchable(plan, "h100") for plan in plans), *faulty()])
+    compare(plans, found[: len(plans)])
+    assert len(found) == len(plans) + len(FAULTS)
+    for answer in found[len(plans) :]:
         assert {k: v for k, v in answer.items() if k != "parameters"} != expected(planned(FAULTY))
 
 
