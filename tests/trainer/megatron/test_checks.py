@@ -216,9 +216,3 @@ def test_what_needs_transformer_engine_excludes_local_kernels(monkeypatch: pytes
     c = config(train=BF16, precision={"fp8": "blockwise"}, megatron={"kernels": "local"})
     assert megatron.package_problems(c) == ["precision.fp8 blockwise: of Transformer Engine, and megatron.kernels is local; set it to auto"]
     assert megatron.package_problems(config()) == []
-
-
-def test_seed_spellings_get_the_right_label() -> None:
-    for wrong, right in {"up_proj": "mla_up_proj", "norm": "layernorm"}.items():
-        with pytest.raises(ConfigError, match=f"'{wrong}' is not known; did you mean '{right}'"):
-            config(train={"recompute": "selective", "recompute_modules": [wrong]})

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from forking import Forks
 from ranks import alive, free_port, run, steps, summary
+from wild import Bomb
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
@@ -146,14 +147,6 @@ def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints"
 
 
-class Hostile:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
 def resumed(copy: Path, *words: str) -> tuple[int, str]:
     code, _, err = run([TEXT, *QUICK, f"checkpoint.dir={copy}", f"output={copy / 'out'}", *words])[0]
     assert "Traceback" not in err
@@ -164,7 +157,7 @@ def resumed(copy: Path, *words: str) -> tuple[int, str]:
 def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
     copy, marker = tmp_path / "copy", tmp_path / "executed"
     shutil.copytree(saved, copy)
-    bomb = pickle.dumps(Hostile(marker))
+    bomb = pickle.dumps(Bomb(marker))
     (copy / "step_00000002" / ".metadata").write_bytes(bomb)
     assert resumed(copy)[0] == 0, "the library's own index is never read"
     shutil.rmtree(copy / "out")
