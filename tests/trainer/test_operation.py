@@ -89,7 +89,7 @@ checkpoint.Checkpointer.save = planted
 
 FULL_AT_THE_START = """
 import resource, signal
-from playbook_trainer.observe import watchdog
+from playbook_trainer.observe import metrics
 real = metrics._keep_until
 def planted(path, step):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
