@@ -84,10 +84,21 @@ def configuration(name: str, kernels: str, **more: Any) -> Any:
 
 
 def built(config: Any) -> list[Any]:
-    import megatron_ranks
+    from playbook_trainer.megatron import engine, groups
 
-    megatron_ranks.initialise(config)
-    return megatron_ranks.build(config)[1]
+    groups.initialise(config)
+    engine.seed(config)
+    return engine.build_chunks(config, engine.transformer_config(config), torch.device("cuda", 0))
+
+
+def losses(model: Any, batch: Any) -> torch.Tensor:
+    """The loss of every token, zero where it has no label."""
+    from playbook_trainer.megatron import engine
+
+    given = {"labels": batch.labels_N.clamp(min=0)[None], "loss_mask": (batch.labels_N >= 0).float()[None]}
+    return model(
+        batch.tokens_N[None], batch.positions[None], None, packed_seq_params=engine.packed(batch.cu_seqlens, batch.max_seqlen), **given
+    )
 
 
 def rounded(config: Any, folder: Path, bias: float = 1.0) -> dict[str, torch.Tensor]:
@@ -126,16 +137,16 @@ def ours(config: Any, folder: Path, documents: list[Any]) -> tuple[torch.Tensor,
     import megatron_ranks
     import parity
 
-    from playbook_trainer.megatron import weights
+    from playbook_trainer.megatron import engine, weights
 
     chunks = built(config)
     weights.load(chunks, config.model, folder)
     batch = parity.pack(documents).to(torch.device("cuda"))
     with torch.no_grad():
-        given = {"packed_seq_params": megatron_ranks.packed(batch)}
+        given = {"packed_seq_params": engine.packed(batch.cu_seqlens, batch.max_seqlen)}
         logits = chunks[0](batch.tokens_N[None], batch.positions[None], None, **given)[0].float()
     mask = (batch.labels_N >= 0).float()
-    loss = (megatron_ranks.losses_NL(chunks[0], batch).view(-1).float() * mask).sum()
+    loss = (losses(chunks[0], batch).view(-1).float() * mask).sum()
     loss.backward()
     return logits, float(loss.detach()), megatron_ranks.gradients(config, chunks)
 
@@ -255,14 +266,11 @@ def test_multi_token_prediction_gives_every_parameter_a_gradient(kernels: str, m
     import megatron_ranks
     import parity
 
-    from playbook_trainer.megatron import weights
-
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     config = configuration("prediction", kernels)
     chunks = built(config)
-    weights.initialise(chunks, config)
     batch = parity.pack([parity.Document(config.model, n, [], seed=n) for n in LENGTHS]).to(torch.device("cuda"))
-    loss = megatron_ranks.losses_NL(chunks[0], batch).float().mean()
+    loss = losses(chunks[0], batch).float().mean()
     loss.backward()
     assert torch.isfinite(loss)
     found = megatron_ranks.gradients(config, chunks)

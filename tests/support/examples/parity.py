@@ -126,6 +126,18 @@ class Document:
         return given
 
 
+def rows(config: ModelConfig) -> list[list[Document]]:
+    """Documents of micro-batches: two of 64 tokens, or with a tower four of up to 192, of which two have no image."""
+    if config.vision is None:
+        return [[Document(config, n, [], 100 * row + n) for n in lengths] for row, lengths in enumerate(((7, 19, 38), (30, 1, 33)))]
+
+    def images(seed: int) -> list[Document]:
+        each = ((20, [(1, 4, 6), (1, 2, 4)]), (30, []), (13, [(1, 6, 4)]))
+        return [Document(config, text, grids, seed + i) for i, (text, grids) in enumerate(each)]
+
+    return [images(0), [Document(config, 60, [], 5)], images(9), [Document(config, 90, [], 13)]]
+
+
 def vision_batch(config: ModelConfig, grids: list[Grid], pixels: np.ndarray, visual: np.ndarray) -> VisionBatch:
     """The images of a batch with their indices."""
     vision = config.vision
