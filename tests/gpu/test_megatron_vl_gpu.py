@@ -11,15 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layout_runs import Job, difference, train_all
 from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps
 
 from playbook_app.site.curves import ALLOWED, distances, series_of
 from playbook_app.site.reference import CURVES
+from playbook_trainer.axes import Axes
 from playbook_trainer.config.tree import load, parse_overrides
+from playbook_trainer.data.loader import build_loader
+from playbook_trainer.torch.model.decoder import Decoder, Options
+from playbook_trainer.torch.parallel.sharding import fill, initial_value
 
 pytest.importorskip("megatron.core")
+from megatron.core import parallel_state
+
+from playbook_trainer.megatron import engine, groups, inputs, vision_language, weights
 
 # As small as kernels for 16-bit numbers take it.
 SIZE = ["model.hidden_size=256", "model.head_dim=64", "model.mrope_section=[12,10,10]", "model.expert_ffn_size=128"]
@@ -55,9 +63,6 @@ LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
 @pytest.fixture
 def alone() -> Iterator[torch.device]:
     """A process group of one."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -69,12 +74,6 @@ def alone() -> Iterator[torch.device]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [MOE, DENSE], ids=["moe", "dense"])
 def test_logits_and_gradients_are_as_near_to_float32_as_the_torch_backends(words: list[str], alone: torch.device) -> None:
-    from playbook_trainer.axes import Axes
-    from playbook_trainer.data.loader import build_loader
-    from playbook_trainer.megatron import engine, groups, inputs, vision_language, weights
-    from playbook_trainer.torch.model.decoder import Decoder, Options
-    from playbook_trainer.torch.parallel.sharding import fill, initial_value
-
     config = load(ROOT / words[0], parse_overrides([*words[1:], *MEGATRON]))
     groups.initialise(config)
     engine.seed(config)

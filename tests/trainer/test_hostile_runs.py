@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import parity
+import pyarrow as pa
 import pytest
 import torch
 from data_sets import VL, tar, write_parquet
@@ -153,8 +154,6 @@ def test_files_that_are_no_configuration(refused: Callable[..., str], tmp_path: 
 
 
 def test_data_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    import pyarrow as pa
-
     def file(name: str, content: bytes | str) -> str:
         path = tmp_path / "data" / name
         path.parent.mkdir(exist_ok=True, parents=True)

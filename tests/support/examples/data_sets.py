@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -75,15 +77,11 @@ def shard(path: Path, numbers: range) -> Path:
 
 
 def vqa_table(numbers: range, *, struct: bool = False) -> Any:
-    import pyarrow as pa
-
     images = [{"bytes": jpeg(n), "path": None} if struct else jpeg(n) for n in numbers]
     return pa.table({"image": images, "question": [f"q{n}" for n in numbers], "answer": [f"a{n}" for n in numbers], "extra": list(numbers)})
 
 
 def write_parquet(path: Path, table: Any, rows: int) -> Path:
-    import pyarrow.parquet as pq
-
     path.parent.mkdir(exist_ok=True)
     pq.write_table(table, path, row_group_size=rows)
     return path
@@ -106,8 +104,6 @@ def text_source(kind: str, folder: Path) -> dict[str, Any]:
         (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n\n" for t in TEXTS[:30]))
         (folder / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[30:]))
     elif kind == "parquet":
-        import pyarrow as pa
-
         write_parquet(folder / "a.parquet", pa.table({"text": TEXTS[:25], "other": list(range(25))}), 10)
         write_parquet(folder / "b.parquet", pa.table({"text": TEXTS[25:]}), 10)
     elif kind == "huggingface":

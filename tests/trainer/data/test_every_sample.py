@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from data_sets import chat_tokenizer, config
+from data_sets import chat_tokenizer, config, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -54,10 +55,7 @@ def text_file(folder: Path, texts: list[str], layout: str) -> Path:
 
         datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
         return folder / "saved"
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=3)
+    write_parquet(folder / "a.parquet", pa.table({"text": texts}), 3)
     return folder
 
 
@@ -195,12 +193,9 @@ def samples(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layou
         for key, name in names.items():
             (folder / f"{name}.json").write_text(json.dumps({key: said[key]}))
     else:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         images = [[encoded[(i + n) % len(sizes)] for n in range(count)] for i, count in enumerate(counts)]
         table = pa.table({"images": images, "question": [q for q, _ in texts], "answer": [a for _, a in texts]})
-        pq.write_table(table, folder / "a.parquet", row_group_size=3)
+        write_parquet(folder / "a.parquet", table, 3)
     return [(count, (q + a).encode()) for count, (q, a) in zip(counts, texts, strict=True)]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import webdataset
 from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
@@ -145,8 +146,6 @@ def test_broken_parquet_and_wrong_columns_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["not UTF-8", "not a date", "two columns"])
 def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, fault: str) -> None:
-    import pyarrow as pa
-
     texts = pa.array(TEXTS)
     columns = {
         "not UTF-8": [pa.Array.from_buffers(pa.string(), 12, pa.array([b"\xff"] * 12, pa.binary()).buffers())],
@@ -160,8 +159,6 @@ def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, f
 
 def test_a_row_group_that_would_fill_the_memory_of_a_worker_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its footer, and by the columns that are read alone."""
-    import pyarrow as pa
-
     table = pa.table({"text": TEXTS, "image": [b"x" * 100_000] * len(TEXTS)})
     write_parquet(tmp_path / "a.parquet", table.slice(0, 2), 5)
     write_parquet(tmp_path / "b.parquet", table, 5)

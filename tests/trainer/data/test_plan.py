@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from data_sets import TEXT, VL, config
+from data_sets import TEXT, VL, config, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -385,15 +386,12 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("layout", ["sub-folder", "beside parquet"])
 def test_no_file_is_passed_over(layout: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 20)
     if layout == "sub-folder":
         (tmp_path / "more").mkdir()
         (tmp_path / "more" / "b.jsonl").write_text('{"text": "y"}\n' * 20)
     else:
-        pq.write_table(pa.table({"text": ["z"] * 20}), tmp_path / "c.parquet")
+        write_parquet(tmp_path / "c.parquet", pa.table({"text": ["z"] * 20}), 20)
     with pytest.raises(DataError, match="would not be read"):
         check(config(TEXT, data__path=str(tmp_path)))
 

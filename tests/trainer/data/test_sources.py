@@ -20,7 +20,7 @@ from playbook_trainer.config.sections import GeneratedConfig
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.images import header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
-from playbook_trainer.data.rows import make_rows
+from playbook_trainer.data.rows import LaneRows, make_rows, text_documents
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, PoolImage
 from playbook_trainer.data.sources.streams import Flat, Sharded
 
@@ -131,8 +131,6 @@ def test_a_resumed_lane_reads_nothing_of_what_came_before(tmp_path: Path) -> Non
         opened.append(number)
         return [f"text {number} {i}" for i in range(40)]
 
-    from playbook_trainer.data.rows import LaneRows, text_documents
-
     cfg = config(TEXT, data__seq_len=64, data__pack_buffer=4, train__global_batch_size=2)
     source = Sharded(50, open_shard, "planted")
     first = LaneRows(source, text_documents(cfg.model, cfg.data), cfg, "train", {})
@@ -158,8 +156,6 @@ def test_lanes_of_other_ranks_are_not_planned(tmp_path: Path) -> None:
         def __getitem__(self, i: int) -> str:
             read[f"{i}"] += 1
             return f"text {i}"
-
-    from playbook_trainer.data.rows import LaneRows, text_documents
 
     cfg = config(TEXT, train__global_batch_size=8, data__pack=False)
     rows = LaneRows(Flat(Counted(), "counted"), text_documents(cfg.model, cfg.data), cfg, "train", {})

@@ -16,7 +16,7 @@ import torch
 from ranks import ROOT, SUPPORT, environment
 from safetensors.torch import load_file
 
-from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.config.tree import ModelConfig, load, parse_overrides
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.torch.parallel.sharding import initial_value
 
@@ -102,8 +102,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model(name: str) -> ModelConfig:
-    from playbook_trainer.config.tree import load, parse_overrides
-
     return load(ROOT / "trainer/configs/qwen3_moe_tiny.yaml", parse_overrides(MODELS[name])).model
 
 
