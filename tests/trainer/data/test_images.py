@@ -47,13 +47,6 @@ def test_target_size_is_bounded_and_in_whole_visual_tokens(height: int, width: i
     assert h * w <= max(most, factor * factor)
 
 
-def test_decode_resizes_to_rgb(tmp_path: Path) -> None:
-    Image.new("L", (50, 40), 200).save(tmp_path / "gray.png")
-    pixels = decode(ImageRef(tmp_path / "gray.png", 32, 64))
-    assert pixels.shape == (32, 64, 3)
-    assert (pixels == 200).all()
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(10))
 def test_pictures_are_upright_as_transformers_loads_them(tmp_path: Path, kind: str, orientation: int) -> None:

@@ -78,15 +78,6 @@ def test_a_longer_look_ahead_packs_denser() -> None:
     assert filled[1] < filled[4] < filled[32] <= 250 * 100
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_every_epoch_holds_each_sample_once_in_another_order(lanes: int) -> None:
-    all_lanes = [lane(Lengths([5, 6, 7, 8, 9, 3, 2]), 10, 0, number=n, lanes=lanes) for n in range(lanes)]
-    rows = [all_lanes[k % lanes].row() for k in range(21)]
-    epochs = [[p[0] for row in rows[start : start + 7] for p in row] for start in (0, 7, 14)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
 @pytest.mark.parametrize(("buffer", "chunk"), [(0, 1), (8, 1), (8, 16)])
 def test_a_lane_goes_on_from_its_state_without_opening_what_came_before(buffer: int, chunk: int) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 400).tolist()
@@ -101,8 +92,8 @@ def test_a_lane_goes_on_from_its_state_without_opening_what_came_before(buffer: 
         stream = Lengths(lengths, chunk)
         second = lane(stream, 64, buffer, state=state)
         assert [second.row() for _ in range(30 - at)] == made[at:]
-        before = set(first._stream.opened) - set(stream.opened)  # type: ignore[attr-defined]
-        assert at < 17 or before
+        again = set(first._stream.opened) & set(stream.opened)  # type: ignore[attr-defined]
+        assert len(again) <= 2 + buffer, "the chunks of what waits, and of the place"
     assert [lane(Lengths(lengths), 64, buffer, seed=[2]).row() for _ in range(5)] != made[:5]
 
 
@@ -117,22 +108,6 @@ def test_shuffled_orders_are_unlike_each_other_and_far_from_sorted() -> None:
         assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
     assert max(sum(a == b for a, b in zip(orders[i], orders[j], strict=True)) for i, j in ((0, 1), (1, 2), (0, 2))) < 10
     assert 0 <= permute(10**9, 10**12, 5) < 10**12
-
-
-def test_text_pieces_cover_the_documents_and_end_with_eos(tmp_path: Path) -> None:
-    texts = [chr(97 + i) * (40 * i + 1) for i in range(9)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    rows = make_rows(config(TEXT, data__path=str(tmp_path), data__seq_len=64, data__pack=False, train__global_batch_size=1), "train")
-    lengths = [min(64, len(t) + 1 - at) for t in texts for at in range(0, len(t) + 1, 64)]
-    pieces = len(lengths) - len(lengths) // 10  # of so few texts, every tenth piece is held out
-    tokens: Counter[int] = Counter()
-    for k in range(pieces):
-        (document,) = rows.row(k)
-        assert len(document.tokens) <= 64
-        assert len({*document.tokens.tolist()} - {256}) <= 1, "a piece holds one document"
-        tokens.update(document.tokens.tolist())
-    assert tokens <= Counter("".join(texts).encode()) + Counter({256: 9})
-    assert tokens.total() == sum(lengths) - sum(lengths[9::10])
 
 
 def test_plain_text_is_split_at_two_blank_lines(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from playbook_trainer.data.images import header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.rows import LaneRows, make_rows, text_documents
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, PoolImage
-from playbook_trainer.data.sources.streams import Flat, Sharded
+from playbook_trainer.data.sources.streams import Flat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "huggingface"])
@@ -122,28 +122,6 @@ def test_a_place_that_the_data_does_not_have_is_refused() -> None:
         loader = build_loader(config(TEXT, train__global_batch_size=1), dp_rank=0, dp_size=1, state={"row": 1, "lanes": {"0": place}})
         with pytest.raises(DataError, match="this run's data has none there; resume with the seed and the data"):
             next(iter(loader))
-
-
-def test_a_resumed_lane_reads_nothing_of_what_came_before(tmp_path: Path) -> None:
-    opened: list[int] = []
-
-    def open_shard(number: int) -> list[str]:
-        opened.append(number)
-        return [f"text {number} {i}" for i in range(40)]
-
-    cfg = config(TEXT, data__seq_len=64, data__pack_buffer=4, train__global_batch_size=2)
-    source = Sharded(50, open_shard, "planted")
-    first = LaneRows(source, text_documents(cfg.model, cfg.data), cfg, "train", {})
-    rows = [first.row(k) for k in range(0, 240, 2)]
-    state = first.state(238)
-    drawn = len(set(opened))
-    opened.clear()
-    second = LaneRows(source, text_documents(cfg.model, cfg.data), cfg, "train", {0: state})
-    following = second.row(240)
-    assert [d.tokens.tolist() for d in following] == [d.tokens.tolist() for d in first.row(240)]
-    assert drawn > 10
-    assert len(set(opened)) <= 5, "the shards of the documents that wait, and the first, to see that there is a sample"
-    assert len(rows) == 120
 
 
 def test_lanes_of_other_ranks_are_not_planned(tmp_path: Path) -> None:
