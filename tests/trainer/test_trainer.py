@@ -20,18 +20,11 @@ TEXT, DENSE = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_tiny
 ONE_STEP = ["train.steps=1", "train.warmup_steps=0", "optimizer.warmup_steps=0", "model.num_layers=2"]
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks", "expected"),
-    [
-        (["trian.steps=3"], 1, "unknown key 'trian'; did you mean 'train'?"),
-        (["parallel.tp=3"], 3, "4 attention heads do not divide over tp 3"),
-        (["data.path=/nowhere/at/all"], 1, "/nowhere/at/all"),
-    ],
-)
-def test_refused_before_anything_starts(words: list[str], ranks: int, expected: str, tmp_path: Path) -> None:
-    results = run([TEXT, *words, f"output={tmp_path / 'out'}"], ranks)
-    assert [code for code, _, _ in results] == [2] * ranks
-    assert expected in results[0][2]
+def test_refused_before_anything_starts(tmp_path: Path) -> None:
+    """By every rank, and told by the first."""
+    results = run([TEXT, "parallel.tp=3", f"output={tmp_path / 'out'}"], 3)
+    assert [code for code, _, _ in results] == [2] * 3
+    assert "4 attention heads do not divide over tp 3" in results[0][2]
     assert "Traceback" not in results[0][2]
     assert not (tmp_path / "out").exists(), "nothing may be written"
 

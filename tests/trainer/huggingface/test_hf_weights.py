@@ -263,13 +263,6 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(text, tmp_path):
     weights.save_safetensors(config, state, tmp_path / "m")
 
 
-def test_weights_are_never_written_over(text, tmp_path):
-    config, state = text
-    weights.save_safetensors(config, state, tmp_path)
-    with pytest.raises(ConfigError, match="already holds weights"):
-        weights.save_safetensors(config, state, tmp_path)
-
-
 def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_path):
     config, state = text
     other = {name: torch.zeros_like(t) for name, t in state.items()}
