@@ -6,19 +6,17 @@ whichever is more. Logits and gradients: norm of the difference over the norm, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 import parity
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 
 from playbook_trainer.config.tree import load
@@ -61,18 +59,8 @@ KERNELS = ("transformer_engine", "local")
 
 
 @pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    """One rank, and megatron-core's groups over it, which each test gives back: they are dozens of threads and open files every time."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def _exact(alone: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def configuration(name: str, kernels: str, **more: Any) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from layout_runs import Job, difference, train_all
 from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps
@@ -25,8 +24,6 @@ from playbook_trainer.torch.model.decoder import Decoder, Options
 from playbook_trainer.torch.parallel.sharding import fill, initial_value
 
 pytest.importorskip("megatron.core")
-from megatron.core import parallel_state
-
 from playbook_trainer.megatron import engine, groups, inputs, vision_language, weights
 
 # As small as kernels for 16-bit numbers take it.
@@ -58,17 +55,6 @@ LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
     "dense-tp2-sp": (DENSE, SEQUENCE),
     "frozen": (MOE, ["train.freeze=[vision]"]),
 }
-
-
-@pytest.fixture
-def alone() -> Iterator[torch.device]:
-    """A process group of one."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield device
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
