@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,16 @@ checkpoint_files.Writer.finish = slowly
 """
 
 
-def stopped_at_step(forks: Forks, words: list[str], out: Path, step: int, signum: int) -> list[int]:
-    """The exit codes of two ranks, the second of which has got a signal once so many steps were done."""
-    ranks = forks.start([*words, f"output={out}"], 2, free_port())
+def signalled(
+    forks: Forks, words: list[str], out: Path, ranks: int, ready: Callable[[list[dict[str, Any]]], bool], signum: int
+) -> list[int]:
+    """The exit codes of ranks, the last of which has got a signal once this holds of the steps."""
+    pids = forks.start([*words, f"output={out}"], ranks, free_port())
     deadline = time.monotonic() + 2000
-    while not (out / "metrics.jsonl").is_file() or len(steps(out)) < step:
+    while not (out / "metrics.jsonl").is_file() or not ready(steps(out)):
         assert time.monotonic() < deadline, forks.text(0)
         time.sleep(0.01)
-    os.kill(ranks[1], signum)
+    os.kill(pids[-1], signum)
     return forks.wait()
 
 
@@ -145,7 +148,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all(forks: Forks, tmp_path: Path) -
     words = [TEXT, *QUICK, "train.deterministic=true", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.keep=1"]
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         before = stopped
-        assert stopped_at_step(forks, [*words, "train.steps=4000"], out, before + 2, signum) == [5, 5], forks.text(0)
+        codes = signalled(forks, [*words, "train.steps=4000"], out, 2, lambda rows, least=before + 2: len(rows) >= least, signum)
+        assert codes == [5, 5], forks.text(0)
         stopped = steps(out)[-1]["step"]
         assert stopped >= before + 2
         assert summary(out)["outcome"] == "stopped"
@@ -160,13 +164,9 @@ def test_a_signal_to_one_rank_saves_and_ends_all(forks: Forks, tmp_path: Path) -
 @pytest.mark.full
 def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: Forks, tmp_path: Path) -> None:
     diverging = ["train.on_nan=continue", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=4000"]
-    ranks = forks.start([TEXT, *QUICK, *diverging, f"checkpoint.dir={tmp_path / 'saved'}", f"output={tmp_path / 'out'}"], 1, free_port())
-    deadline = time.monotonic() + 1000
-    while not (tmp_path / "out" / "metrics.jsonl").is_file() or not any(r.get("nan") for r in steps(tmp_path / "out")):
-        assert time.monotonic() < deadline, forks.text(0)
-        time.sleep(0.01)
-    os.kill(ranks[0], signal.SIGTERM)
-    assert forks.wait() == [3], forks.text(0)
+    words = [TEXT, *QUICK, *diverging, f"checkpoint.dir={tmp_path / 'saved'}"]
+    codes = signalled(forks, words, tmp_path / "out", 1, lambda rows: any(r.get("nan") for r in rows), signal.SIGTERM)
+    assert codes == [3], forks.text(0)
     assert summary(tmp_path / "out")["outcome"] == "nan"
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [".lock"]
 
