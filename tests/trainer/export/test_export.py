@@ -1,14 +1,17 @@
-"""`playbook config export`: every key of the tree ends up somewhere, and the other trainer's own parser reads it back."""
+"""`playbook config export`: every key of the tree ends up somewhere, the other trainer's own parser or classes have it, and cards say keys in its words."""
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from in_process import run
@@ -20,9 +23,9 @@ from playbook_trainer.config.tree import load
 from playbook_trainer.export import sheet as sheets
 from playbook_trainer.export import torchtitan
 from playbook_trainer.export.launch import Launchable
-from playbook_trainer.export.render import TARGETS, export
-from playbook_trainer.export.sheet import leaves
-from tests.support.targets import megatron
+from playbook_trainer.export.render import TARGETS, change, export
+from playbook_trainer.export.sheet import RELEASES, Setting, leaves
+from tests.support.targets import bridge, megatron
 from tests.support.targets.apart import answers
 from tests.trainer.export.test_plan_torchtitan import read_back
 
@@ -293,3 +296,84 @@ def test_exporting_imports_no_torch():
     command = [sys.executable, "-c", code, "config", "export", str(LARGE), "--to", "torchtitan"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"moe.dispatcher": "deepep"},
+            {
+                "megatron-lm": ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"],
+                "megatron-bridge": ["model.moe_token_dispatcher_type=flex", "model.moe_flex_dispatcher_backend=deepep"],
+                "torchtitan": ["model_registry(moe_comm_backend='deepep')"],
+            },
+        ),
+        (
+            {"megatron.overlap_grad_reduce": "for exposed gradient reduction"},
+            {"megatron-lm": ["--overlap-grad-reduce"], "megatron-bridge": ["ddp.overlap_grad_reduce=true"]},
+        ),
+        (
+            {"checkpoint.async_save": True, "checkpoint.every": "now and then"},
+            {
+                "megatron-lm": ["--async-save"],
+                "megatron-bridge": ["checkpoint.async_save=true"],
+                "torchtitan": ["--checkpoint.async_mode async"],
+            },
+        ),
+        ({"parallel.ep": "higher", "order": "first this"}, {}),
+        ({}, {}),
+    ],
+)
+def test_keys_are_said_in_the_words_of_each_trainer_that_has_some(keys: dict[str, Any], said: dict[str, list[str]]) -> None:
+    assert change(keys) == said
+
+
+def test_a_trainer_that_can_say_only_part_of_it_says_nothing() -> None:
+    """Selective recompute without its modules would be another setting: torchtitan chooses by operator."""
+    assert set(change({"train.recompute": "selective", "train.recompute_modules": ["layernorm", "moe"]})) == {
+        "megatron-lm",
+        "megatron-bridge",
+    }
+
+
+WORDS: list[dict[str, Any]] = [
+    {},
+    {
+        "checkpoint.dir": "saved",
+        "checkpoint.export": "out",
+        "tracker.wandb": True,
+        "eval.every": 2,
+        "profile.kineto": True,
+        "backend": "megatron",
+    },
+    {
+        "optimizer.schedule": "wsd",
+        "train.deterministic": True,
+        "precision.fp8": "tensorwise",
+        "backend": "megatron",
+        "data.tokenizer": "tokenizer.json",
+    },
+    {"data.kind": "mock", "train.compile.loss": True, "init.weights": "in", "optimizer.schedule": "linear"},
+    {"backend": "megatron", "offload.optimizer": True, "optimizer.moments_dtype": "bf16", "train.cuda_graphs": ["moe_router"]},
+]
+
+
+@pytest.mark.full
+def test_megatron_bridge_has_every_field() -> None:
+    sections, seen = bridge.fields_of("ConfigContainer"), set[str]()
+    providers = ("GPTModelProvider", "MLAModelProvider", "Qwen3VLModelProvider", "Qwen3VLMoEModelProvider")
+
+    def has(setting: Setting) -> bool:
+        if not setting.section:
+            return setting.field in sections
+        named = ast.unparse(sections[setting.section]).removeprefix("Optional[").rstrip("]").split(" | ")
+        return any(setting.field in bridge.fields_of(cls) for cls in (providers if setting.section == "model" else named))
+
+    for path, words in product(FILES, WORDS):
+        with suppress(PlaybookError):  # a key that this file's model does not have
+            found = export(load(path, words), "megatron-bridge")
+            assert [s for s in found.settings if not has(s)] == []
+            assert f"# fields as in {RELEASES['megatron-bridge']}" in found.text()
+            seen |= {f"{s.section}.{s.field}" for s in found.settings}
+    assert len(seen) > 40

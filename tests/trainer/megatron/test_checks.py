@@ -216,3 +216,43 @@ def test_what_needs_transformer_engine_excludes_local_kernels(monkeypatch: pytes
     c = config(train=BF16, precision={"fp8": "blockwise"}, megatron={"kernels": "local"})
     assert megatron.package_problems(c) == ["precision.fp8 blockwise: of Transformer Engine, and megatron.kernels is local; set it to auto"]
     assert megatron.package_problems(config()) == []
+
+
+VL = "qwen3_vl_moe_tiny"  # four layers, DeepStack in the first two
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": {"pp": 2}},
+        {"parallel": {"pp": 2, "pipeline_layout": [3, 1]}},
+        {"train": {"freeze": ["vision"], "recompute": "full"}},
+    ],
+)
+def test_a_vision_language_model_that_can_run_is_not_refused(sections: dict[str, Any]) -> None:
+    assert problems(config(VL, **sections), 2) == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"parallel": {"pp": 4}}, "first 2 decoder layers"),
+        ({"parallel": {"pp": 2, "vpp": 2}}, "that has 1"),
+        ({"parallel": {"pp": 2, "pipeline_layout": [1, 3]}}, "that has 1"),
+        ({"train": {"cuda_graphs": ["attn"]}}, "set train.cuda_graphs: []"),
+        ({"megatron": {"cuda_graph_impl": "full_iteration"}}, "set train.cuda_graphs: []"),
+        ({"megatron": {"overlap_expert_parallel": True}}, "DeepStack's features enter whole ones"),
+        ({"model": {"mtp_layers": 1}}, "set it to 0"),
+        (
+            {
+                "parallel": {"tp": 2, "cp": 2, "sequence_parallel": True},
+                "data": {"pack": False},
+                "megatron": {"tp_comm_overlap": True},
+            },
+            "buffers of one size",
+        ),
+    ],
+)
+def test_what_deepstack_excludes_is_refused_with_a_way_out(sections: dict[str, Any], expected: str) -> None:
+    assert expected in problems(config(VL, **sections), 4)
