@@ -103,7 +103,7 @@ def rounded(config: Any, folder: Path, bias: float = 1.0) -> dict[str, torch.Ten
 
 def theirs(config: Any, folder: Path, documents: list[Any], dtype: torch.dtype) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Logits, summed loss and gradients of transformers on this GPU."""
-    model = parity.theirs(config.model, folder).to("cuda", dtype)
+    model = parity.theirs(folder).to("cuda", dtype)
     for buffer in (b for name, b in model.named_buffers() if name.endswith("correction_bias")):
         buffer.data = buffer.data.float()
     logits, total = [], 0.0

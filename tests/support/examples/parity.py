@@ -77,7 +77,7 @@ def ours(config: ModelConfig, state: dict[str, torch.Tensor], options: Options |
     return model.requires_grad_()
 
 
-def theirs(config: ModelConfig, folder: Path) -> Any:
+def theirs(folder: Path) -> Any:
     """Their model, read by transformers itself from the folder that we wrote."""
     settings = AutoConfig.from_pretrained(folder)
     return MODELS[settings.architectures[0]].from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)

@@ -141,7 +141,7 @@ def test_we_read_what_transformers_reads_and_writes(make, tmp_path):
     config = make()
     state = parity.random_state(config)
     weights.save_safetensors(config, state, tmp_path / "ours")
-    model = parity.theirs(config, tmp_path / "ours")
+    model = parity.theirs(tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
     assert (tmp_path / "theirs" / weights.INDEX).exists()
     assert_identical(weights.load_safetensors(config, tmp_path / "theirs"), state)
@@ -270,7 +270,7 @@ def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_
     weights.save_safetensors(config, other, tmp_path / "shards", max_shard_bytes=300_000)
     for path in (tmp_path / "shards").glob("*.safetensors*"):
         path.rename(tmp_path / "m" / path.name)
-    theirs = parity.theirs(config, tmp_path / "m").state_dict()["model.norm.weight"]
+    theirs = parity.theirs(tmp_path / "m").state_dict()["model.norm.weight"]
     assert torch.equal(weights.load_safetensors(config, tmp_path / "m")["norm.weight"], theirs)
     assert torch.equal(theirs, state["norm.weight"])
 

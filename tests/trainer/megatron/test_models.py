@@ -130,7 +130,7 @@ def note(model: str, against: str, ranks: int, far: dict[str, Any]) -> None:
 @pytest.mark.full
 def test_transformers_computes_the_same(name: str, folder: Path) -> None:
     config = model(name)
-    theirs = parity.theirs(config, folder / "weights" / name)
+    theirs = parity.theirs(folder / "weights" / name)
     logits, loss = parity.run_theirs(theirs, [document for row in parity.rows(config) for document in row])
     found, gradients = result(folder, name)
     ours = load_file(folder / name / "logits.safetensors")["logits"]

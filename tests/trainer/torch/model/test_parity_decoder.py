@@ -47,7 +47,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
     config = make()
     state = parity.random_state(config)
     weights.save_safetensors(config, state, tmp_path / "model")
-    decoder, model = parity.ours(config, state), parity.theirs(config, tmp_path / "model")
+    decoder, model = parity.ours(config, state), parity.theirs(tmp_path / "model")
     for what, batch in batches.items():
         docs = [parity.Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
         packed = parity.pack(docs)
@@ -107,7 +107,7 @@ def test_models_of_random_sizes_compute_what_transformers_computes(seed: int, tm
     state = parity.random_state(config, seed)
     weights.save_safetensors(config, state, tmp_path)
     assert all(torch.equal(tensor, state[name]) for name, tensor in weights.load_safetensors(config, tmp_path).items())
-    ours, theirs = parity.ours(config, state), parity.theirs(config, tmp_path)
+    ours, theirs = parity.ours(config, state), parity.theirs(tmp_path)
     grids = [[(1, 4, 6)], [(1, 2, 2), (1, 6, 4)]] if config.vision else [[], []]
     documents = [parity.Document(config, length, images, seed) for length, images in zip((5, 23), grids, strict=True)]
     logits, loss = parity.run_theirs(theirs, documents)
