@@ -89,13 +89,13 @@ class Forks:
     def __init__(self, log: Path) -> None:
         self.log = log
 
-    def start(self, words: list[str], ranks: int, port: int, plant: str = "") -> list[int]:
+    def start(self, words: list[str], ranks: int, plant: str = "", port: int | None = None) -> list[int]:
         """`plant` is code that each rank runs first, such as a fault to put in."""
         return SERVER.start(words, environments(ranks, port), [(f"{self.log}.{rank}",) * 2 for rank in range(ranks)], plant)
 
-    def run(self, words: list[str], ranks: int, port: int, plant: str = "") -> list[int]:
+    def run(self, words: list[str], ranks: int = 1, plant: str = "", port: int | None = None) -> list[int]:
         """Exit codes."""
-        self.start(words, ranks, port, plant)
+        self.start(words, ranks, plant, port)
         return self.wait()
 
     def text(self, rank: int) -> str:

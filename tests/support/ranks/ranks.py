@@ -13,7 +13,7 @@ from nodes import gpus, place
 
 from playbook_bench.launch.local import free_port
 
-__all__ = ["ROOT", "SUPPORT", "alive", "environment", "environments", "free_port", "leave", "run", "start", "steps", "summary"]
+__all__ = ["ROOT", "SUPPORT", "alive", "environment", "environments", "leave", "run", "start", "steps", "summary"]
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"

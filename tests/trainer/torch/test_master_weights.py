@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forking import Forks
-from ranks import free_port, steps, summary
+from ranks import steps, summary
 from safetensors.torch import load_file
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -20,7 +20,7 @@ FROZEN = "train.freeze=[vision]"
 
 def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
     line = [config, *QUICK, "train.receipt=false", *words, f"output={folder}", f"checkpoint.export={folder}-weights"]
-    assert forks.run(line, ranks, free_port()) == [0] * ranks, forks.told(ranks)
+    assert forks.run(line, ranks) == [0] * ranks, forks.told(ranks)
     return [(row["step"], row["loss"], row["grad_norm"]) for row in steps(folder)]
 
 
