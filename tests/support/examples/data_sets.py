@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zlib
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.data.loader import Loader, build_loader
 from playbook_trainer.data.rows import make_rows
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
@@ -41,6 +43,11 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 def config(name: str, **overrides: Any) -> TrainerConfig:
     keys = {"data.num_workers": 0} | {key.replace("__", "."): value for key, value in overrides.items()}
     return load(data_root("configs") / f"{name}.yaml", keys)
+
+
+def reading(given: TrainerConfig, **options: Any) -> closing[Loader]:
+    """A loader, of one rank unless the options say another, that is closed after use."""
+    return closing(build_loader(given, **{"dp_rank": 0, "dp_size": 1, **options}))
 
 
 def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import png
+from data_sets import png, reading
 from PIL import Image
 
 from playbook.errors import DataError
@@ -21,7 +21,6 @@ from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageDecoder, ImageRef, decode, header_size
-from playbook_trainer.data.loader import build_loader
 from playbook_trainer.data.sources.shards import Encoded
 
 VL = "qwen3_vl_moe_tiny"
@@ -85,11 +84,8 @@ def write_samples(folder: Path, images: list[bytes]) -> Path:
 
 
 def run(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[Batch], dict[str, int]]:
-    loader = build_loader(cfg, **{"dp_rank": 0, "dp_size": 1, **options})
-    try:
+    with reading(cfg, **options) as loader:
         return [b for step in itertools.islice(loader, steps) for b in step], loader.counters()
-    finally:
-        loader.close()
 
 
 @pytest.mark.timeout(1200)

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import webdataset
-from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
+from data_sets import TEXT, TEXTS, VL, config, jpeg, reading, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.images import BadImage, header_size
-from playbook_trainer.data.loader import build_loader, check
+from playbook_trainer.data.loader import check
 from playbook_trainer.data.sources import shards
 from playbook_trainer.data.sources.shards import Member, tar_samples, text_groups
 
@@ -236,11 +236,10 @@ def test_a_path_that_cannot_be_looked_at_is_named() -> None:
 def test_data_that_goes_away_during_a_run_is_one_message(tmp_path: Path, workers: int) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    loader = build_loader(config(TEXT, data__path=str(tmp_path), data__num_workers=workers), dp_rank=0, dp_size=1)
-    path.unlink()
-    with pytest.raises(DataError, match=r"cannot be read: .*a\.jsonl"):
-        next(iter(loader))
-    loader.close()
+    with reading(config(TEXT, data__path=str(tmp_path), data__num_workers=workers)) as loader:
+        path.unlink()
+        with pytest.raises(DataError, match=r"cannot be read: .*a\.jsonl"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize("fault", ["annotation", "image", "outside", "negative"])

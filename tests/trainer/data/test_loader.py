@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import config
+from data_sets import config, reading
 from PIL import Image
 from ranks import alive
 
@@ -30,11 +30,8 @@ TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 
 
 def steps(cfg: TrainerConfig, n: int, **options: Any) -> list[list[Batch]]:
-    loader = build_loader(cfg, **{"dp_rank": 0, "dp_size": 1, **options})
-    try:
+    with reading(cfg, **options) as loader:
         return list(itertools.islice(loader, n))
-    finally:
-        loader.close()
 
 
 def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -80,8 +77,8 @@ def test_documents_are_whole_and_never_see_each_other(name: str, pack: bool) -> 
 
 
 def test_padding_is_a_document_and_is_counted() -> None:
-    loader = build_loader(config(TEXT, data__pack=False), dp_rank=0, dp_size=1)
-    batches = [batch for step in itertools.islice(loader, 40) for batch in step]
+    with reading(config(TEXT, data__pack=False)) as loader:
+        batches = [batch for step in itertools.islice(loader, 40) for batch in step]
     assert all(len(b.tokens_N) == 256 and len(b.cu_seqlens) <= 3 for b in batches)
     assert any(b.num_useful < 256 for b in batches)
     for batch in batches:
@@ -154,10 +151,9 @@ def test_resuming_in_a_later_epoch() -> None:
 
 @pytest.mark.full
 def test_iterating_again_starts_again() -> None:
-    loader = build_loader(config(VL, data__num_workers=1, data__max_image_pixels=4_096), dp_rank=0, dp_size=1, split="eval")
-    first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
-    second = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
-    loader.close()
+    with reading(config(VL, data__num_workers=1, data__max_image_pixels=4_096), split="eval") as loader:
+        first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
+        second = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
     assert first == second
 
 
@@ -185,14 +181,13 @@ def children(pid: int) -> list[int]:
 @pytest.mark.timeout(2000)
 def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
     before = set(children(os.getpid()))
-    loader = build_loader(config(VL, data__num_workers=1), dp_rank=0, dp_size=1)
-    iterator = iter(loader)
-    next(iterator)
-    (worker,) = set(children(os.getpid())) - before
-    os.kill(worker, signal.SIGKILL)
-    with pytest.raises(RunError, match="worker"):
-        list(itertools.islice(iterator, 20))
-    loader.close()
+    with reading(config(VL, data__num_workers=1)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        (worker,) = set(children(os.getpid())) - before
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(RunError, match="worker"):
+            list(itertools.islice(iterator, 20))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from data_sets import TEXT, VL, config, write_parquet
+from data_sets import TEXT, VL, config, reading, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import parse_overrides
-from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
+from playbook_trainer.data.loader import check, data_sha, merge_states
 from playbook_trainer.data.packing import Lane, Packing, order_key, permute
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
@@ -200,9 +200,9 @@ def test_one_bad_row_is_left_out_by_policy_counted_and_named_once_also_after_res
     check(cfg)
 
     def read(steps: int, state: Any = None) -> tuple[list[bytes], dict[str, int], list[str], Any]:
-        loader = build_loader(cfg, dp_rank=0, dp_size=1, state=state)
-        batches = [b.tokens_N.numpy().tobytes() for step in islice(loader, steps) for b in step]
-        return batches, loader.counters(), loader.take_news(), (loader.state(), loader.close())[0]
+        with reading(cfg, state=state) as loader:
+            batches = [b.tokens_N.numpy().tobytes() for step in islice(loader, steps) for b in step]
+            return batches, loader.counters(), loader.take_news(), loader.state()
 
     whole, counted, named, _ = read(16)
     assert counted["samples_bad"] == len(named) > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, text_source, vqa_source, words_of
+from data_sets import TEXT, TEXTS, VL, config, jpeg, reading, shard, text_source, vqa_source, words_of
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config import checks
@@ -65,11 +65,8 @@ def fingerprint(batches: list[Any]) -> list[tuple[bytes, ...]]:
 
 
 def batches_of(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[list[Any]], dict[str, Any]]:
-    loader = build_loader(cfg, **{"dp_rank": 0, "dp_size": 1, **options})
-    try:
+    with reading(cfg, **options) as loader:
         return list(itertools.islice(loader, steps)), loader.state()
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "parquet", "vqav2", "generated"])
@@ -211,12 +208,11 @@ def test_a_pool_that_cannot_be_made_is_no_bad_image(tmp_path: Path) -> None:
 
 
 def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
-    loader = build_loader(config(VL, data__pad=False, data__pad_to_multiple=64, data__pack=False), dp_rank=0, dp_size=1)
-    lengths = {(len(b.tokens_N), b.num_useful) for step in itertools.islice(loader, 10) for b in step}
+    with reading(config(VL, data__pad=False, data__pad_to_multiple=64, data__pack=False)) as loader:
+        lengths = {(len(b.tokens_N), b.num_useful) for step in itertools.islice(loader, 10) for b in step}
     assert all(n % 64 == 0 and 0 <= n - useful < 64 for n, useful in lengths)
     assert len(lengths) > 3
     assert loader.counters()["padding_tokens"] > 0
-    loader.close()
 
 
 @pytest.mark.parametrize(
