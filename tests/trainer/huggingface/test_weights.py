@@ -90,8 +90,8 @@ def test_frozen_parts_come_out_as_they_went_in(frozen: str, tmp_path: Path) -> N
 def test_a_place_that_cannot_be_written_is_refused(place: str, tmp_path: Path) -> None:
     """The last is there, so that only writing to it tells; the first file may be written hours later."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"checkpoint.dir {tmp_path / place} cannot be written"):
-        weights.refuse_unwritable(tmp_path / place, "checkpoint.dir")
+    with pytest.raises(ConfigError, match=f"checkpoint.export {tmp_path / place} cannot be written"):
+        weights.refuse_unwritable(tmp_path / place)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
