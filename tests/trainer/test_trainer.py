@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ranks import ROOT, run, steps, summary
+from ranks import ROOT, run, steps, summary, trained
 
 from playbook_bench.launch.outcome import read_run
 from playbook_trainer.__main__ import main
@@ -30,8 +30,7 @@ def test_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert run([TEXT, "train.steps=6", "train.warmup_steps=2", "eval.every=3", f"output={out}"])[0][0] == 0
+    out = trained(tmp_path / "out", 1, TEXT, "train.steps=6", "train.warmup_steps=2", "eval.every=3")
     rows = steps(out)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     assert [r["timed"] for r in rows] == [False, False, True, True, True, True]
@@ -53,8 +52,7 @@ def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
     seen, sent = {}, {}
     for name in ("alltoall", "allgather", "dedup"):
         out = tmp_path / name
-        assert [r[0] for r in run([TEXT, *common, f"moe.dispatcher={name}", f"output={out}"], 2)] == [0, 0]
-        receipt = summary(out)["receipt"]
+        receipt = summary(trained(out, 2, TEXT, *common, f"moe.dispatcher={name}"))["receipt"]
         seen[name] = {
             (c["op"], c["inside"], c["phase"]): c["count"] for c in receipt["collectives"] if c["inside"] in ("dispatch", "combine")
         }
@@ -96,9 +94,8 @@ def test_saved_activations_shrink_with_parallelism(
 ) -> None:
     saved = []
     for i, layout in enumerate(words):
-        line = [config, *ONE_STEP, "model.num_layers=4", f"train.global_batch_size={batch}", *layout.split(), f"output={tmp_path / str(i)}"]
-        assert [r[0] for r in run(line, 2)] == [0, 0]
-        saved.append(summary(tmp_path / str(i))["metrics"]["saved_activation_bytes_per_rank"])
+        out = trained(tmp_path / str(i), 2, config, *ONE_STEP, "model.num_layers=4", f"train.global_batch_size={batch}", *layout.split())
+        saved.append(summary(out)["metrics"]["saved_activation_bytes_per_rank"])
     assert low < saved[1] / saved[0] < high
 
 

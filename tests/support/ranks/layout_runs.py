@@ -67,6 +67,13 @@ def difference(folder: Path, reference: Path) -> dict[str, float]:
     return {**far, "steps": len(rows)}
 
 
+def assert_near(folder: Path, reference: Path) -> None:
+    """Losses and gradient norms are those of the reference but for the rounding of float32."""
+    far = difference(folder, reference)
+    assert far["loss"] < 1e-5, far
+    assert far["grad_norm"] < 1e-4, far
+
+
 def note(rows: Iterable[dict[str, Any]], backend: str) -> None:
     """Add rows to the parity tables, where PLAYBOOK_PARITY names their folder (`make parity`)."""
     if folder := os.environ.get("PLAYBOOK_PARITY"):
