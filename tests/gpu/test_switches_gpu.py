@@ -11,7 +11,7 @@ import loss_cases
 import pytest
 import torch
 from measures import errors, relative
-from ranks import run, steps, summary
+from ranks import steps, summary, trained
 
 from playbook_trainer.axes import Axis
 from playbook_trainer.config.automatic import SWITCHES
@@ -153,9 +153,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 def measured(name: str, out: Path) -> dict[str, float]:
     """Last loss, first gradient norm and recompiles of a run; its row of the table is printed."""
-    code, _, errors = run([*COMMON, *ROWS[name], f"output={out}"], timeout=230)[0]
-    assert code == 0, errors[-2000:]
-    rows, s = steps(out), summary(out)
+    rows, s = steps(trained(out, 1, *COMMON, *ROWS[name])), summary(out)
     seconds = sorted(r["seconds"] for r in rows if r["timed"])[2]
     print(
         f"\n{name:24s} {1000 * seconds:7.1f} ms  {s['metrics']['peak_memory_bytes'] / 2**30:6.1f} GiB"
@@ -323,15 +321,13 @@ RUNS: dict[str, list[str]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def known(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of the trainer by the name it has in `RUNS`: steps and summary; each is made once."""
     root, made = tmp_path_factory.mktemp("runs"), {}
 
     def get(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if name not in made:
-            out = root / name.replace(" ", "_").replace(",", "")
-            code, _, errors = run([*SIX_LAYERS, *RUNS[name], f"output={out}"], timeout=110)[0]
-            assert code == 0, errors[-2000:]
+            out = trained(root / name.replace(" ", "_").replace(",", ""), 1, *SIX_LAYERS, *RUNS[name])
             rows, s = steps(out), summary(out)
             seconds = sorted(r["seconds"] for r in rows if r["timed"])
             print(
@@ -350,8 +346,8 @@ def apart(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.parametrize(("name", "beside"), [("offload activations", "plain"), ("offload activations, recompute full", "recompute full")])
-def test_trainer_with_offloaded_activations(trained: Any, name: str, beside: str) -> None:
-    (rows, s), (plain_rows, plain) = trained(name), trained(beside)
+def test_trainer_with_offloaded_activations(known: Any, name: str, beside: str) -> None:
+    (rows, s), (plain_rows, plain) = known(name), known(beside)
     print(f"losses differ by {apart(rows, plain_rows):.1e} at most")
     assert apart(rows, plain_rows) < 2e-3
     assert s["receipt"]["ranges"]["offload"] == s["receipt"]["ranges"]["prefetch"] == 5
@@ -361,8 +357,8 @@ def test_trainer_with_offloaded_activations(trained: Any, name: str, beside: str
         assert s["metrics"]["peak_memory_bytes"] < plain["metrics"]["peak_memory_bytes"] - 2**30
 
 
-def test_trainer_with_offloaded_optimizer(trained: Any) -> None:
-    (rows, s), (plain_rows, plain) = trained("offload optimizer"), trained("plain")
+def test_trainer_with_offloaded_optimizer(known: Any) -> None:
+    (rows, s), (plain_rows, plain) = known("offload optimizer"), known("plain")
     print(f"losses differ by {apart(rows, plain_rows):.1e} at most")
     assert apart(rows, plain_rows) < 2e-3
     assert s["receipt"]["counters"]["offloaded_gradient_bytes"] == s["metrics"]["grad_bytes_per_rank"]
@@ -375,9 +371,7 @@ def test_offloaded_optimizer_in_float32_is_the_plain_one(tmp_path: Path) -> None
     curves = {}
     for on in ("false", "true"):
         words = ["trainer/configs/qwen3_moe_tiny.yaml", "train.device=cuda", "train.steps=6", "train.warmup_steps=1"]
-        code, _, errors = run([*words, f"offload.optimizer={on}", f"output={tmp_path / on}"], timeout=110)[0]
-        assert code == 0, errors[-2000:]
-        curves[on] = steps(tmp_path / on)
+        curves[on] = steps(trained(tmp_path / on, 1, *words, f"offload.optimizer={on}"))
     norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(curves["true"], curves["false"], strict=True))
     print(f"losses differ by {apart(curves['true'], curves['false']):.1e} at most, gradient norms by {norms:.1e}")
     assert apart(curves["true"], curves["false"]) < 1e-5
@@ -393,9 +387,7 @@ def test_weights_in_two_halves_train_as_whole_ones_do(words: list[str], batch: i
 
     def curve(name: str) -> list[dict[str, Any]]:
         master = "remainder" if name == "split" else "fp32"
-        code, _, errors = run([*common, f"optimizer.master_weights={master}", f"output={tmp_path / name}"], timeout=110)[0]
-        assert code == 0, errors[-2000:]
-        return steps(tmp_path / name)
+        return steps(trained(tmp_path / name, 1, *common, f"optimizer.master_weights={master}"))
 
     names = ("whole", "again", "split")
     with ThreadPoolExecutor(len(names)) as pool:
@@ -414,8 +406,8 @@ def test_weights_in_two_halves_train_as_whole_ones_do(words: list[str], batch: i
     ("name", "linear", "experts"),
     [("fp8 rowwise", 48, 24), ("fp8 blockwise linear", 48, 0)],
 )
-def test_trainer_in_8_bits(trained: Any, name: str, linear: int, experts: int) -> None:
-    (rows, s), (plain_rows, _) = trained(name), trained("plain")
+def test_trainer_in_8_bits(known: Any, name: str, linear: int, experts: int) -> None:
+    (rows, s), (plain_rows, _) = known(name), known("plain")
     print(
         f"losses differ by {apart(rows, plain_rows):.1e} at most, first norm by {abs(rows[0]['grad_norm'] / plain_rows[0]['grad_norm'] - 1):.1e}"
     )
@@ -432,9 +424,9 @@ def test_trainer_in_8_bits(trained: Any, name: str, linear: int, experts: int) -
 
 
 @pytest.mark.parametrize("name", ["graphs", "graphs, fused router"])
-def test_trainer_with_cuda_graphs(trained: Any, name: str) -> None:
+def test_trainer_with_cuda_graphs(known: Any, name: str) -> None:
     """Ten steps with and without; the receipt counts the replays of the three parts in all six layers."""
-    (rows, s), (plain_rows, plain) = trained(name), trained("no graphs")
+    (rows, s), (plain_rows, plain) = known(name), known("no graphs")
     print(f"losses differ by {apart(rows, plain_rows):.1e} at most")
     assert len(rows) == 10
     assert apart(rows, plain_rows) < 2e-3
