@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import Job, difference, train_all
+from layout_runs import Job, assert_near, train_all
 from parity import random_state
 from ranks import ROOT, steps, summary
 
@@ -96,9 +96,7 @@ def test_equals_the_torch_backend_on_one_rank(name: str, trained: Trained) -> No
     expected = reference(config, words).name
     assert errors[expected] is None, errors[expected]
     assert errors[name] is None, errors[name]
-    far = difference(root / name, root / expected)
-    assert far["loss"] < 2e-5, far
-    assert far["grad_norm"] < 2e-4, far
+    assert_near(root / name, root / expected, 2e-5, 2e-4)
     mine, theirs = ([row["loss"] for row in summary(root / x)["eval"]] for x in (name, expected))
     assert mine == pytest.approx(theirs, rel=1e-4)
     assert summary(root / name)["num_parameters"] == summary(root / expected)["num_parameters"]
@@ -251,9 +249,7 @@ def test_balancing_losses_leave_padding_out_on_both_backends(trained: Trained) -
     root, errors = trained
     for name in PADDED:
         assert (errors[name], errors[f"torch {name}"]) == (None, None)
-        far = difference(root / name, root / f"torch {name}")
-        assert far["loss"] < 2e-5, (name, far)
-        assert far["grad_norm"] < 2e-4, (name, far)
+        assert_near(root / name, root / f"torch {name}", 2e-5, 2e-4)
 
 
 DEEPER = {
@@ -349,10 +345,7 @@ def both(_: Path, name: str, *__: Any) -> list[Job]:
 def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, trained: Trained) -> None:
     root, errors = trained
     assert errors[name] is None, errors[name]
-    far = difference(root / name, root / beside(name).name)
-    print(name, far)
-    assert far["loss"] < 5e-5, far
-    assert far["grad_norm"] < 5e-4, far
+    assert_near(root / name, root / beside(name).name, 5e-5, 5e-4)
 
 
 @looks_at(both)
