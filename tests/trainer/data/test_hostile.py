@@ -258,9 +258,3 @@ def test_a_vqav2_folder_that_does_not_fit_together_is_named(tmp_path: Path, faul
         questions.write_text(json.dumps({"questions": [{"image_id": -1, "question_id": 0, "question": "q"}]}))
     with pytest.raises(DataError, match=r"question 110|does not exist|lies outside|non-negative"):
         check(config(VL, data__path=str(folder)))
-
-
-def test_a_video_in_samples_jsonl_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "samples.jsonl").write_text('{"video": "a.mp4", "images": [], "question": "q", "answer": "a"}\n' * 2)
-    with pytest.raises(DataError, match="only images are supported"):
-        check(config(VL, data__path=str(tmp_path)))
