@@ -105,19 +105,27 @@ def write_vqav2(folder: Path, subset: str = "train2014", count: int = 12) -> Pat
     return folder
 
 
+def text_file(folder: Path, texts: list[str], layout: str) -> Path:
+    """The texts in a layout, in two files where it takes several; blank lines and columns of other names are passed over."""
+    if layout == "txt":
+        (folder / "a.txt").write_text("\n\n\n".join(texts))
+        return folder / "a.txt"
+    if layout == "huggingface":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
+        return folder / "saved"
+    half = len(texts) // 2
+    for name, part in (("a", texts[:half]), ("b", texts[half:])):
+        if layout == "jsonl":
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n\n" for text in part))
+        elif part:
+            write_parquet(folder / f"{name}.parquet", pa.table({"text": part, "other": list(range(len(part)))}), 3)
+    return folder
+
+
 def text_source(kind: str, folder: Path) -> dict[str, Any]:
     """A configuration whose 60 documents are TEXTS."""
-    if kind == "jsonl":
-        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n\n" for t in TEXTS[:30]))
-        (folder / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[30:]))
-    elif kind == "parquet":
-        write_parquet(folder / "a.parquet", pa.table({"text": TEXTS[:25], "other": list(range(25))}), 10)
-        write_parquet(folder / "b.parquet", pa.table({"text": TEXTS[25:]}), 10)
-    elif kind == "huggingface":
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "saved")
-        return {"data__path": str(folder / "saved")}
-    return {"data__path": str(folder)}
+    return {"data__path": str(text_file(folder, TEXTS, kind))}
 
 
 def vqa_source(kind: str, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from data_sets import chat_tokenizer, config, jpeg, tar, write_parquet
+from data_sets import chat_tokenizer, config, jpeg, tar, text_file, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -35,26 +35,6 @@ once = settings(max_examples=10)
 def settings_of(folder: Path, name: str = TEXT, **words: Any) -> TrainerConfig:
     base = {"data__path": str(folder), "data__pad": False, "train__warmup_steps": 0, "optimizer__warmup_steps": 0, "parallel__ep": 1}
     return config(name, **base | words)
-
-
-def text_file(folder: Path, texts: list[str], layout: str) -> Path:
-    """The texts in a layout; names and shards are such that all of them hold some."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if layout == "txt":
-        (folder / "a.txt").write_text("\n\n\n".join(texts))
-        return folder / "a.txt"
-    if layout == "jsonl":
-        half = len(texts) // 2
-        for name, part in (("a", texts[:half]), ("b", texts[half:])):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-        return folder
-    if layout == "huggingface":
-        import datasets
-
-        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
-        return folder / "saved"
-    write_parquet(folder / "a.parquet", pa.table({"text": texts}), 3)
-    return folder
 
 
 def letters(lengths: list[int]) -> list[str]:
