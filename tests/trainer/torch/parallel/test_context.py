@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks, each way of it, against attention over the whole stream in float64; and which keys a ring moves."""
+"""Attention over context-parallel ranks against attention over the whole stream in float64; which keys a ring moves, and which visual tokens a rank keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from ranks import SUPPORT, run
 
 from playbook_trainer.axes import Axis
+from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.torch.parallel import context
 from playbook_trainer.torch.parallel.context import local_index
 
@@ -80,3 +81,19 @@ def test_blocks_cover_the_causal_mask_once(cp: int, seed: int) -> None:
 def test_short_documents_move_nothing() -> None:
     cu = list(range(0, 65, 8))
     assert all(context.plan(cu, 64, Axis("cp", 4, r)).receive == [None] * 3 for r in range(4))
+
+
+@pytest.mark.parametrize("comm", ["allgather", "ring", "ulysses"])
+def test_each_visual_token_goes_to_the_rank_that_holds_its_place(comm: str) -> None:
+    visual, none, places = [2, 3, 4, 5, 6, 12, 13, 14, 21], torch.zeros(0), torch.arange(24)
+    vision = VisionBatch(none, none, 0, none, none, none, torch.tensor(visual))
+    cu = torch.tensor([0, 10, 24], dtype=torch.int32)
+    batch = Batch(places, places, places.repeat(3, 1), cu, 14, 24, 24, 1, vision=vision)
+    found = {}
+    for rank in range(2):
+        own = context.split(batch, Axis("cp", 2, rank), comm)
+        assert own.vision is not None
+        assert own.vision.visual_take_V is not None
+        for place, number in zip(own.vision.visual_index_V.tolist(), own.vision.visual_take_V.tolist(), strict=True):
+            found[number] = int(own.tokens_N[place])
+    assert found == dict(enumerate(visual))
