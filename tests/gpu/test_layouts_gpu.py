@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from layout_runs import Job, difference, note, train_all
 from nodes import four_or_two
-from ranks import run, steps
+from ranks import steps, trained
 
 MODELS = {
     "moe": ["trainer/configs/qwen3_moe_tiny.yaml"],
@@ -58,7 +58,7 @@ IN_BF16 = (
 
 @pytest.mark.gpu
 def test_one_gpu_learns(tmp_path: Path) -> None:
-    assert run([*MODELS["moe"], *COMMON, *BF16, *WIDE, f"output={tmp_path}"])[0][0] == 0
+    trained(tmp_path, 1, *MODELS["moe"], *COMMON, *BF16, *WIDE)
     rows = steps(tmp_path)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
@@ -111,27 +111,14 @@ def test_layout_agrees_with_one_gpu_in_bf16(dtype: str, name: str, far: Callable
     assert found["grad_norm"] < 5e-2
 
 
-@pytest.mark.gpu
-def test_checkpoint_resumes_on_one_gpu(tmp_path: Path) -> None:
-    words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "optimizer.schedule=constant"]
-    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=1"]
-    assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
-    assert run([*words, "train.steps=3", *saving, f"output={tmp_path / 'first'}"])[0][0] == 0
-    assert run([*words, *saving, f"output={tmp_path / 'second'}"])[0][0] == 0
-    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "whole")[3:]
-    print([(a["loss"], b["loss"]) for a, b in zip(resumed, whole, strict=True)])
-    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=2e-2)
-
-
 @pytest.mark.multigpu
 def test_checkpoint_of_several_gpus_resumes_on_one(tmp_path: Path) -> None:
     n = four_or_two()
     words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "optimizer.schedule=constant"]
-    assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
+    trained(tmp_path / "whole", 1, *words)
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3"]
-    results = run([*words, f"parallel.ep={n}", "train.steps=3", *saving, f"output={tmp_path / 'first'}"], n)
-    assert [r[0] for r in results] == [0] * n, results[0][2]
-    assert run([*words, *saving, f"output={tmp_path / 'second'}"])[0][0] == 0
+    trained(tmp_path / "first", n, *words, f"parallel.ep={n}", "train.steps=3", *saving)
+    trained(tmp_path / "second", 1, *words, *saving)
     resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "whole")[3:]
     print([(a["loss"], b["loss"]) for a, b in zip(resumed, whole, strict=True)])
     assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=2e-2)

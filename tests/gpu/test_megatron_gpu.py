@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_runs import Job, difference, train_all
+from layout_runs import Job, assert_near, train_all
 from nodes import four_or_two
 from ranks import start, steps, summary
 
@@ -241,14 +241,8 @@ def compare(name: str, expected: tuple[str, tuple[str, ...], float], trained: tu
         pytest.skip("needs 4 GPUs")
     assert errors[f"alone {reference}"] is None, errors[f"alone {reference}"]
     assert errors[name] is None, errors[name]
-    far = difference(root / name, root / f"alone {reference}")
-    rows = steps(root / name)
-    print(
-        f"{name} against {reference}: loss {far['loss']:.1e}, gradient norm {far['grad_norm']:.1e}; losses {[round(r['loss'], 4) for r in rows]}"
-    )
-    assert far["loss"] < limit
-    assert far["grad_norm"] < 15 * limit
-    assert math.isfinite(rows[-1]["grad_norm"])
+    assert_near(root / name, root / f"alone {reference}", limit, 15 * limit)
+    assert math.isfinite(steps(root / name)[-1]["grad_norm"])
 
 
 @pytest.mark.gpu

@@ -6,13 +6,23 @@ whichever is more. Logits and gradients: norm of the difference over the norm, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+import parity
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+
+from playbook_trainer.config.tree import load
+from playbook_trainer.huggingface import weights as hf
+from playbook_trainer.megatron import engine, groups, weights
+from playbook_trainer.megatron import settings as mapping
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,28 +59,11 @@ KERNELS = ("transformer_engine", "local")
 
 
 @pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    """One rank, and megatron-core's groups over it, which each test gives back: they are dozens of threads and open files every time."""
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("transformers")
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def _exact(alone: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def configuration(name: str, kernels: str, **more: Any) -> Any:
-    from playbook_trainer.config.tree import load
-
     if kernels == "transformer_engine":
         pytest.importorskip("transformer_engine")
     common = {
@@ -84,18 +77,21 @@ def configuration(name: str, kernels: str, **more: Any) -> Any:
 
 
 def built(config: Any) -> list[Any]:
-    import megatron_ranks
+    groups.initialise(config)
+    engine.seed(config)
+    return engine.build_chunks(config, engine.transformer_config(config), torch.device("cuda", 0))
 
-    megatron_ranks.initialise(config)
-    return megatron_ranks.build(config)[1]
+
+def losses(model: Any, batch: Any) -> torch.Tensor:
+    """The loss of every token, zero where it has no label."""
+    given = {"labels": batch.labels_N.clamp(min=0)[None], "loss_mask": (batch.labels_N >= 0).float()[None]}
+    return model(
+        batch.tokens_N[None], batch.positions[None], None, packed_seq_params=engine.packed(batch.cu_seqlens, batch.max_seqlen), **given
+    )
 
 
 def rounded(config: Any, folder: Path, bias: float = 1.0) -> dict[str, torch.Tensor]:
     """Weights that BF16 holds exactly, in the folder too; a `bias` that is large against the scores settles which experts are chosen."""
-    import parity
-
-    from playbook_trainer.huggingface import weights as hf
-
     state = {
         name: t * (bias if name.endswith("router.bias") else 0.25 if "router" in name else 1.0)
         for name, t in parity.random_state(config.model).items()
@@ -107,9 +103,7 @@ def rounded(config: Any, folder: Path, bias: float = 1.0) -> dict[str, torch.Ten
 
 def theirs(config: Any, folder: Path, documents: list[Any], dtype: torch.dtype) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Logits, summed loss and gradients of transformers on this GPU."""
-    import parity
-
-    model = parity.theirs(config.model, folder).to("cuda", dtype)
+    model = parity.theirs(folder).to("cuda", dtype)
     for buffer in (b for name, b in model.named_buffers() if name.endswith("correction_bias")):
         buffer.data = buffer.data.float()
     logits, total = [], 0.0
@@ -124,18 +118,15 @@ def theirs(config: Any, folder: Path, documents: list[Any], dtype: torch.dtype) 
 def ours(config: Any, folder: Path, documents: list[Any]) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """The same of megatron-core's model."""
     import megatron_ranks
-    import parity
-
-    from playbook_trainer.megatron import weights
 
     chunks = built(config)
     weights.load(chunks, config.model, folder)
     batch = parity.pack(documents).to(torch.device("cuda"))
     with torch.no_grad():
-        given = {"packed_seq_params": megatron_ranks.packed(batch)}
+        given = {"packed_seq_params": engine.packed(batch.cu_seqlens, batch.max_seqlen)}
         logits = chunks[0](batch.tokens_N[None], batch.positions[None], None, **given)[0].float()
     mask = (batch.labels_N >= 0).float()
-    loss = (megatron_ranks.losses_NL(chunks[0], batch).view(-1).float() * mask).sum()
+    loss = (losses(chunks[0], batch).view(-1).float() * mask).sum()
     loss.backward()
     return logits, float(loss.detach()), megatron_ranks.gradients(config, chunks)
 
@@ -158,8 +149,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     known: dict[str, tuple[Path, list[Any], Any, dict[str, Any]]] = {}
 
     def measure(name: str) -> tuple[Path, list[Any], Any, dict[str, Any]]:
-        import parity
-
         if name not in known:
             folder, config = tmp_path_factory.mktemp("theirs") / "m", configuration(name, "local")
             rounded(config, folder, bias=100.0 if name == "deepseek-settled" else 1.0)
@@ -176,8 +165,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
     name: str, kernels: str, measured: Callable[[str], tuple[Path, list[Any], Any, dict[str, Any]]]
 ) -> None:
-    import parity
-
     config = configuration(name, kernels)
     folder, documents, exact, yardstick = measured(name)
     found = far(ours(config, folder, documents), exact)
@@ -193,9 +180,6 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", ["dense", "moe", "loop", "prediction"])
 def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from playbook_trainer.huggingface import weights as hf
-    from playbook_trainer.megatron import weights
-
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     monkeypatch.setitem(MODELS, "loop", {**MODELS["moe"], "moe.experts": "loop"})
     config = configuration(name, kernels)
@@ -210,9 +194,6 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Pat
 
 
 def test_weights_in_8_bits_leave_in_16(tmp_path: Path) -> None:
-    from playbook_trainer.huggingface import weights as hf
-    from playbook_trainer.megatron import weights
-
     config = configuration("dense", "transformer_engine", **{"precision.fp8": "tensorwise", "megatron.fp8_param": True})
     given = rounded(config, tmp_path / "m")
     chunks = built(config)
@@ -228,12 +209,6 @@ def test_weights_in_8_bits_leave_in_16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["megatron_fsdp", "fsdp2"])
 def test_parameters_that_are_shared_out_are_saved_whole(kind: str, tmp_path: Path) -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    from playbook_trainer.huggingface import weights as hf
-    from playbook_trainer.megatron import settings as mapping
-    from playbook_trainer.megatron import weights
-
     config = configuration("moe", "transformer_engine", **{"megatron.data_parallel": kind})
     given = rounded(config, tmp_path / "m")
     chunk = built(config)[0]
@@ -243,7 +218,7 @@ def test_parameters_that_are_shared_out_are_saved_whole(kind: str, tmp_path: Pat
         pytest.importorskip("einops")
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as Wrapper
     else:
-        from megatron.core.distributed import TorchFullyShardedDataParallel as Wrapper
+        Wrapper = TorchFullyShardedDataParallel
     wrapped = Wrapper(chunk.config, settings, chunk)
     weights.save([wrapped], config.model, tmp_path / "out")
     found = hf.load_safetensors(config.model, tmp_path / "out")
@@ -253,16 +228,12 @@ def test_parameters_that_are_shared_out_are_saved_whole(kind: str, tmp_path: Pat
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_multi_token_prediction_gives_every_parameter_a_gradient(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron_ranks
-    import parity
-
-    from playbook_trainer.megatron import weights
 
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     config = configuration("prediction", kernels)
     chunks = built(config)
-    weights.initialise(chunks, config)
     batch = parity.pack([parity.Document(config.model, n, [], seed=n) for n in LENGTHS]).to(torch.device("cuda"))
-    loss = megatron_ranks.losses_NL(chunks[0], batch).float().mean()
+    loss = losses(chunks[0], batch).float().mean()
     loss.backward()
     assert torch.isfinite(loss)
     found = megatron_ranks.gradients(config, chunks)

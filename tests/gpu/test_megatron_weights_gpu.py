@@ -6,10 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+import nodes
 import pytest
 import torch
+from ranks import ROOT, SUPPORT, run
 
-ROOT = Path(__file__).resolve().parents[2]
+from playbook_trainer.config.tree import load, parse_overrides
+from playbook_trainer.huggingface import weights
 
 LAYOUTS = {
     "dp2-fsdp2": (2, ["megatron.data_parallel=fsdp2"]),
@@ -29,16 +32,10 @@ MODEL = ["model.head_dim=64", "model.hidden_size=128"]
 def test_parameters_that_are_shared_out_among_gpus_are_saved_whole(gpus: int, tmp_path: Path) -> None:
     for package in ("megatron.core", "transformer_engine", "einops", "transformers"):
         pytest.importorskip(package)
-    from nodes import gpus as found
-    from ranks import SUPPORT, run
-
-    if found() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")
     import parity
 
-    from playbook_trainer.config.tree import load, parse_overrides
-    from playbook_trainer.huggingface import weights
-
+    if nodes.gpus() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     config = load(ROOT / "trainer/configs/qwen3_moe_tiny.yaml", parse_overrides(MODEL)).model
     given = {name: t.bfloat16().float() for name, t in parity.random_state(config).items()}
     weights.save_safetensors(config, given, tmp_path / "given")

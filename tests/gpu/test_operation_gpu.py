@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run, start, steps, summary, tensors
+from ranks import run, start, steps, summary, tensors, trained
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 WORDS = [
@@ -49,8 +49,7 @@ def test_a_checkpoint_restored_and_saved_again_is_the_same(moments: str, tmp_pat
     """FSDP on one GPU, asynchronous, through pinned memory: every weight and moment to the last bit."""
     words = [*WORDS, "train.steps=3", f"optimizer.moments_dtype={moments}"]
     saved, again = tmp_path / "saved", tmp_path / "again"
-    code, out, err = run([TEXT, *words, f"checkpoint.dir={saved}", "checkpoint.every=3", f"output={tmp_path / 'out'}"])[0]
-    assert code == 0, out + err
+    trained(tmp_path / "out", 1, TEXT, *words, f"checkpoint.dir={saved}", "checkpoint.every=3")
     code, out, err = run([SAVE_AGAIN, TEXT, f"{saved}:{again}", *words], command=[sys.executable, "-c"])[0]
     assert code == 0, out + err
     first, second = (tensors(tmp_path / name / "step_00000003") for name in ("saved", "again"))
@@ -62,14 +61,9 @@ def test_a_checkpoint_restored_and_saved_again_is_the_same(moments: str, tmp_pat
 def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
     words = [TEXT, *WORDS, "train.steps=6", "optimizer.schedule=constant"]
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=1"]
-    for more in (
-        [f"output={tmp_path / 'whole'}"],
-        ["train.steps=3", *saving, f"output={tmp_path / 'first'}"],
-        [*saving, f"output={tmp_path / 'second'}"],
-    ):
-        code, out, err = run([*words, *more])[0]
-        assert code == 0, out + err
-    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "whole")[3:]
+    whole = steps(trained(tmp_path / "whole", 1, *words))[3:]
+    trained(tmp_path / "first", 1, *words, "train.steps=3", *saving)
+    resumed = steps(trained(tmp_path / "second", 1, *words, *saving))
     print([(a["loss"], b["loss"], a["grad_norm"], b["grad_norm"]) for a, b in zip(resumed, whole, strict=True)])
     assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=5e-3)
     assert [r["useful_tokens"] for r in resumed] == [r["useful_tokens"] for r in whole]
@@ -128,9 +122,7 @@ def test_utilisation_names_its_peak(recompute: str, tmp_path: Path) -> None:
         "train.straggler_every=10",
         *sizes,
     ]
-    code, out, err = run(["trainer/configs/qwen3_tiny.yaml", *words, "train.receipt=false", f"output={tmp_path}"])[0]
-    assert code == 0, out + err
-    found = summary(tmp_path)["flops"]
+    found = summary(trained(tmp_path, 1, "trainer/configs/qwen3_tiny.yaml", *words, "train.receipt=false"))["flops"]
     print(
         json.dumps({k: found[k] for k in ("peak", "mfu", "hfu", "flops_per_step")}), [r["ranks"] for r in steps(tmp_path) if "ranks" in r]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from forking import Forks
-from ranks import free_port, steps, summary
+from ranks import steps, summary
 
 TEXT = "trainer/configs/qwen3_tiny.yaml"
 QUICK = [
@@ -41,7 +41,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(forks: Forks, tmp_path: Pat
     out, folder = tmp_path / "out", tmp_path / "saved"
     keeping = [f"checkpoint.dir={folder}", "checkpoint.keep_best=true", "checkpoint.keep=1", "checkpoint.every=3"]
     words = [TEXT, *QUICK, *RISES_AGAIN, *keeping, f"output={out}"]
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     step, loss = best_of(out)
     assert 1 < step < 6, "the learning rate is so high that the loss rises again"
     assert saved(folder) == [step, 6]
@@ -52,7 +52,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(forks: Forks, tmp_path: Pat
     again, other = tmp_path / "again", tmp_path / "other"
     words = [*words[:-5], f"checkpoint.dir={other}", *keeping[1:], f"output={again}"]
     for stop in (4, 6):
-        assert forks.run([*words, f"train.steps={stop}"], 1, free_port()) == [0], forks.text(0)
+        assert forks.run([*words, f"train.steps={stop}"]) == [0], forks.text(0)
     assert [(r["loss"], r.get("eval_loss")) for r in steps(again)] == [(r["loss"], r.get("eval_loss")) for r in steps(out)]
     assert saved(other) == saved(folder)
     assert header(other / "best") | {"tensors": 0, "sha256": 0} == header(folder / "best") | {"tensors": 0, "sha256": 0}
@@ -62,7 +62,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(forks: Forks, tmp_path: Pat
     alone.mkdir()
     (folder / "best").resolve().rename(alone / f"step_{step:08d}")
     exporting = [f"checkpoint.dir={alone}", f"train.steps={step}", f"checkpoint.export={tmp_path / 'export'}", f"output={tmp_path / 'x'}"]
-    assert forks.run([TEXT, *QUICK, *exporting], 1, free_port()) == [0], forks.text(0)
+    assert forks.run([TEXT, *QUICK, *exporting]) == [0], forks.text(0)
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
@@ -73,9 +73,9 @@ def test_a_run_of_epochs_on_a_file_with_another_to_evaluate_on(forks: Forks, tmp
     data = [f"data.path={tmp_path}/train.jsonl", f"eval.path={tmp_path}/held.jsonl", "eval.every=2", "data.pack=false", "data.seq_len=128"]
     words = [TEXT, *QUICK, *data, "train.epochs=1", "train.global_batch_size=4", f"checkpoint.dir={tmp_path / 'saved'}"]
     out = tmp_path / "out"
-    assert forks.run([*words, f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
+    assert forks.run([*words, f"output={out}"], 2) == [0, 0], forks.text(0)
     assert "train.epochs 1 comes to 5 steps of 4 rows\n" in forks.text(0)
     assert [r["step"] for r in steps(out)] == [1, 2, 3, 4, 5]
     assert [e["step"] for e in summary(out)["eval"]] == [2, 4]
-    assert forks.run([*words, f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
+    assert forks.run([*words, f"output={out}"], 2) == [0, 0], forks.text(0)
     assert "finished before" in forks.text(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import parity
+import pyarrow as pa
 import pytest
 import torch
 from data_sets import VL, tar, write_parquet
@@ -46,8 +47,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     return run
 
 
-def fails(cases: dict[str, tuple[str, ...]], refused: Callable[..., str]) -> dict[str, str]:
-    return {name: wrong for name, words in cases.items() if (wrong := refused(*words))}
+def all_are_refused(cases: dict[str, tuple[str, ...]], refused: Callable[..., str]) -> None:
+    found = {name: wrong for name, words in cases.items() if (wrong := refused(*words))}
+    assert found == {}, found
 
 
 def wrong_values(value: Any) -> list[str]:
@@ -68,8 +70,7 @@ def test_values_of_another_kind(refused: Callable[..., str]) -> None:
         for text in wrong_values(value):
             cases[f"{key}={text}"] = (VISION, f"{key}={text}")
     assert len(cases) > 300
-    found = fails(cases, refused)
-    assert found == {}, found
+    all_are_refused(cases, refused)
 
 
 def test_choices_that_there_are_not(refused: Callable[..., str]) -> None:
@@ -79,8 +80,7 @@ def test_choices_that_there_are_not(refused: Callable[..., str]) -> None:
             if any(isinstance(option, str) for option in get_args(inner.annotation)):
                 chosen[f"{section}.{key}"] = (TEXT, f"{section}.{key}=whatever")
     assert len(chosen) > 20
-    found = fails(chosen, refused)
-    assert found == {}, found
+    all_are_refused(chosen, refused)
 
 
 LARGE = {
@@ -96,8 +96,7 @@ LARGE = {
 def test_sizes_that_no_machine_could_serve(refused: Callable[..., str]) -> None:
     cases = {key: (TEXT, f"{key}={value}") for key, value in LARGE.items()}
     cases["tokens"] = (TEXT, "data.seq_len=16777216", "train.micro_batch_size=128", "train.global_batch_size=128")
-    found = fails(cases, refused)
-    assert found == {}, found
+    all_are_refused(cases, refused)
 
 
 FILES: dict[str, bytes] = {
@@ -148,13 +147,10 @@ def test_files_that_are_no_configuration(refused: Callable[..., str], tmp_path: 
         word: (TEXT, word) for word in ("steps", "=3", "train.steps", "train.steps.more=3", "train=3", "model=qwen3_tny", "..=1", "\0=1")
     }
     cases |= {"device": ("/dev/zero",), "nothing": ("/dev/null",), "no file": ("",), "a null": ("\0",)}
-    found = fails(cases, refused)
-    assert found == {}, found
+    all_are_refused(cases, refused)
 
 
 def test_data_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    import pyarrow as pa
-
     def file(name: str, content: bytes | str) -> str:
         path = tmp_path / "data" / name
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -212,8 +208,7 @@ def test_data_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -
         "images for text": (TEXT, "data.kind=vqa"),
         "subset": (TEXT, "data.subset=x"),
     }
-    found = fails(cases, refused)
-    assert found == {}, found
+    all_are_refused(cases, refused)
 
 
 def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -286,8 +281,7 @@ def test_weights_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path
     cases["export into weights"] = (DENSE, f"checkpoint.export={tmp_path / 'weights' / 'config gone'}")
     cases["export under a file"] = (DENSE, f"checkpoint.export={__file__}/x")
     cases["precision of none"] = (DENSE, "checkpoint.export_dtype=source")
-    found = fails(cases, refused)
-    assert found == {}, found
+    all_are_refused(cases, refused)
 
 
 def test_launchers(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

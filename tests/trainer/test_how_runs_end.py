@@ -10,7 +10,7 @@ import parity
 import pytest
 import torch
 from forking import Forks
-from ranks import free_port, steps, summary
+from ranks import steps, summary
 from safetensors.torch import load_file, save_file
 
 from playbook.paths import data_root
@@ -36,11 +36,11 @@ def length(forks: Forks, rank: int) -> int:
 def test_foreign_lines_in_the_metrics_are_named(forks: Forks, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [TEXT, *QUICK, f"output={out}", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     with (out / "metrics.jsonl").open("a") as f:
         f.write("[1, 2]\n")
     held, before = (out / "metrics.jsonl").read_bytes(), length(forks, 0)
-    assert forks.run([*words, "train.steps=6"], 1, free_port()) == [2]
+    assert forks.run([*words, "train.steps=6"]) == [2]
     assert said(forks, 0, before)[-1].startswith(f"error: {out}/metrics.jsonl:5: no line of a run's metrics ('[1, 2]'); take it out")
     assert "Traceback" not in forks.text(0)
     assert (out / "metrics.jsonl").read_bytes() == held
@@ -77,7 +77,7 @@ def test_one_line_and_the_documented_code(
 ) -> None:
     """The harness took a killed worker for a run that does not fit, since the message guessed at the host's memory."""
     before = length(forks, 0)
-    assert forks.run([TEXT, *QUICK, "train.steps=40", *more, f"output={tmp_path}"], 1, free_port(), plant) == [code]
+    assert forks.run([TEXT, *QUICK, "train.steps=40", *more, f"output={tmp_path}"], 1, plant) == [code]
     lines = [line for line in said(forks, 0, before) if not line.startswith(("step ", "auto on "))]
     assert len(lines) == 1
     assert lines[0].startswith(expected)
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_said(forks: Forks, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port, before = taken.getsockname()[1], length(forks, 0)
-        codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, port, "import os; os.environ['RANK'] == '1' and os._exit(9)")
+        codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, "import os; os.environ['RANK'] == '1' and os._exit(9)", port)
     assert codes == [2, 9]
     assert said(forks, 0, before)[-1].startswith(
         f"error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1, port {port} (the address is in use)"
@@ -106,7 +106,7 @@ IMPATIENT = "import os; from playbook_trainer import join; join._SAY_S, join._GI
 )
 def test_an_absent_peer_is_named(absent: int, there: int, expected: str, forks: Forks, tmp_path: Path) -> None:
     before = length(forks, there)
-    codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, free_port(), IMPATIENT.format(absent=absent))
+    codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, IMPATIENT.format(absent=absent))
     assert (codes[absent], codes[there]) == (9, 1)
     lines = said(forks, there, before)
     assert lines[0].startswith(f"rank {there}: {expected}")
@@ -126,7 +126,7 @@ pathlib.Path.glob = look"""
 def test_a_folder_that_rank_0_tries_and_removes_stops_no_other_rank(forks: Forks, tmp_path: Path) -> None:
     """Rank 1 refused now and then what rank 0 had made and removed under its eyes, and said nothing."""
     words = [TEXT, *QUICK, f"output={tmp_path / 'out'}", f"checkpoint.export={tmp_path / 'export'}"]
-    assert forks.run(words, 2, free_port(), VANISHED) == [0, 0], forks.text(0) + forks.text(1)
+    assert forks.run(words, 2, VANISHED) == [0, 0], forks.text(0) + forks.text(1)
     assert (tmp_path / "export" / weights.SINGLE).is_file()
 
 
@@ -139,7 +139,7 @@ def test_weights_that_are_not_finite_name_their_tensor(forks: Forks, tmp_path: P
     tensors[name][3, 5] = torch.nan
     save_file(tensors, folder / weights.SINGLE)
     words = [DENSE, "train.receipt=false", f"init.weights={folder}", f"output={tmp_path / 'out'}"]
-    assert forks.run(words, 1, free_port()) == [2]
+    assert forks.run(words) == [2]
     assert f"{folder}: tensor {name} holds values that are not finite" in forks.text(0).splitlines()[-1]
 
 
@@ -147,7 +147,7 @@ def test_an_output_that_is_used_again_keeps_what_it_held(forks: Forks, tmp_path:
     words, out = [TEXT, *QUICK, f"output={tmp_path / 'out'}"], tmp_path / "out"
     held = []
     for n in (0, 1, 2):
-        assert forks.run([*words, f"seed={n}"], 1, free_port()) == [0], forks.text(0)
+        assert forks.run([*words, f"seed={n}"]) == [0], forks.text(0)
         held.append((out / "metrics.jsonl").read_bytes())
         assert [(out / f"earlier-{i + 1}" / "metrics.jsonl").read_bytes() for i in range(n)] == held[:n]
     assert f"output {out} held the files of an earlier run; they are in {out / 'earlier-2'} now" in forks.text(0)
@@ -157,12 +157,12 @@ def test_an_output_that_is_used_again_keeps_what_it_held(forks: Forks, tmp_path:
 def test_a_finished_command_that_is_queued_again_ends_well_and_changes_nothing(forks: Forks, tmp_path: Path) -> None:
     out, export = tmp_path / "out", tmp_path / "export"
     words = [TEXT, *QUICK, f"output={out}", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", f"checkpoint.export={export}"]
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     held = {p: p.read_bytes() for folder in (out, export) for p in folder.iterdir() if p.is_file()}
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     assert forks.text(0).splitlines()[-1].startswith("finished before, says checkpoint.dir")
     assert {p: p.read_bytes() for folder in (out, export) for p in folder.iterdir() if p.is_file()} == held
-    assert forks.run([*words[:-1], "train.steps=6"], 1, free_port()) == [0], forks.text(0)
+    assert forks.run([*words[:-1], "train.steps=6"]) == [0], forks.text(0)
     assert [r["step"] for r in steps(out)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -171,7 +171,7 @@ def test_cycles_that_steps_leave_are_collected(forks: Forks, tmp_path: Path) -> 
     """Python's own collection is off while steps are timed. A planted cycle of 2 MB a step would grow memory by half."""
     plant = "import torch; run = torch.Tensor.backward; torch.Tensor.backward = lambda t, *a, **k: (loop := [bytearray(1 << 21)], loop.append(loop), run(t, *a, **k))[2]"
     words = [TEXT, *QUICK, "train.steps=60", "train.log_every=10", f"output={tmp_path}"]
-    assert forks.run(words, 1, free_port(), plant) == [0], forks.text(0)
+    assert forks.run(words, 1, plant) == [0], forks.text(0)
     peak = {r["step"]: r["peak_memory_bytes"] for r in steps(tmp_path)}
     assert peak[60] < 1.05 * peak[30]
 
@@ -185,7 +185,7 @@ def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> N
         one = ["train.steps=1", "train.global_batch_size=1", "train.micro_batch_size=1", "train.warmup_steps=0", "optimizer.warmup_steps=0"]
         words = [VISION, *rows, *one, "train.receipt=false", "eval.every=1", f"eval.batches={batches}"]
         plant = "import resource, os, atexit; end = os._exit; os._exit = lambda c: (print('peak', resource.getrusage(0).ru_maxrss, flush=True), end(c))"
-        assert forks.run([*words, f"output={tmp_path / str(batches)}"], 1, free_port(), plant) == [0], forks.text(0)
+        assert forks.run([*words, f"output={tmp_path / str(batches)}"], 1, plant) == [0], forks.text(0)
         peaks.append(int(forks.text(0).rpartition("peak ")[2]))
     assert peaks[1] < 1.05 * peaks[0]
     assert summary(tmp_path / "200")["eval"][0]["loss"] > 0

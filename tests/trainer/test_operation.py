@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from forking import Forks
-from ranks import SUPPORT, alive, free_port, steps, summary, tensors
+from ranks import SUPPORT, alive, steps, summary, tensors
 
 from playbook_bench.launch.local import LocalLauncher, Spec
 from playbook_bench.statements.training import read_wandb_offline_run
@@ -89,7 +90,7 @@ checkpoint.Checkpointer.save = planted
 
 FULL_AT_THE_START = """
 import resource, signal
-from playbook_trainer.observe import watchdog
+from playbook_trainer.observe import metrics
 real = metrics._keep_until
 def planted(path, step):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -128,14 +129,16 @@ checkpoint_files.Writer.finish = slowly
 """
 
 
-def stopped_at_step(forks: Forks, words: list[str], out: Path, step: int, signum: int) -> list[int]:
-    """The exit codes of two ranks, the second of which has got a signal once so many steps were done."""
-    ranks = forks.start([*words, f"output={out}"], 2, free_port())
+def signalled(
+    forks: Forks, words: list[str], out: Path, ranks: int, ready: Callable[[list[dict[str, Any]]], bool], signum: int
+) -> list[int]:
+    """The exit codes of ranks, the last of which has got a signal once this holds of the steps."""
+    pids = forks.start([*words, f"output={out}"], ranks)
     deadline = time.monotonic() + 2000
-    while not (out / "metrics.jsonl").is_file() or len(steps(out)) < step:
+    while not (out / "metrics.jsonl").is_file() or not ready(steps(out)):
         assert time.monotonic() < deadline, forks.text(0)
         time.sleep(0.01)
-    os.kill(ranks[1], signum)
+    os.kill(pids[-1], signum)
     return forks.wait()
 
 
@@ -145,7 +148,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all(forks: Forks, tmp_path: Path) -
     words = [TEXT, *QUICK, "train.deterministic=true", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.keep=1"]
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         before = stopped
-        assert stopped_at_step(forks, [*words, "train.steps=4000"], out, before + 2, signum) == [5, 5], forks.text(0)
+        codes = signalled(forks, [*words, "train.steps=4000"], out, 2, lambda rows, least=before + 2: len(rows) >= least, signum)
+        assert codes == [5, 5], forks.text(0)
         stopped = steps(out)[-1]["step"]
         assert stopped >= before + 2
         assert summary(out)["outcome"] == "stopped"
@@ -153,20 +157,16 @@ def test_a_signal_to_one_rank_saves_and_ends_all(forks: Forks, tmp_path: Path) -
         assert forks.text(0).count("ended: a signal asked for it, and a checkpoint was saved") == (2 if before else 1)
     assert [r["step"] for r in steps(out)] == list(range(1, stopped + 1))
     assert f"resumed after step {before} of 4000\n" in forks.text(0)
-    assert forks.run([*words, f"train.steps={stopped}", f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
+    assert forks.run([*words, f"train.steps={stopped}", f"output={out}"], 2) == [0, 0], forks.text(0)
     assert "nothing is left to do, raise train.steps" in forks.text(0)
 
 
 @pytest.mark.full
 def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: Forks, tmp_path: Path) -> None:
     diverging = ["train.on_nan=continue", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=4000"]
-    ranks = forks.start([TEXT, *QUICK, *diverging, f"checkpoint.dir={tmp_path / 'saved'}", f"output={tmp_path / 'out'}"], 1, free_port())
-    deadline = time.monotonic() + 1000
-    while not (tmp_path / "out" / "metrics.jsonl").is_file() or not any(r.get("nan") for r in steps(tmp_path / "out")):
-        assert time.monotonic() < deadline, forks.text(0)
-        time.sleep(0.01)
-    os.kill(ranks[0], signal.SIGTERM)
-    assert forks.wait() == [3], forks.text(0)
+    words = [TEXT, *QUICK, *diverging, f"checkpoint.dir={tmp_path / 'saved'}"]
+    codes = signalled(forks, words, tmp_path / "out", 1, lambda rows: any(r.get("nan") for r in rows), signal.SIGTERM)
+    assert codes == [3], forks.text(0)
     assert summary(tmp_path / "out")["outcome"] == "nan"
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [".lock"]
 
@@ -177,7 +177,7 @@ def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool
     """The last one, which nothing follows, would be cut off at every attempt. One that waits for the one before is counted."""
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", f"checkpoint.async_save={str(in_background).lower()}"]
     words = [TEXT, *QUICK, *saving, "train.steps=4", "train.hang_timeout_s=20", f"output={tmp_path / 'out'}"]
-    assert forks.run(words, 1, free_port(), SLOW_FILES) == [0], forks.told()
+    assert forks.run(words, 1, SLOW_FILES) == [0], forks.told()
     assert (tmp_path / "saved" / "step_00000004").is_dir()
     counters = summary(tmp_path / "out")["receipt"]["counters"]
     assert (counters["checkpoints"], counters["checkpoints_behind_another"]) == (2, in_background)
@@ -200,7 +200,7 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
     forks = Forks(tmp_path / "log")  # other runs say the same words
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=1", "checkpoint.keep=9"]
     words = [TEXT, *QUICK, f"train.on_nan={policy}", *saving, "eval.every=2", "eval.batches=1", f"output={tmp_path / 'out'}"]
-    assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [code, code], forks.text(0)
+    assert forks.run(words, 2, NAN_GRADIENT) == [code, code], forks.text(0)
     assert ("ended: loss or gradient norm was not finite" in forks.text(0)) == (code == 3)
     rows, metrics = steps(tmp_path / "out"), summary(tmp_path / "out")["metrics"]
     assert [r["step"] for r in rows if r.get("nan")] == ([3] if policy != "continue" else [3, 4, 5, 6])
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
 
 def test_a_disk_that_is_full_is_said_and_the_checkpoint_before_stays(forks: Forks, tmp_path: Path) -> None:
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
-    assert forks.run([TEXT, *QUICK, *saving, f"output={tmp_path / 'out'}"], 2, free_port(), FULL) == [2, 2]
+    assert forks.run([TEXT, *QUICK, *saving, f"output={tmp_path / 'out'}"], 2, FULL) == [2, 2]
     said = forks.text(0).splitlines()[-1]
     assert "the checkpoint of step 4 could not be written" in said
     assert "rank 1: a file could not be written to its end, as where a disk or a quota is full" in said
@@ -231,13 +231,13 @@ def test_a_disk_that_is_full_is_said_and_the_checkpoint_before_stays(forks: Fork
 @pytest.mark.full
 def test_a_disk_that_is_full_at_the_start_takes_no_metrics(forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", f"output={tmp_path / 'out'}"]
-    assert forks.run([*words, "train.steps=4"], 1, free_port()) == [0]
+    assert forks.run([*words, "train.steps=4"]) == [0]
     before = (tmp_path / "out/metrics.jsonl").read_bytes()
-    assert forks.run(words, 1, free_port(), FULL_AT_THE_START) != [0]
+    assert forks.run(words, 1, FULL_AT_THE_START) != [0]
     assert (tmp_path / "out/metrics.jsonl").read_bytes() == before
     with (tmp_path / "out/metrics.jsonl").open("ab") as f:
         f.write(b"\xff\x00")  # of a machine that lost power
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     assert [r["step"] for r in steps(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -250,28 +250,28 @@ def test_an_output_that_cannot_be_written_any_more_is_one_message(forks: Forks, 
         if not plant:
             out.mkdir()
             (out / "config.yaml").symlink_to("/dev/full")
-        assert forks.run(words, 1, free_port(), plant) == [2]
+        assert forks.run(words, 1, plant) == [2]
         assert forks.text(0).splitlines()[-1] == (
             f"error: output {out} cannot be written: {why}; mend that, or choose another folder: the same command goes on from the newest "
             "checkpoint, if checkpoint.dir is set"
         )
         assert [p.name for p in saved.glob("step_*")] == ["step_00000002"]
     (out / "config.yaml").unlink()
-    assert forks.run(words, 1, free_port()) == [0]
+    assert forks.run(words) == [0]
 
 
 @pytest.mark.full
 def test_bad_data_does_not_take_the_checkpoint_that_is_being_written(forks: Forks, tmp_path: Path) -> None:
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
     words = [TEXT, *QUICK, *saving, "train.global_batch_size=4", "train.micro_batch_size=1"]
-    codes = forks.run([*words, f"output={tmp_path / 'out'}"], 2, free_port(), BAD_DATA_WHILE_SAVING)
+    codes = forks.run([*words, f"output={tmp_path / 'out'}"], 2, BAD_DATA_WHILE_SAVING)
     assert (codes[1], "rank 1: error: planted" in forks.text(1)) == (2, True)
     assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000002"]
 
 
 def test_a_run_that_only_skips_ends(forks: Forks, tmp_path: Path) -> None:
     words = ["train.on_nan=skip", "train.steps=30", "optimizer.lr=1e30", "optimizer.warmup_steps=0", f"output={tmp_path}"]
-    assert forks.run([TEXT, *QUICK, *words], 1, free_port()) == [3]
+    assert forks.run([TEXT, *QUICK, *words]) == [3]
     assert [bool(r.get("skipped")) for r in steps(tmp_path)] == [False] + [True] * 10
 
 
@@ -290,30 +290,28 @@ def test_steps_without_labels_change_nothing_but_the_count(forks: Forks, tmp_pat
         "data.seq_len=128",
         f"output={tmp_path / 'out'}",
     ]
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     assert [(r["loss"], r["grad_norm"], r.get("nan")) for r in steps(tmp_path / "out")] == [(0.0, 0.0, None)] * 2
 
 
 @pytest.mark.full
 def test_the_summary_of_a_run_before_does_not_stay(forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, "train.steps=2", f"output={tmp_path}"]
-    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.run(words) == [0], forks.text(0)
     crash = "from playbook_trainer import loop; loop.run_steps = None"
-    assert forks.run(words, 1, free_port(), crash) == [1]
+    assert forks.run(words, 1, crash) == [1]
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_settings_without_an_effect_are_said(forks: Forks, tmp_path: Path) -> None:
-    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", "moe.dispatcher=allgather", f"output={tmp_path}"], 1, free_port()) == [0], (
-        forks.text(0)
-    )
+    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", "moe.dispatcher=allgather", f"output={tmp_path}"]) == [0], forks.text(0)
     assert "checkpoint.every 2 saves nothing, since checkpoint.dir is not set\n" in forks.text(0)
     assert "moe.dispatcher allgather has no effect at parallel.ep 1" in forks.text(0)
 
 
 @pytest.mark.full
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
-    ranks = forks.start([TEXT, *QUICK, "train.hang_timeout_s=20", f"output={tmp_path}"], 2, free_port(), STILL)
+    ranks = forks.start([TEXT, *QUICK, "train.hang_timeout_s=20", f"output={tmp_path}"], 2, STILL)
     deadline = time.monotonic() + 1000
     while "rank 0: no step" not in forks.text(0) or alive(ranks[0]):
         assert time.monotonic() < deadline, forks.text(0)
@@ -345,7 +343,7 @@ def test_the_slow_rank_is_named_and_the_largest_tells_the_peak(forks: Forks, tmp
     large = 1200 << 20
     plant = f"{SLOW_EXPERTS}\nos.environ['RANK'] == '1' and len(b'x' * {large})"
     words = [TEXT, *QUICK, "train.steps=4", "train.straggler_every=2", f"output={tmp_path}"]
-    assert forks.run(words, 2, free_port(), plant) == [0, 0], forks.text(0)
+    assert forks.run(words, 2, plant) == [0, 0], forks.text(0)
     assert min(r["peak_memory_bytes"] for r in steps(tmp_path)) > large
     assert summary(tmp_path)["metrics"]["peak_memory_bytes"] > large
     compared = {r["step"]: r["ranks"] for r in steps(tmp_path) if "ranks" in r}
@@ -362,7 +360,7 @@ def test_the_slow_rank_is_named_and_the_largest_tells_the_peak(forks: Forks, tmp
 def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> None:
     tracked = ["tracker.tensorboard=true", "tracker.wandb=true", "tracker.offline=true", "tracker.name=a run"]
     words = [*tracked, "eval.every=3", "eval.batches=1", f"output={tmp_path}"]
-    assert forks.run([TEXT, *QUICK, *words], 2, free_port()) == [0, 0], forks.text(0)
+    assert forks.run([TEXT, *QUICK, *words], 2) == [0, 0], forks.text(0)
     resolved, rows = yaml.safe_load((tmp_path / "config.yaml").read_text()), steps(tmp_path)
     assert (resolved["tracker"]["name"], resolved["train"]["steps"], resolved["optimizer"]["lr"]) == ("a run", 6, 0.0003)
 
@@ -385,6 +383,6 @@ def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> 
 
 def test_a_missing_tracker_is_said(forks: Forks, tmp_path: Path) -> None:
     missing = "import importlib.util as u; real = u.find_spec; u.find_spec = lambda name, *a: None if name == 'wandb' else real(name, *a)"
-    assert forks.run([TEXT, *QUICK, "tracker.wandb=true", f"output={tmp_path / 'out'}"], 1, free_port(), missing) == [2]
+    assert forks.run([TEXT, *QUICK, "tracker.wandb=true", f"output={tmp_path / 'out'}"], 1, missing) == [2]
     assert "tracker.wandb needs the package wandb" in forks.text(0)
     assert not (tmp_path / "out").exists()

@@ -8,15 +8,19 @@ import struct
 import tarfile
 import zlib
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.data.loader import Loader, build_loader
 from playbook_trainer.data.rows import make_rows
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
@@ -39,6 +43,11 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 def config(name: str, **overrides: Any) -> TrainerConfig:
     keys = {"data.num_workers": 0} | {key.replace("__", "."): value for key, value in overrides.items()}
     return load(data_root("configs") / f"{name}.yaml", keys)
+
+
+def reading(given: TrainerConfig, **options: Any) -> closing[Loader]:
+    """A loader, of one rank unless the options say another, that is closed after use."""
+    return closing(build_loader(given, **{"dp_rank": 0, "dp_size": 1, **options}))
 
 
 def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
@@ -75,15 +84,11 @@ def shard(path: Path, numbers: range) -> Path:
 
 
 def vqa_table(numbers: range, *, struct: bool = False) -> Any:
-    import pyarrow as pa
-
     images = [{"bytes": jpeg(n), "path": None} if struct else jpeg(n) for n in numbers]
     return pa.table({"image": images, "question": [f"q{n}" for n in numbers], "answer": [f"a{n}" for n in numbers], "extra": list(numbers)})
 
 
 def write_parquet(path: Path, table: Any, rows: int) -> Path:
-    import pyarrow.parquet as pq
-
     path.parent.mkdir(exist_ok=True)
     pq.write_table(table, path, row_group_size=rows)
     return path
@@ -100,21 +105,27 @@ def write_vqav2(folder: Path, subset: str = "train2014", count: int = 12) -> Pat
     return folder
 
 
+def text_file(folder: Path, texts: list[str], layout: str) -> Path:
+    """The texts in a layout, in two files where it takes several; blank lines and columns of other names are passed over."""
+    if layout == "txt":
+        (folder / "a.txt").write_text("\n\n\n".join(texts))
+        return folder / "a.txt"
+    if layout == "huggingface":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
+        return folder / "saved"
+    half = len(texts) // 2
+    for name, part in (("a", texts[:half]), ("b", texts[half:])):
+        if layout == "jsonl":
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n\n" for text in part))
+        elif part:
+            write_parquet(folder / f"{name}.parquet", pa.table({"text": part, "other": list(range(len(part)))}), 3)
+    return folder
+
+
 def text_source(kind: str, folder: Path) -> dict[str, Any]:
     """A configuration whose 60 documents are TEXTS."""
-    if kind == "jsonl":
-        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n\n" for t in TEXTS[:30]))
-        (folder / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[30:]))
-    elif kind == "parquet":
-        import pyarrow as pa
-
-        write_parquet(folder / "a.parquet", pa.table({"text": TEXTS[:25], "other": list(range(25))}), 10)
-        write_parquet(folder / "b.parquet", pa.table({"text": TEXTS[25:]}), 10)
-    elif kind == "huggingface":
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "saved")
-        return {"data__path": str(folder / "saved")}
-    return {"data__path": str(folder)}
+    return {"data__path": str(text_file(folder, TEXTS, kind))}
 
 
 def vqa_source(kind: str, folder: Path) -> dict[str, Any]:

@@ -13,3 +13,11 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         app.main(list(words))
     out, err = capsys.readouterr()
     return int(stop.value.code or 0), out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which a command refuses, which prints nothing else and ends with code 2."""
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, ""), words
+    assert len(err.strip().splitlines()) == 1, err
+    return err

@@ -26,7 +26,7 @@ from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
 from playbook_trainer.data.collate import Grid, mrope_positions, vision_index
 from playbook_trainer.huggingface import weights
 from playbook_trainer.huggingface.names import InMemory, whole
-from playbook_trainer.torch.model.decoder import Decoder
+from playbook_trainer.torch.model.decoder import Decoder, Options
 
 MODELS = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
@@ -70,17 +70,15 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     return state
 
 
-def ours(config: ModelConfig, state: dict[str, torch.Tensor]) -> Decoder:
+def ours(config: ModelConfig, state: dict[str, torch.Tensor], options: Options | None = None) -> Decoder:
     """Our model, built without memory and filled with these weights."""
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config, options or Options())
     model.load_state_dict(state, strict=True, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    return model
+    return model.requires_grad_()
 
 
-def theirs(config: ModelConfig, folder: Path) -> Any:
+def theirs(folder: Path) -> Any:
     """Their model, read by transformers itself from the folder that we wrote."""
     settings = AutoConfig.from_pretrained(folder)
     return MODELS[settings.architectures[0]].from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
@@ -127,6 +125,18 @@ class Document:
             given["image_grid_thw"] = torch.tensor(self.grids)
             given["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
         return given
+
+
+def rows(config: ModelConfig) -> list[list[Document]]:
+    """Documents of micro-batches: two of 64 tokens, or with a tower four of up to 192, of which two have no image."""
+    if config.vision is None:
+        return [[Document(config, n, [], 100 * row + n) for n in lengths] for row, lengths in enumerate(((7, 19, 38), (30, 1, 33)))]
+
+    def images(seed: int) -> list[Document]:
+        each = ((20, [(1, 4, 6), (1, 2, 4)]), (30, []), (13, [(1, 6, 4)]))
+        return [Document(config, text, grids, seed + i) for i, (text, grids) in enumerate(each)]
+
+    return [images(0), [Document(config, 60, [], 5)], images(9), [Document(config, 90, [], 13)]]
 
 
 def vision_batch(config: ModelConfig, grids: list[Grid], pixels: np.ndarray, visual: np.ndarray) -> VisionBatch:

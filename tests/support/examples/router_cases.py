@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from measures import relative
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,11 +21,6 @@ Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 SHAPES = [
     (37, 128, 8), (1, 128, 8), (0, 128, 8), (130, 100, 5), (19, 60, 4), (9, 33, 16), (7, 512, 16), (2, 300, 1), (5, 6, 6), (301, 8, 2), (3, 1, 1),
 ]  # fmt: skip
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference over the norm of `b`; 0 where both are empty."""
-    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp(min=1e-30))
 
 
 def run(f: Route, scores: Tensor, k: int, normalize: bool, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

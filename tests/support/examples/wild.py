@@ -1,8 +1,10 @@
-"""Documents with some values that nobody would write."""
+"""Documents with some values that nobody would write, and a pickle that nobody should open."""
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 VALUES: tuple[Any, ...] = (None, True, -1, 10**30, "x" * 500, [], {}, [None, {}], {"ranks": 5}, 0.5, "\x00")
@@ -18,3 +20,13 @@ def plant(rng: random.Random, place: Any) -> None:
                 here[key] = rng.choice(VALUES)
                 break
             here = here[key]
+
+
+class Bomb:
+    """A pickle of it makes a folder where it is opened."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)

@@ -13,7 +13,6 @@ import sys
 import types
 import typing
 import warnings
-from dataclasses import fields
 from typing import Any
 
 
@@ -33,31 +32,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return value if value is None or isinstance(value, bool | int | float | str) else getattr(value, "name", str(value))
-
-
-def known() -> dict[str, list[str]]:
-    """Field names by the section of Megatron-Bridge that inherits them."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-    from megatron.training.config import (
-        CheckpointConfig,
-        DistributedInitConfig,
-        LoggerConfig,
-        ProfilingConfig,
-        RerunStateMachineConfig,
-        RNGConfig,
-        SchedulerConfig,
-        TrainingConfig,
-        ValidationConfig,
-    )  # fmt: skip
-
-    classes = {
-        "model": MLATransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig, "checkpoint": CheckpointConfig,
-        "dist": DistributedInitConfig, "logger": LoggerConfig, "profiling": ProfilingConfig, "rng": RNGConfig, "train": TrainingConfig,
-        "scheduler": SchedulerConfig, "validation": ValidationConfig, "rerun_state_machine": RerunStateMachineConfig,
-    }  # fmt: skip
-    return {name: [f.name for f in fields(cls)] for name, cls in classes.items()}
 
 
 def validated(namespace: argparse.Namespace, world: int, architecture: int, environment: dict[str, str]) -> str:
@@ -92,7 +66,7 @@ def main() -> None:
         namespace = parser.parse_args(asked["words"])
         found = {k: plain(v) for k, v in vars(namespace).items()}
         answers.append({"found": found, "refused": validated(namespace, asked["gpus"], asked["architecture"], asked["environment"])})
-    sys.stdout.write("\n" + json.dumps({"answers": answers, "fields": known()}) + "\n")
+    sys.stdout.write("\n" + json.dumps(answers) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 JOBS is a JSON file with a list of {"name", "ranks", "words": [...], "weights": folder or null, "shared_out": whether FSDP2 is tried too,
 "trains": whether anything runs}. This process imports everything once, and forks the
 ranks of all jobs of one size. Every job loads the weights (or draws some, for models that
-transformers lacks), runs both packs of documents through megatron-core's own schedule and its
-gradient reductions, and writes beside JOBS, under its name: losses and gradients under our names, the weights as saved again, and the first
+transformers lacks), runs the rows of `parity.rows` through the backend's own engine with copies on every data-parallel rank, and writes beside
+JOBS, under its name: losses and gradients under our names, the weights as saved again, and the first
 weights as drawn. A job that breaks ends its group of ranks with what they said.
 """
 
@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,6 @@ import parity
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -39,109 +35,42 @@ from playbook_trainer.config.tree import ModelConfig, TrainerConfig, load, parse
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.huggingface.names import sizes, slices
-from playbook_trainer.megatron import settings as mapping
-from playbook_trainer.megatron import weights
-from playbook_trainer.megatron.gpt import build_text
+from playbook_trainer.megatron import engine, weights
 from playbook_trainer.megatron.weights import core_tensors
+from playbook_trainer.torch.parallel.context import _filled
 from playbook_trainer.torch.weights import collect, senders
 
-PACKS = ((7, 19, 38), (30, 1, 33))
-"""Lengths of the documents of two rows of 64 tokens."""
-
-
-def packs(config: ModelConfig) -> list[list[parity.Document]]:
-    """The documents of both rows."""
-    return [[parity.Document(config, n, [], seed=100 * row + n) for n in lengths] for row, lengths in enumerate(PACKS)]
+CPU = torch.device("cpu")
 
 
 def configuration(words: list[str]) -> TrainerConfig:
     """The shipped tiny model of experts, with overrides, for this backend."""
-    common = {"backend": "megatron", "train.device": "cpu", "data.seq_len": 64, "train.global_batch_size": 2}
+    common = {"backend": "megatron", "data.seq_len": 64, "train.global_batch_size": 2, "megatron.data_parallel": "ddp"}
     return load(Path("trainer/configs/qwen3_moe_tiny.yaml"), {**common, **parse_overrides(words)})
 
 
-def initialise(config: TrainerConfig) -> None:
-    """megatron-core's process groups for the layout."""
-    par = config.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=par.tp,
-        pipeline_model_parallel_size=par.pp,
-        virtual_pipeline_model_parallel_size=par.vpp if par.vpp > 1 else None,
-        expert_model_parallel_size=par.ep,
-        expert_tensor_parallel_size=par.etp or par.tp,
-    )
-    model_parallel_cuda_manual_seed(config.seed)
+def rows(config: ModelConfig) -> list[Batch]:
+    """Of one length, as a pipeline needs them."""
+    return [_filled(parity.pack(documents), 192 if config.vision else 64) for documents in parity.rows(config)]
 
 
-def build(config: TrainerConfig) -> tuple[Any, list[Any]]:
-    """megatron-core's configuration, and this rank's chunks."""
-    cls = MLATransformerConfig if config.model.attention == "mla" else TransformerConfig
-    settings = cls(**{**mapping.transformer(config, cls), "use_cpu_initialization": not torch.cuda.is_available()})
-    stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    ends = [
-        {
-            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
-            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
-            "vp_stage": stage,
-        }
-        for stage in stages
-    ]
-    # As the engine does: megatron-core makes routers on the CPU, and moves them in a function that ours does not call.
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return settings, [build_text(config, settings, **end).to(device) for end in ends]
-
-
-def packed(batch: Batch) -> PackedSeqParams:
-    """The borders of documents as megatron-core takes them."""
-    cu, longest = batch.cu_seqlens, batch.max_seqlen
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
-
-
-def losses_NL(model: Any, batch: Batch) -> torch.Tensor:
-    """The loss of every token, zero where it has no label; between stages, the hidden states."""
-    labels = batch.labels_N.clamp(min=0)[None]
-    mask = (batch.labels_N >= 0).float()
-    out = model(batch.tokens_N[None], batch.positions[None], None, labels=labels, packed_seq_params=packed(batch), loss_mask=mask[None])
-    return out
-
-
-def run(config: TrainerConfig, settings: Any, chunks: list[Any]) -> tuple[float, list[Any]]:
-    """The summed loss of both packs over all ranks; gradients are left in `main_grad`, divided by the number of rows."""
-    shares = parallel_state.get_data_parallel_world_size()
-    mine = [parity.pack(p) for p in packs(config.model)][parallel_state.get_data_parallel_rank() :: shares]
-    wrapped = [DistributedDataParallel(settings, DistributedDataParallelConfig(), chunk) for chunk in chunks]
-
-    def step(rows: Any, model: Any) -> Any:
-        batch = next(rows)
-        mask = (batch.labels_N >= 0).float()
-
-        def summed(out: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = (out.view(-1) * mask).sum()
-            return loss, {"loss": loss.detach().clone()}
-
-        return losses_NL(model, batch), summed
-
-    settings.finalize_model_grads_func = finalize_model_grads
-    found = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=[iter(mine) for _ in wrapped],
-        model=wrapped,
-        num_microbatches=len(mine),
-        seq_length=sum(PACKS[0]),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0
-    total = torch.tensor(sum(float(part["loss"]) for part in found) if last else 0.0)
+def run(made: engine.MegatronEngine) -> tuple[float, float]:
+    """The summed loss of all rows over all ranks, and their labels, by which the gradients are divided that are left in `main_grad`."""
+    every, dp = rows(made.config.model), made.axes.dp
+    labels = float(sum(batch.num_loss for batch in every))
+    # In the first pass DDP learns which gradients come when; in a second one that is absent stops it. A text has them all.
+    for _ in range(2 if made.config.model.vision else 1):
+        loss = made.forward_backward(made.local(every[dp.rank :: dp.size]), torch.tensor(labels))
+    total = loss * (made.axes.tp.rank == 0)
     dist.all_reduce(total)
-    return float(total), wrapped
+    return float(total), labels
 
 
-def logits(config: TrainerConfig, model: Any) -> torch.Tensor:
+def logits(made: engine.MegatronEngine) -> torch.Tensor:
     """Those of all documents, end to end, on one rank."""
     with torch.no_grad():
-        batches = [parity.pack(p) for p in packs(config.model)]
-        return torch.cat([model(b.tokens_N[None], b.positions[None], None, packed_seq_params=packed(b))[0] for b in batches])
+        given = [(b.tokens, b.positions, engine.packed(b.borders, b.longest)) for b in made.local(rows(made.config.model))]
+        return torch.cat([made.model[0](tokens, positions, None, packed_seq_params=packed)[0] for tokens, positions, packed in given])
 
 
 def share_out(model: Any) -> None:
@@ -152,7 +81,7 @@ def share_out(model: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def gradients(config: TrainerConfig, wrapped: list[Any], scale: float = 1.0) -> dict[str, torch.Tensor]:
+def gradients(config: TrainerConfig, wrapped: Sequence[Any], scale: float = 1.0) -> dict[str, torch.Tensor]:
     """On rank 0, the gradients times `scale` under our names."""
     own: dict[str, dict[Any, torch.Tensor]] = {}
     for chunk in wrapped:
@@ -173,44 +102,40 @@ def gradients(config: TrainerConfig, wrapped: list[Any], scale: float = 1.0) -> 
     return out
 
 
-def keep_first_values(chunks: list[Any]) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Each parameter with a copy of what it was built with, as Transformer Engine's 8-bit parameters have one for the optimizer."""
+def initialise(chunks: Sequence[Any], config: TrainerConfig, real: Callable[..., None] = weights.initialise) -> None:
+    """With what Transformer Engine keeps of an 8-bit parameter for the optimizer: a copy of the values that it was built with."""
     kept = {parameter: parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()}
     for parameter, value in kept.items():
         parameter.get_high_precision_init_val = partial(lambda value: value, value)
-    return kept
+    real(chunks, config)
+    for parameter, value in kept.items():
+        assert torch.equal(value, parameter), "an optimizer would start from other weights"
+        del parameter.get_high_precision_init_val
 
 
 def job(spec: dict[str, Any], folder: Path) -> None:
     """One layout on this rank."""
     config = configuration(spec["words"])
-    initialise(config)
-    settings, chunks = build(config)
-    kept = keep_first_values(chunks)
-    weights.initialise(chunks, config)
-    assert all(torch.equal(value, parameter) for parameter, value in kept.items()), "an optimizer would start from other weights"
+    made = engine.MegatronEngine(config, dist.get_rank(), dist.get_world_size(), CPU)
     counts: list[Any] = [None] * dist.get_world_size()
     if spec["weights"]:
-        weights.save(chunks, config.model, folder / "drawn")
-        files = weights.load(chunks, config.model, Path(spec["weights"]))
-        dist.all_gather_object(counts, (files.bytes_read, sum(t.nbytes for c in chunks for t in c.parameters())))
-        weights.save(chunks, config.model, folder / "saved", max_shard_bytes=300_000)
-    if dist.get_world_size() == 1 and not config.model.mtp_layers:
-        save_file({"logits": logits(config, chunks[0])}, folder / "logits.safetensors")
-    if not spec["trains"]:
+        weights.save(made.chunks, config.model, folder / "drawn")
+        files = weights.load(made.chunks, config.model, Path(spec["weights"]))
+        dist.all_gather_object(counts, (files.bytes_read, sum(t.nbytes for t in made.model.parameters())))
+        weights.save(made.chunks, config.model, folder / "saved", max_shard_bytes=300_000)
+    if dist.get_world_size() == 1 and not config.model.mtp_layers and not config.model.vision:
+        save_file({"logits": logits(made)}, folder / "logits.safetensors")
+    loss = 0.0
+    if spec["trains"]:
+        loss, labels = run(made)
+        found = gradients(config, made.chunks, scale=labels)
         if dist.get_rank() == 0:
-            (folder / "result.json").write_text(json.dumps({"counts": counts}))
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
-        return
-    loss, wrapped = run(config, settings, chunks)
-    found = gradients(config, wrapped, scale=len(PACKS))  # the schedule divides by the number of rows
+            save_file({name: t.contiguous() for name, t in found.items()}, folder / "gradients.safetensors")
     if dist.get_rank() == 0:
-        save_file({name: t.contiguous() for name, t in found.items()}, folder / "gradients.safetensors")
         (folder / "result.json").write_text(json.dumps({"loss": loss, "counts": counts}))
-    if spec.get("shared_out"):
-        share_out(chunks[0])
-        weights.save(chunks, config.model, folder / "shared_out")
+    if spec["shared_out"]:
+        share_out(made.model[0])
+        weights.save(list(made.model), config.model, folder / "shared_out")
     dist.barrier()
     parallel_state.destroy_model_parallel()
 
@@ -236,6 +161,8 @@ def rank_main(specs: list[dict[str, Any]], rank: int, port: int, folder: Path) -
 def main(path: Path) -> int:
     warnings.filterwarnings("ignore")
     megatron_shim.install()
+    engine.require = lambda *_: None  # there is no GPU, which is what the shim is for
+    weights.initialise = initialise
     specs = json.loads(path.read_text())
     codes = []
     for ranks in sorted({spec["ranks"] for spec in specs}):

@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
+from playbook_trainer.megatron import engine, groups, weights
 from playbook_trainer.megatron import settings as mapping
-from playbook_trainer.megatron import weights
 
 WRAPPERS = {"megatron_fsdp": FullyShardedDataParallel, "fsdp2": TorchFullyShardedDataParallel}
 
@@ -27,8 +27,10 @@ WRAPPERS = {"megatron_fsdp": FullyShardedDataParallel, "fsdp2": TorchFullySharde
 def job(spec: dict[str, Any], folder: Path) -> None:
     """One layout on this rank."""
     config = megatron_ranks.configuration(["train.device=cuda", "train.dtype=bf16", *spec["words"]])
-    megatron_ranks.initialise(config)
-    settings, chunks = megatron_ranks.build(config)
+    groups.initialise(config)
+    engine.seed(config)
+    settings = engine.transformer_config(config)
+    chunks = engine.build_chunks(config, settings, torch.device("cuda", torch.cuda.current_device()))
     weights.load(chunks, config.model, Path(spec["weights"]))
     how = DistributedDataParallelConfig(**mapping.data_parallel(config, DistributedDataParallelConfig))
     wrapped = [WRAPPERS[config.megatron.data_parallel](settings, how, chunk) for chunk in chunks]

@@ -5,8 +5,6 @@ ended, their return codes. `python forking.py` dies with its stdin, and the rank
 """
 
 import atexit
-import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -17,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ranks import ROOT, environment, environments
+
+from playbook_trainer.__main__ import main
+from playbook_trainer.fork_server import fork
 
 
 class Server:
@@ -88,13 +89,13 @@ class Forks:
     def __init__(self, log: Path) -> None:
         self.log = log
 
-    def start(self, words: list[str], ranks: int, port: int, plant: str = "") -> list[int]:
+    def start(self, words: list[str], ranks: int, plant: str = "", port: int | None = None) -> list[int]:
         """`plant` is code that each rank runs first, such as a fault to put in."""
         return SERVER.start(words, environments(ranks, port), [(f"{self.log}.{rank}",) * 2 for rank in range(ranks)], plant)
 
-    def run(self, words: list[str], ranks: int, port: int, plant: str = "") -> list[int]:
+    def run(self, words: list[str], ranks: int = 1, plant: str = "", port: int | None = None) -> list[int]:
         """Exit codes."""
-        self.start(words, ranks, port, plant)
+        self.start(words, ranks, plant, port)
         return self.wait()
 
     def text(self, rank: int) -> str:
@@ -109,21 +110,22 @@ class Forks:
         return SERVER.wait()
 
 
-def child(spec: dict[str, Any], rank: int) -> int:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    out, err = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in spec["logs"][rank])
-    for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, err)):
-        os.dup2(target, stream)
-    os.environ.clear()
-    os.environ.update(spec["environments"][rank])
-    if spec["script"]:
-        sys.argv = [spec["script"], *spec["words"]]
-        runpy.run_path(spec["script"], run_name="__main__")
-        return 0
-    from playbook_trainer.__main__ import main
+def child(spec: dict[str, Any], rank: int) -> Callable[[list[str]], int]:
+    """What a rank does; its stdout is in place."""
 
-    exec(spec["plant"], {})
-    return main(spec["words"])
+    def run(words: list[str]) -> int:
+        os.dup2(os.open(spec["logs"][rank][1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        try:
+            if spec["script"]:
+                sys.argv = [spec["script"], *words]
+                runpy.run_path(spec["script"], run_name="__main__")
+                return 0
+            exec(spec["plant"], {})
+            return main(words)
+        except SystemExit as e:
+            return e.code if isinstance(e.code, int) else int(e.code is not None)
+
+    return run
 
 
 def ends(pids: list[int]) -> dict[int, int]:
@@ -145,29 +147,16 @@ def ends(pids: list[int]) -> dict[int, int]:
 
 
 def serve() -> None:
-
     import playbook_trainer.loop  # noqa: F401
 
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        spec, pids = json.loads(line), []
-        for rank in range(len(spec["logs"])):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    code = child(spec, rank)
-                except SystemExit as e:
-                    code = e.code if isinstance(e.code, int) else int(e.code is not None)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    with contextlib.suppress(OSError):
-                        sys.stdout.flush()
-                        sys.stderr.flush()
-                    os._exit(code)
-            pids.append(pid)
+        spec = json.loads(line)
+        pids = [
+            fork(spec["words"], environment, Path(spec["logs"][rank][0]), run=child(spec, rank))
+            for rank, environment in enumerate(spec["environments"])
+        ]
         print(json.dumps(pids), flush=True)
         codes = ends(pids)
         print(json.dumps([codes[pid] for pid in pids]), flush=True)

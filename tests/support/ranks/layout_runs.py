@@ -67,6 +67,14 @@ def difference(folder: Path, reference: Path) -> dict[str, float]:
     return {**far, "steps": len(rows)}
 
 
+def assert_near(folder: Path, reference: Path, loss: float = 1e-5, grad_norm: float = 1e-4) -> None:
+    """Losses and gradient norms are those of the reference to these shares, by default of the size of float32's rounding; printed (pytest -s)."""
+    far = difference(folder, reference)
+    print(f"{folder.name} against {reference.name}: loss {far['loss']:.1e}, gradient norm {far['grad_norm']:.1e}")
+    assert far["loss"] < loss, (folder.name, far)
+    assert far["grad_norm"] < grad_norm, (folder.name, far)
+
+
 def note(rows: Iterable[dict[str, Any]], backend: str) -> None:
     """Add rows to the parity tables, where PLAYBOOK_PARITY names their folder (`make parity`)."""
     if folder := os.environ.get("PLAYBOOK_PARITY"):

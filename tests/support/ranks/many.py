@@ -11,7 +11,6 @@ Files beside JOBS with the ending .errors receive an object each: of jobs that b
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -30,22 +29,15 @@ import torch
 import torch.distributed as dist
 from nodes import place
 
+from playbook.processes import die_with_parent
 from playbook_trainer.config import checks, environment
 from playbook_trainer.config.environment import Platform
 from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.loop import train
 
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_the_parent() -> None:
-    """On Linux, this process ends when the one that started it does, however that ended: ranks that go on would keep their GPUs from who comes next."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
 
 def main(path: Path, stall: float, workers: int = 1) -> int:
-    die_with_the_parent()
+    die_with_parent(os.getppid())()  # ranks that go on would keep their GPUs from who comes next
     jobs = json.loads(path.read_text())
     platform = environment.this_platform(os.environ)
     dealt: list[tuple[int, list[int]]] = []
@@ -60,12 +52,12 @@ def main(path: Path, stall: float, workers: int = 1) -> int:
         for index, (_, numbers) in enumerate(dealt):
             work(jobs, numbers, 0, stall, platform, path.with_suffix(f".{index}.errors"))
         return 0
-    children = []
+    children, end_with_us = [], die_with_parent(os.getpid())
     for index, (worker, numbers) in enumerate(dealt):
         pid = os.fork()
         if pid == 0:
             try:
-                die_with_the_parent()
+                end_with_us()
                 work(jobs, numbers, worker, stall, platform, path.with_suffix(f".{index}.errors"))
                 os._exit(0)
             except BaseException:
@@ -93,11 +85,11 @@ def together(jobs: list[list[str]], ranks: int, first: int, stall: float, platfo
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(ranks)]
         read, write = os.pipe()
-        children = {}
+        children, end_with_us = {}, die_with_parent(os.getpid())
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
-                die_with_the_parent()
+                end_with_us()
                 os.close(read)
                 os.environ |= place(rank, ranks, first)
                 rank_main(jobs, rank, ranks, Path(folder), stall, platform, write)

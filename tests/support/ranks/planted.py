@@ -4,11 +4,9 @@
 PLANT is JSON: per variant (told by the dispatcher in the configuration) a mapping with
   fault: hang | kill | nan | crash | oom | refused | memory | short | silent | worker | disable
   computing: share of the step, in percent, in which its GPU would compute
-  bytes: the bytes that it reports to have sent
   late: seconds that the first launch takes before its ranks do anything
-  loss: what is added to its losses;  stands: the loss of every step;  grad_norm, memory: of every step;  skips: every second step is skipped
+  loss: what is added to its losses
   noise: standard deviation of its launches, as a share
-  drift: share of a step by which each takes longer than the one before
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -36,25 +34,22 @@ def plan(config):
     tree = Path(os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]) / "plant.json"
     if tree.is_file():  # the gate: what is planted belongs to the commit, not to the variant
         return {**json.loads(tree.read_text()), "variant": variant}
-    return {**json.loads(os.environ.get("PLANT", "{}")).get(variant, {}), "variant": variant}
+    return {**planted.get(variant, {}), "variant": variant}
 
 
-def strike(fault, rank, out):
+def strike(fault):
     """Carry out the fault in this rank."""
-    if fault == "hang":
-        time.sleep(600)
     if fault == "worker":  # a loader worker in a process group of its own, then a hang
         subprocess.Popen([sys.executable, "-c", "import os, time; os.setpgid(0, 0); time.sleep(600)"])
+    if fault in ("hang", "worker"):
         time.sleep(600)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "crash":
         sys.stderr.write("ValueError: planted\n")
         sys.exit(1)
-    if fault == "oom":
-        sys.exit(4)
-    if fault == "refused":
-        sys.exit(2)
+    if fault in ("oom", "refused"):
+        sys.exit({"oom": 4, "refused": 2}[fault])
     if fault == "memory":
         sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
         sys.exit(1)
@@ -78,7 +73,7 @@ def fake(config, planted):
     if rank:
         if fault and mine:
             time.sleep(0.2)
-            strike(fault, rank, out)
+            strike(fault)
         # The other ranks wait for the first, as collectives make them.
         deadline = time.monotonic() + 600
         while not (out / "summary.json").exists() and time.monotonic() < deadline:
@@ -91,16 +86,15 @@ def fake(config, planted):
             row = {
                 "step": step,
                 "timed": step > train["warmup_steps"],
-                "loss": None if nan else planted.get("stands", 5.0 - 0.01 * step + planted.get("loss", 0.0)),
+                "loss": None if nan else 5.0 - 0.01 * step + planted.get("loss", 0.0),
                 **({"nan": True} if nan else {}),
-                **({"nan": True, "loss": None} if step % 2 and planted.get("skips") else {}),
-                "grad_norm": planted.get("grad_norm", 1.0),
-                "peak_memory_bytes": planted.get("memory", 1 << 20),
+                "grad_norm": 1.0,
+                "peak_memory_bytes": 1 << 20,
                 "lr": 0.1,
-                "seconds": STEP_S * (factor * (1 + launch.gauss(0, 0.01)) + planted.get("drift", 0.0) * step),
+                "seconds": STEP_S * factor * (1 + launch.gauss(0, 0.01)),
                 "useful_tokens": 1000,
                 "raw_tokens": 1024,
-                "data_seconds": planted.get("data", 0.0) * STEP_S,
+                "data_seconds": 0.0,
             }
             took[row["timed"]] += row["seconds"]
             f.write(json.dumps(row) + "\n")
@@ -108,13 +102,12 @@ def fake(config, planted):
             if nan:
                 return 3
             if fault and mine and step == at:
-                strike(fault, rank, out)
+                strike(fault)
             if fault == "wait":
                 time.sleep(0.2)
     if fault == "wait" or (world > 1 and fault and not mine and fault in ("hang", "kill", "worker")):
         time.sleep(600)
-    other = planted["variant"] == "candidate" if fault != "disable" else planted["variant"] == "baseline"
-    collective = "all_gather" if other else "all_to_all"
+    collective = "all_gather" if (planted["variant"] == "candidate") != (fault == "disable") else "all_to_all"
     summary = {
         "schema": "summary/1",
         "outcome": "ok",
@@ -126,7 +119,7 @@ def fake(config, planted):
         "trained_parameters": 10,
         "seconds": {"start_up": 0.01, "warm_up": took[False], "timed": took[True], "total": 0.02 + sum(took.values())},
         "metrics": {
-            "dispatch_bytes_per_token_layer": planted.get("bytes", 100 if planted["variant"] == "baseline" else 300),
+            "dispatch_bytes_per_token_layer": 100 if planted["variant"] == "baseline" else 300,
             "recompiles": 0,
         },
         "receipt": {

@@ -13,7 +13,7 @@ from nodes import gpus, place
 
 from playbook_bench.launch.local import free_port
 
-__all__ = ["ROOT", "SUPPORT", "alive", "environment", "environments", "free_port", "leave", "run", "start", "steps", "summary"]
+__all__ = ["ROOT", "SUPPORT", "alive", "environment", "environments", "leave", "run", "start", "steps", "summary", "trained"]
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -62,6 +62,13 @@ def run(
         for p in processes:
             p.kill()
     return [(p.returncode, out, err) for p, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def trained(folder: Path, ranks: int, *words: str) -> Path:
+    """The folder, into which so many ranks have trained to a good end."""
+    results = run([*words, f"output={folder}"], ranks)
+    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
+    return folder
 
 
 def leave(code: int = 0) -> NoReturn:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
 
+from playbook.errors import ConfigError
 from playbook.planner import pipeline
+from playbook.planner.choice.search import search
+from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, parse
+from playbook.planner.time.cluster import cluster
 
 GPUS = (1, 2, 4, 8, 8, 16, 16, 32, 64, 64, 128, 256)
 HARDWARE = ("a100", "h100", "h100", "h200", "b200", "gb200")
@@ -45,6 +50,29 @@ def random_plans(seed: int, backend: str = "") -> Iterator[tuple[Plan, str]]:
         draw.shuffle(models)
         for name in models:
             yield next(plan for plan in iter(lambda n=name: _drawn(draw, n, backend), None) if _legal(plan)), draw.choice(HARDWARE)
+
+
+def planned(text: str) -> Plan:
+    """The plan of a model and settings, for the torch backend."""
+    model, *words = text.split()
+    return parse(model, ["backend=torch", *words]).require()
+
+
+def searched(seed: int, gpus: Sequence[int], fixed: Sequence[tuple[str, ...]], express: Callable[[Plan, str], object]) -> Iterator[Plan]:
+    """Plans that a target can express, one for each search of a question that chance asks."""
+    chance = Random(seed)
+    while True:
+        name, count, words = chance.choice(sorted(MODELS)), chance.choice(gpus), chance.choice(fixed)
+        gpu, seq_len = cluster(chance.choice(("a100", "h100", "h200", "b200", "gb200"))), chance.choice((2048, 4096, 8192, 32768))
+        try:
+            choices = search(Question(MODELS[name], name, gpu, count, seq_len, backend="torch", fixed=words), 3).choices
+        except ConfigError:
+            continue
+        for plan in chance.sample([c.plan for c in choices], len(choices)):
+            with suppress(ConfigError):
+                express(plan, gpu.name)
+                yield plan
+                break
 
 
 def expected(plan: Plan) -> dict[str, Any]:

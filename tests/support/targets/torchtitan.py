@@ -5,7 +5,6 @@ Its wheel and small ones are unpacked in the folder that is the argument. Its ke
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import io
 import json
@@ -141,17 +140,6 @@ def _read(each: Mapping[str, Any], parameters: dict[str, int]) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _fields() -> dict[str, list[str]]:
-    """By section of its configuration, the fields that it has."""
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-    from torchtitan.trainer import Trainer
-
-    config = Trainer.Config(checkpoint=CheckpointManager.Config(), dataloader=HuggingFaceTextDataLoader.Config())
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return {name: [f.name for f in dataclasses.fields(v)] if dataclasses.is_dataclass(v) else [] for name, v in values.items()}
-
-
 def main() -> None:
     """Read, check, write."""
     asked = json.load(sys.stdin)
@@ -166,8 +154,7 @@ def main() -> None:
                 answers.append(_read(each, parameters))
             except (Exception, SystemExit) as e:  # one refusal must not hide the others
                 answers.append({"refused": f"{type(e).__name__}: {e}"[:2000] or noise.getvalue()[-2000:]})
-        fields = _fields()
-    json.dump({"answers": answers, "fields": fields}, sys.stdout)
+    json.dump(answers, sys.stdout)
 
 
 if __name__ == "__main__":

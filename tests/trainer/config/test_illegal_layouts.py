@@ -41,6 +41,7 @@ ILLEGAL = {
         "parallel.pp=2 parallel.vpp=2 train.global_batch_size=4",
         r"DeepStack.*pp 2 x vpp 2 leaves 1 layers in a chunk",
     ),
+    "deepstack-stages": (VISION, 4, "parallel.pp=4", r"first 2 decoder layers.*pp 4 x vpp 1 leaves 1 layers"),
     "batch": (MOE, 3, "", r"global batch 4 is not a multiple"),
     "ulysses-heads": (MOE, 8, "parallel.cp=8 parallel.cp_comm=ulysses", r"4 attention heads, which do not divide over cp 8; .*ring"),
     "ulysses-kv-heads": (MOE, 3, "parallel.cp=3 parallel.cp_comm=ulysses model.num_heads=6", r"2 key-value heads and cp 3"),
@@ -92,7 +93,11 @@ ILLEGAL = {
 @pytest.mark.parametrize("rule", ILLEGAL)
 def test_the_broken_rule_is_named(rule: str) -> None:
     name, world, words, says = ILLEGAL[rule]
-    with pytest.raises(ConfigError, match=f"cannot run on {world} rank"):
+    with pytest.raises(ConfigError, match=f"(?s)cannot run on {world} rank.*{says}"):
         checks.check(load(data_root("configs") / f"{name}.yaml", parse_overrides(words.split())), world)
-    with pytest.raises(ConfigError, match=says):
-        checks.check(load(data_root("configs") / f"{name}.yaml", parse_overrides(words.split())), world)
+
+
+@pytest.mark.parametrize(("pp", "deepstack"), [(2, [1, 2]), (4, [1])])
+def test_stages_may_cut_behind_the_layers_that_deepstack_enters(pp: int, deepstack: list[int]) -> None:
+    words = {"parallel.pp": pp, "model.vision.deepstack_layers": deepstack}
+    checks.check(load(data_root("configs") / f"{VISION}.yaml", words), pp)

@@ -14,6 +14,7 @@ import pytest
 from data_sets import CHAT_TEMPLATE as TEMPLATE
 from data_sets import VL, chat_tokenizer, config, jpeg
 from ranks import ROOT, environment, steps, summary
+from transformers import AutoTokenizer
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.batch import IGNORE
@@ -57,8 +58,6 @@ def data(folder: Path, entries: list[Any], name: str = "a.jsonl") -> dict[str, A
 @pytest.mark.parametrize("form", range(3))
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_every_form_is_the_same_document_with_the_loss_on_the_answers(form: int, name: str, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     cfg = config(VL, **data(tmp_path, [BOTH[form]] * 2, name), data__pack=False)
     check(cfg)
     (document,) = make_rows(cfg, "train").row(0)
@@ -166,8 +165,6 @@ CALLS = {
 
 def rendered(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[int], str]:
     """The tokenizer as transformers reads it, the tokens of the one document, and the text that bears the loss."""
-    from transformers import AutoTokenizer
-
     words = data(folder, [entry] * 2)
     (folder / "model" / "chat_template.jinja").write_text(QWEN3)
     cfg = config(VL, **words, data__pack=False)

@@ -42,21 +42,6 @@ def documents(given: TrainerConfig, split: Any, rows: int) -> set[str]:
     return {bytes(d.tokens[:-1].tolist()).decode().rstrip("x") for k in range(rows) for d in made.row(k)}
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize(("pack", "buffer"), [(False, 1), (True, 1), (True, 32)])
-def test_after_an_epoch_every_sample_was_read_and_one_step_before_not(
-    pack: bool, buffer: int, batch: int, texts: Callable[..., str]
-) -> None:
-    words = {"data__pack": pack, "data__pack_buffer": buffer, "train__global_batch_size": batch, "eval__every": 1}
-    given = config(texts(50), eval__path=texts(3, "eval"), **words)
-    resolved = with_steps(given.model_copy(update={"train": given.train.model_copy(update={"epochs": 1})}))
-    wanted = {f"<train {i}>" for i in range(50)}
-    assert documents(resolved, "train", resolved.train.steps * batch) == wanted
-    assert documents(resolved, "train", (resolved.train.steps - 1) * batch) < wanted
-    if not pack:
-        assert resolved.train.steps == -(-50 // batch)
-
-
 def test_epochs_may_be_many_or_parts_of_one(texts: Callable[..., str]) -> None:
     path = texts(40)  # of which 36 are trained on
     steps = {n: with_steps(config(path, data__pack=False, train__epochs=n)).train.steps for n in (0.01, 0.5, 1, 2.5)}

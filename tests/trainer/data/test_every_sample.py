@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -12,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from data_sets import chat_tokenizer, config
+from data_sets import chat_tokenizer, config, jpeg, tar, text_file, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -36,29 +35,6 @@ once = settings(max_examples=10)
 def settings_of(folder: Path, name: str = TEXT, **words: Any) -> TrainerConfig:
     base = {"data__path": str(folder), "data__pad": False, "train__warmup_steps": 0, "optimizer__warmup_steps": 0, "parallel__ep": 1}
     return config(name, **base | words)
-
-
-def text_file(folder: Path, texts: list[str], layout: str) -> Path:
-    """The texts in a layout; names and shards are such that all of them hold some."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if layout == "txt":
-        (folder / "a.txt").write_text("\n\n\n".join(texts))
-        return folder / "a.txt"
-    if layout == "jsonl":
-        half = len(texts) // 2
-        for name, part in (("a", texts[:half]), ("b", texts[half:])):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-        return folder
-    if layout == "huggingface":
-        import datasets
-
-        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
-        return folder / "saved"
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=3)
-    return folder
 
 
 def letters(lengths: list[int]) -> list[str]:
@@ -159,34 +135,27 @@ def test_few_long_texts_hold_out_a_tenth_of_their_pieces(texts: int, tmp_path: P
 def samples(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layout: str) -> list[tuple[int, bytes]]:
     """Samples with so many images each, in a layout; the number of images and the text of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    encoded = []
-    for size in sizes:
-        out = io.BytesIO()
-        Image.new("RGB", size, (10, 20, 30)).save(out, format="PNG")
-        encoded.append(out.getvalue())
+    encoded = [jpeg(0, size) for size in sizes]
     texts = [(f"q{i}" + "?" * (11 * i % 29), f"a{i}" + "!" * (7 * i % 13)) for i in range(len(counts))]
     if layout == "files":
         for n, data in enumerate(encoded):
-            (folder / f"{n}.png").write_bytes(data)
+            (folder / f"{n}.jpg").write_bytes(data)
         lines = [
-            {"images": [f"{(i + n) % len(sizes)}.png" for n in range(count)], "question": q, "answer": a}
+            {"images": [f"{(i + n) % len(sizes)}.jpg" for n in range(count)], "question": q, "answer": a}
             for i, (count, (q, a)) in enumerate(zip(counts, texts, strict=True))
         ]
         (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     elif layout == "webdataset":
         for shard in range(2):
-            with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-                for i, (count, (q, a)) in enumerate(zip(counts, texts, strict=True)):
-                    members = [(f"{i:03d}.{n}.png", encoded[(i + n) % len(sizes)]) for n in range(count)]
-                    members.append((f"{i:03d}.json", json.dumps({"question": q, "answer": a}).encode()))
-                    for name, data in members if i % 2 == shard else []:
-                        info = tarfile.TarInfo(name)
-                        info.size = len(data)
-                        tar.addfile(info, io.BytesIO(data))
+            members = []
+            for i in range(shard, len(counts), 2):
+                members += [(f"{i:03d}.{n}.jpg", encoded[(i + n) % len(sizes)]) for n in range(counts[i])]
+                members.append((f"{i:03d}.json", json.dumps(dict(zip(("question", "answer"), texts[i], strict=True))).encode()))
+            tar(folder / f"{shard}.tar", members)
     elif layout == "vqav2":
         names = {"questions": "v2_OpenEnded_mscoco_train2014_questions", "annotations": "v2_mscoco_train2014_annotations"}
         (folder / "train2014").mkdir()
-        for n, data in enumerate(encoded):  # whatever the name says, Pillow looks at the bytes
+        for n, data in enumerate(encoded):
             (folder / "train2014" / f"COCO_train2014_{n:012d}.jpg").write_bytes(data)
         said = {
             "questions": [{"question_id": 7 * i, "image_id": i % len(sizes), "question": q} for i, (q, _) in enumerate(texts)],
@@ -195,12 +164,9 @@ def samples(folder: Path, counts: list[int], sizes: list[tuple[int, int]], layou
         for key, name in names.items():
             (folder / f"{name}.json").write_text(json.dumps({key: said[key]}))
     else:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         images = [[encoded[(i + n) % len(sizes)] for n in range(count)] for i, count in enumerate(counts)]
         table = pa.table({"images": images, "question": [q for q, _ in texts], "answer": [a for _, a in texts]})
-        pq.write_table(table, folder / "a.parquet", row_group_size=3)
+        write_parquet(folder / "a.parquet", table, 3)
     return [(count, (q + a).encode()) for count, (q, a) in zip(counts, texts, strict=True)]
 
 
@@ -347,9 +313,10 @@ def test_a_sample_that_is_left_out_is_counted_once_an_epoch(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        ({"images": [], "imgs": ["0.png"], "question": "q", "answer": "a"}, "there is a key 'imgs'"),
-        ({"images": ["0.png"], "question": "<image>q", "answer": "a"}, "'<image>' stands in a text"),
-        ({"image": ["0.png"], "question": "q", "answer": "a"}, "expected a list of file names under 'images'"),
+        ({"images": [], "imgs": ["0.jpg"], "question": "q", "answer": "a"}, "there is a key 'imgs'"),
+        ({"images": ["0.jpg"], "question": "<image>q", "answer": "a"}, "'<image>' stands in a text"),
+        ({"image": ["0.jpg"], "question": "q", "answer": "a"}, "expected a list of file names under 'images'"),
+        ({"video": "a.mp4", "images": [], "question": "q", "answer": "a"}, "only images are supported"),
     ],
 )
 def test_no_image_is_passed_over(sample: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import webdataset
-from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
+from data_sets import TEXT, TEXTS, VL, config, jpeg, reading, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.data.images import BadImage, header_size
-from playbook_trainer.data.loader import build_loader, check
+from playbook_trainer.data.loader import check
 from playbook_trainer.data.sources import shards
 from playbook_trainer.data.sources.shards import Member, tar_samples, text_groups
 
@@ -145,8 +146,6 @@ def test_broken_parquet_and_wrong_columns_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["not UTF-8", "not a date", "two columns"])
 def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, fault: str) -> None:
-    import pyarrow as pa
-
     texts = pa.array(TEXTS)
     columns = {
         "not UTF-8": [pa.Array.from_buffers(pa.string(), 12, pa.array([b"\xff"] * 12, pa.binary()).buffers())],
@@ -160,8 +159,6 @@ def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, f
 
 def test_a_row_group_that_would_fill_the_memory_of_a_worker_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its footer, and by the columns that are read alone."""
-    import pyarrow as pa
-
     table = pa.table({"text": TEXTS, "image": [b"x" * 100_000] * len(TEXTS)})
     write_parquet(tmp_path / "a.parquet", table.slice(0, 2), 5)
     write_parquet(tmp_path / "b.parquet", table, 5)
@@ -239,11 +236,10 @@ def test_a_path_that_cannot_be_looked_at_is_named() -> None:
 def test_data_that_goes_away_during_a_run_is_one_message(tmp_path: Path, workers: int) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    loader = build_loader(config(TEXT, data__path=str(tmp_path), data__num_workers=workers), dp_rank=0, dp_size=1)
-    path.unlink()
-    with pytest.raises(DataError, match=r"cannot be read: .*a\.jsonl"):
-        next(iter(loader))
-    loader.close()
+    with reading(config(TEXT, data__path=str(tmp_path), data__num_workers=workers)) as loader:
+        path.unlink()
+        with pytest.raises(DataError, match=r"cannot be read: .*a\.jsonl"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize("fault", ["annotation", "image", "outside", "negative"])
@@ -262,9 +258,3 @@ def test_a_vqav2_folder_that_does_not_fit_together_is_named(tmp_path: Path, faul
         questions.write_text(json.dumps({"questions": [{"image_id": -1, "question_id": 0, "question": "q"}]}))
     with pytest.raises(DataError, match=r"question 110|does not exist|lies outside|non-negative"):
         check(config(VL, data__path=str(folder)))
-
-
-def test_a_video_in_samples_jsonl_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "samples.jsonl").write_text('{"video": "a.mp4", "images": [], "question": "q", "answer": "a"}\n' * 2)
-    with pytest.raises(DataError, match="only images are supported"):
-        check(config(VL, data__path=str(tmp_path)))

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import config
+from data_sets import config, reading
 from PIL import Image
+from ranks import alive
 
-from playbook.errors import ConfigError, DataError
+from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root, sources
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE, Batch
@@ -29,11 +30,8 @@ TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 
 
 def steps(cfg: TrainerConfig, n: int, **options: Any) -> list[list[Batch]]:
-    loader = build_loader(cfg, **{"dp_rank": 0, "dp_size": 1, **options})
-    try:
+    with reading(cfg, **options) as loader:
         return list(itertools.islice(loader, n))
-    finally:
-        loader.close()
 
 
 def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -79,8 +77,8 @@ def test_documents_are_whole_and_never_see_each_other(name: str, pack: bool) -> 
 
 
 def test_padding_is_a_document_and_is_counted() -> None:
-    loader = build_loader(config(TEXT, data__pack=False), dp_rank=0, dp_size=1)
-    batches = [batch for step in itertools.islice(loader, 40) for batch in step]
+    with reading(config(TEXT, data__pack=False)) as loader:
+        batches = [batch for step in itertools.islice(loader, 40) for batch in step]
     assert all(len(b.tokens_N) == 256 and len(b.cu_seqlens) <= 3 for b in batches)
     assert any(b.num_useful < 256 for b in batches)
     for batch in batches:
@@ -144,20 +142,6 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: 
         assert rows_of(found) == rows_of([expected[s]])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.sample("0")
-def test_resuming_equals_going_on(workers: int) -> None:
-    cfg = config(VL, data__max_image_pixels=4_096, data__num_workers=workers)
-    whole = steps(cfg, 4)
-    loader = build_loader(cfg, dp_rank=0, dp_size=1)
-    list(itertools.islice(loader, 2))
-    state = json.loads(json.dumps(loader.state()))
-    loader.close()
-    rest = steps(cfg, 2, start_row=state["row"])
-    assert [[fingerprint(b) for b in s] for s in rest] == [[fingerprint(b) for b in s] for s in whole[2:]]
-    assert fingerprint(whole[0][0]) != fingerprint(whole[2][0])
-
-
 def test_resuming_in_a_later_epoch() -> None:
     cfg = config(TEXT, data__seq_len=4096, train__global_batch_size=64)
     whole = steps(cfg, 6)
@@ -167,10 +151,9 @@ def test_resuming_in_a_later_epoch() -> None:
 
 @pytest.mark.full
 def test_iterating_again_starts_again() -> None:
-    loader = build_loader(config(VL, data__num_workers=1, data__max_image_pixels=4_096), dp_rank=0, dp_size=1, split="eval")
-    first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
-    second = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
-    loader.close()
+    with reading(config(VL, data__num_workers=1, data__max_image_pixels=4_096), split="eval") as loader:
+        first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
+        second = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
     assert first == second
 
 
@@ -190,42 +173,21 @@ def test_batch_sizes_must_divide() -> None:
         build_loader(config(TEXT), dp_rank=0, dp_size=3)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_broken_image_is_an_error_that_names_it(tmp_path: Path, workers: int) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(tmp_path / "broken.jpg")
-    data = (tmp_path / "broken.jpg").read_bytes()
-    (tmp_path / "broken.jpg").write_bytes(data[: len(data) // 2])  # the header is whole, the pixels are not
-    lines = [{"images": ["broken.jpg"], "question": "q", "answer": "a"}] * 4
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    with pytest.raises(DataError, match=r"broken\.jpg") as caught:
-        steps(config(VL, data__path=str(tmp_path), data__num_workers=workers), 1)
-    assert "Traceback" not in str(caught.value)
-
-
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.timeout(2000)
 def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
     before = set(children(os.getpid()))
-    loader = build_loader(config(VL, data__num_workers=1), dp_rank=0, dp_size=1)
-    iterator = iter(loader)
-    next(iterator)
-    (worker,) = set(children(os.getpid())) - before
-    os.kill(worker, signal.SIGKILL)
-    with pytest.raises(RunError, match="worker"):
-        list(itertools.islice(iterator, 20))
-    loader.close()
+    with reading(config(VL, data__num_workers=1)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        (worker,) = set(children(os.getpid())) - before
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(RunError, match="worker"):
+            list(itertools.islice(iterator, 20))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -9,27 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from data_sets import TEXT, VL, config, reading, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from playbook.errors import ConfigError, DataError
-from playbook.paths import data_root
-from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
-from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
+from playbook_trainer.config.tree import parse_overrides
+from playbook_trainer.data.loader import check, data_sha, merge_states
 from playbook_trainer.data.packing import Lane, Packing, order_key, permute
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.sources.generated import GeneratedText
 from playbook_trainer.data.sources.streams import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
-
-TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
-
-
-def config(name: str, **overrides: Any) -> TrainerConfig:
-    keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return load(data_root("configs") / f"{name}.yaml", keys)
 
 
 def samples(folder: Path, lines: list[Any], images: dict[str, tuple[int, int]]) -> Path:
@@ -84,15 +78,6 @@ def test_a_longer_look_ahead_packs_denser() -> None:
     assert filled[1] < filled[4] < filled[32] <= 250 * 100
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_every_epoch_holds_each_sample_once_in_another_order(lanes: int) -> None:
-    all_lanes = [lane(Lengths([5, 6, 7, 8, 9, 3, 2]), 10, 0, number=n, lanes=lanes) for n in range(lanes)]
-    rows = [all_lanes[k % lanes].row() for k in range(21)]
-    epochs = [[p[0] for row in rows[start : start + 7] for p in row] for start in (0, 7, 14)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
 @pytest.mark.parametrize(("buffer", "chunk"), [(0, 1), (8, 1), (8, 16)])
 def test_a_lane_goes_on_from_its_state_without_opening_what_came_before(buffer: int, chunk: int) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 400).tolist()
@@ -107,8 +92,8 @@ def test_a_lane_goes_on_from_its_state_without_opening_what_came_before(buffer: 
         stream = Lengths(lengths, chunk)
         second = lane(stream, 64, buffer, state=state)
         assert [second.row() for _ in range(30 - at)] == made[at:]
-        before = set(first._stream.opened) - set(stream.opened)  # type: ignore[attr-defined]
-        assert at < 17 or before
+        again = set(first._stream.opened) & set(stream.opened)  # type: ignore[attr-defined]
+        assert len(again) <= 2 + buffer, "the chunks of what waits, and of the place"
     assert [lane(Lengths(lengths), 64, buffer, seed=[2]).row() for _ in range(5)] != made[:5]
 
 
@@ -123,22 +108,6 @@ def test_shuffled_orders_are_unlike_each_other_and_far_from_sorted() -> None:
         assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
     assert max(sum(a == b for a, b in zip(orders[i], orders[j], strict=True)) for i, j in ((0, 1), (1, 2), (0, 2))) < 10
     assert 0 <= permute(10**9, 10**12, 5) < 10**12
-
-
-def test_text_pieces_cover_the_documents_and_end_with_eos(tmp_path: Path) -> None:
-    texts = [chr(97 + i) * (40 * i + 1) for i in range(9)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    rows = make_rows(config(TEXT, data__path=str(tmp_path), data__seq_len=64, data__pack=False, train__global_batch_size=1), "train")
-    lengths = [min(64, len(t) + 1 - at) for t in texts for at in range(0, len(t) + 1, 64)]
-    pieces = len(lengths) - len(lengths) // 10  # of so few texts, every tenth piece is held out
-    tokens: Counter[int] = Counter()
-    for k in range(pieces):
-        (document,) = rows.row(k)
-        assert len(document.tokens) <= 64
-        assert len({*document.tokens.tolist()} - {256}) <= 1, "a piece holds one document"
-        tokens.update(document.tokens.tolist())
-    assert tokens <= Counter("".join(texts).encode()) + Counter({256: 9})
-    assert tokens.total() == sum(lengths) - sum(lengths[9::10])
 
 
 def test_plain_text_is_split_at_two_blank_lines(tmp_path: Path) -> None:
@@ -231,9 +200,9 @@ def test_one_bad_row_is_left_out_by_policy_counted_and_named_once_also_after_res
     check(cfg)
 
     def read(steps: int, state: Any = None) -> tuple[list[bytes], dict[str, int], list[str], Any]:
-        loader = build_loader(cfg, dp_rank=0, dp_size=1, state=state)
-        batches = [b.tokens_N.numpy().tobytes() for step in islice(loader, steps) for b in step]
-        return batches, loader.counters(), loader.take_news(), (loader.state(), loader.close())[0]
+        with reading(cfg, state=state) as loader:
+            batches = [b.tokens_N.numpy().tobytes() for step in islice(loader, steps) for b in step]
+            return batches, loader.counters(), loader.take_news(), loader.state()
 
     whole, counted, named, _ = read(16)
     assert counted["samples_bad"] == len(named) > 0
@@ -392,15 +361,12 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("layout", ["sub-folder", "beside parquet"])
 def test_no_file_is_passed_over(layout: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 20)
     if layout == "sub-folder":
         (tmp_path / "more").mkdir()
         (tmp_path / "more" / "b.jsonl").write_text('{"text": "y"}\n' * 20)
     else:
-        pq.write_table(pa.table({"text": ["z"] * 20}), tmp_path / "c.parquet")
+        write_parquet(tmp_path / "c.parquet", pa.table({"text": ["z"] * 20}), 20)
     with pytest.raises(DataError, match="would not be read"):
         check(config(TEXT, data__path=str(tmp_path)))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, text_source, vqa_source, words_of
+from data_sets import TEXT, TEXTS, VL, config, jpeg, reading, shard, text_source, vqa_source, words_of
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config import checks
@@ -20,9 +20,9 @@ from playbook_trainer.config.sections import GeneratedConfig
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.images import header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
-from playbook_trainer.data.rows import make_rows
+from playbook_trainer.data.rows import LaneRows, make_rows, text_documents
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, PoolImage
-from playbook_trainer.data.sources.streams import Flat, Sharded
+from playbook_trainer.data.sources.streams import Flat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "huggingface"])
@@ -65,11 +65,8 @@ def fingerprint(batches: list[Any]) -> list[tuple[bytes, ...]]:
 
 
 def batches_of(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[list[Any]], dict[str, Any]]:
-    loader = build_loader(cfg, **{"dp_rank": 0, "dp_size": 1, **options})
-    try:
+    with reading(cfg, **options) as loader:
         return list(itertools.islice(loader, steps)), loader.state()
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "parquet", "vqav2", "generated"])
@@ -124,30 +121,6 @@ def test_a_place_that_the_data_does_not_have_is_refused() -> None:
             next(iter(loader))
 
 
-def test_a_resumed_lane_reads_nothing_of_what_came_before(tmp_path: Path) -> None:
-    opened: list[int] = []
-
-    def open_shard(number: int) -> list[str]:
-        opened.append(number)
-        return [f"text {number} {i}" for i in range(40)]
-
-    from playbook_trainer.data.rows import LaneRows, text_documents
-
-    cfg = config(TEXT, data__seq_len=64, data__pack_buffer=4, train__global_batch_size=2)
-    source = Sharded(50, open_shard, "planted")
-    first = LaneRows(source, text_documents(cfg.model, cfg.data), cfg, "train", {})
-    rows = [first.row(k) for k in range(0, 240, 2)]
-    state = first.state(238)
-    drawn = len(set(opened))
-    opened.clear()
-    second = LaneRows(source, text_documents(cfg.model, cfg.data), cfg, "train", {0: state})
-    following = second.row(240)
-    assert [d.tokens.tolist() for d in following] == [d.tokens.tolist() for d in first.row(240)]
-    assert drawn > 10
-    assert len(set(opened)) <= 5, "the shards of the documents that wait, and the first, to see that there is a sample"
-    assert len(rows) == 120
-
-
 def test_lanes_of_other_ranks_are_not_planned(tmp_path: Path) -> None:
     read: Counter[str] = Counter()
 
@@ -159,22 +132,11 @@ def test_lanes_of_other_ranks_are_not_planned(tmp_path: Path) -> None:
             read[f"{i}"] += 1
             return f"text {i}"
 
-    from playbook_trainer.data.rows import LaneRows, text_documents
-
     cfg = config(TEXT, train__global_batch_size=8, data__pack=False)
     rows = LaneRows(Flat(Counted(), "counted"), text_documents(cfg.model, cfg.data), cfg, "train", {})
     for k in range(0, 80, 8):
         rows.row(k)
     assert sum(read.values()) <= 12
-
-
-def test_a_large_jsonl_is_read_line_by_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"t{i}"}) + "\n" for i in range(300)) + "not json\n")
-    cfg = config(TEXT, data__path=str(tmp_path), data__pack=False)
-    check(cfg)
-    rows = make_rows(cfg, "train")
-    with pytest.raises(DataError, match=r"a\.jsonl:301"):
-        [rows.row(k) for k in range(272)]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -246,12 +208,11 @@ def test_a_pool_that_cannot_be_made_is_no_bad_image(tmp_path: Path) -> None:
 
 
 def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
-    loader = build_loader(config(VL, data__pad=False, data__pad_to_multiple=64, data__pack=False), dp_rank=0, dp_size=1)
-    lengths = {(len(b.tokens_N), b.num_useful) for step in itertools.islice(loader, 10) for b in step}
+    with reading(config(VL, data__pad=False, data__pad_to_multiple=64, data__pack=False)) as loader:
+        lengths = {(len(b.tokens_N), b.num_useful) for step in itertools.islice(loader, 10) for b in step}
     assert all(n % 64 == 0 and 0 <= n - useful < 64 for n, useful in lengths)
     assert len(lengths) > 3
     assert loader.counters()["padding_tokens"] > 0
-    loader.close()
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,32 @@
-"""`playbook config export`: every key of the tree ends up somewhere, and the other trainer's own parser reads it back."""
+"""`playbook config export`: every key of the tree ends up somewhere, the other trainer's own parser or classes have it, and cards say keys in its words."""
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from in_process import refused, run
 
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root, sources
-from playbook_app.cli import app
 from playbook_trainer.config import recipes
-from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
+from playbook_trainer.config.tree import dump, flatten, load
 from playbook_trainer.export import sheet as sheets
 from playbook_trainer.export import torchtitan
 from playbook_trainer.export.launch import Launchable
-from playbook_trainer.export.render import TARGETS, export
-from tests.support.targets import megatron
+from playbook_trainer.export.render import TARGETS, change, export
+from playbook_trainer.export.sheet import RELEASES, Setting
+from tests.support.targets import bridge, megatron
+from tests.support.targets.apart import answers
 from tests.trainer.export.test_plan_torchtitan import read_back
 
 CONFIGS = data_root("configs")
@@ -115,18 +120,13 @@ def alternatives(config, key):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_key_of_every_configuration_is_said_or_named(target):
     for path in FILES:
-        says_or_names_every_key(path, target)
-
-
-def says_or_names_every_key(path, target):
-    found = export(load(path), target)
-    said = {k for s in found.settings for k in s.keys} | {r.key for r in (*found.missing, *found.irrelevant)}
-    known = set(flatten(dump(load(path))))
-    assert not [r for r in found.missing if "does not know it" in r.why]
-    # What is said is a key of the tree, or a section of it.
-    assert {
-        k for k in said if k not in known and not any(x.startswith(k.removesuffix("*")) or x == k.removesuffix(".*") for x in known)
-    } == set()
+        found = export(load(path), target)
+        said = {k for s in found.settings for k in s.keys} | {r.key for r in (*found.missing, *found.irrelevant)}
+        known = set(flatten(dump(load(path))))
+        assert not [r for r in found.missing if "does not know it" in r.why]
+        # What is said is a key of the tree, or a section of it.
+        unknown = {k for k in said - known if not any(x.startswith(k.removesuffix("*")) or x == k.removesuffix(".*") for x in known)}
+        assert unknown == set()
 
 
 def test_a_new_field_is_listed_until_somebody_maps_it(monkeypatch):
@@ -145,17 +145,13 @@ def test_another_value_changes_what_is_printed_unless_it_is_named_as_without_bea
     config = load(path, {**start, **({"model": "qwen3_30b_a3b"} if path == LARGE else {})})
     plain = export(config, target)
     silent = []
-    for key in plain_keys(config):
+    for key in flatten(dump(config)):
         for value in alternatives(config, key):
             found = export(changed(config, key, value), target)
             named = [r.key for r in (*found.irrelevant, *found.missing)]
             if found.text() == plain.text() and not any(k == key or (k.endswith("*") and key.startswith(k[:-1])) for k in named):
                 silent.append(f"{key}={value}")
     assert silent == []
-
-
-def plain_keys(config: TrainerConfig):
-    return list(flatten(dump(config)))
 
 
 @pytest.mark.parametrize(("target", "path"), SNAPSHOTS.items(), ids=list(SNAPSHOTS))
@@ -204,8 +200,7 @@ def test_torchtitan_reads_every_configuration_back():
             ):
                 asked.append((config, each))
     assert len(asked) > 10
-    answers = read_back([launched(config, each) for config, each in asked])
-    for (config, _), answer in zip(asked, answers, strict=True):
+    for (config, _), answer in zip(asked, read_back([launched(config, each) for config, each in asked]), strict=True):
         assert "refused" not in answer, (config, answer)
         par, train = config.parallel, config.train
         layers = config.model.num_layers // (par.pp * par.vpp)
@@ -238,18 +233,10 @@ DESTINATIONS = {
     "check_for_nan_in_loss": "check_for_nan_in_loss_and_grad",
 }  # fmt: skip
 DERIVED = {"cpu_offloading", "params_dtype", "nvtx_ranges", "share_embeddings_and_output_weights", "grad_reduce_in_fp32"}
-OF_BRIDGE = {
-    "model": {
-        "seq_length", "vocab_size", "rotary_base", "position_embedding_type", "share_embeddings_and_output_weights", "freeze_language_model",
-        "freeze_vision_model", "freeze_vision_projection",
-    },
-    "checkpoint": {"also_save_hf_checkpoint"},
-}  # fmt: skip
-"""Fields that Megatron-Bridge adds to what it inherits."""
 
 
-@pytest.fixture(scope="module")
-def parsed():
+@pytest.mark.full
+def test_megatron_lm_reads_back_every_value_and_accepts_them_together():
     """Every recipe's flags and a few harder ones, as Megatron-LM's own parser and checks take them."""
     assert megatron.FOLDER.is_dir(), f"{megatron.FOLDER} is missing; run `make targets`"
     index = recipes.index()
@@ -257,7 +244,7 @@ def parsed():
     asked += [(load(LARGE, SWITCHES), 8, "hopper"), (load(LARGE, LEAN), 4, "hopper"), (load(CONFIGS / "qwen3_tiny.yaml"), 2, "hopper")]
     asked += [(load(MEGATRON, {"train.global_batch_size": 64, **words}), 8, "hopper") for words in HARD]
     asked += [(load(path, words), 2, "hopper") for path, words in HARD_SMALL]
-    found = [export(config, "megatron-lm", platform) for config, _, platform in asked]
+    exported = [export(config, "megatron-lm", platform) for config, _, platform in asked]
     document = [
         {
             "words": [word for line in e.lines for word in shlex.split(line)],
@@ -265,25 +252,10 @@ def parsed():
             "architecture": 9 if platform == "hopper" else 10,
             "environment": dict(e.environment),
         }
-        for e, (_, gpus, platform) in zip(found, asked, strict=True)
+        for e, (_, gpus, platform) in zip(exported, asked, strict=True)
     ]
-    script = str(FIXTURES.parent / "support" / "megatron" / "megatron_arguments.py")
-    done = subprocess.run(
-        [sys.executable, script, str(megatron.FOLDER)],
-        input=json.dumps(document),
-        text=True,
-        capture_output=True,
-        timeout=3000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return list(zip(found, answer["answers"], strict=True)), answer["fields"]
-
-
-@pytest.mark.full
-def test_megatron_lm_reads_back_every_value_and_accepts_them_together(parsed):
-    for found, answer in parsed[0]:
+    script = FIXTURES.parent / "support" / "megatron" / "megatron_arguments.py"
+    for found, answer in zip(exported, answers(script, document, str(megatron.FOLDER)), strict=True):
         assert answer["refused"] == ""
         for setting in found.settings:
             if setting.value is not None and setting.field not in DERIVED:
@@ -292,23 +264,8 @@ def test_megatron_lm_reads_back_every_value_and_accepts_them_together(parsed):
                 assert (value[0] if single else value) == setting.value, setting
 
 
-@pytest.mark.full
-def test_every_override_is_a_field_that_megatron_bridge_has(parsed):
-    for path in FILES:
-        for setting in export(load(path, {}), "megatron-bridge").settings:
-            if setting.section in parsed[1]:
-                assert setting.field in {*parsed[1][setting.section], *OF_BRIDGE.get(setting.section, ())}, setting
-
-
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        app.main(["config", "export", *words])
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
-
-
 def test_the_command_prints_overrides_applied_and_comments_last(capsys):
-    code, out, _ = run(capsys, str(LARGE), "parallel.ep=8", "moe.dispatcher=dedup", "--to", "megatron-lm")
+    code, out, _ = run(capsys, "config", "export", str(LARGE), "parallel.ep=8", "moe.dispatcher=dedup", "--to", "megatron-lm")
     lines = out.splitlines()
     assert code == 0
     assert "--expert-model-parallel-size 8" in lines
@@ -318,7 +275,7 @@ def test_the_command_prints_overrides_applied_and_comments_last(capsys):
 
 
 def test_json_names_the_keys_behind_each_setting(capsys):
-    code, out, _ = run(capsys, str(LARGE), "--to", "megatron-bridge", "--json")
+    code, out, _ = run(capsys, "config", "export", str(LARGE), "--to", "megatron-bridge", "--json")
     found = json.loads(out)
     assert code == 0
     assert {"keys": ["parallel.ep"], "name": "model.expert_model_parallel_size", "value": 4} in found["settings"]
@@ -327,10 +284,7 @@ def test_json_names_the_keys_behind_each_setting(capsys):
 
 def test_an_unknown_target_or_platform_is_one_line(capsys):
     for words, says in ((["--to", "megatron"], "megatron-lm"), (["--platform", "h100"], "hopper")):
-        code, out, err = run(capsys, str(LARGE), *words)
-        assert (code, out) == (2, "")
-        assert says in err
-        assert len(err.strip().splitlines()) == 1
+        assert says in refused(capsys, "config", "export", str(LARGE), *words)
 
 
 def test_exporting_imports_no_torch():
@@ -339,3 +293,84 @@ def test_exporting_imports_no_torch():
     command = [sys.executable, "-c", code, "config", "export", str(LARGE), "--to", "torchtitan"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"moe.dispatcher": "deepep"},
+            {
+                "megatron-lm": ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"],
+                "megatron-bridge": ["model.moe_token_dispatcher_type=flex", "model.moe_flex_dispatcher_backend=deepep"],
+                "torchtitan": ["model_registry(moe_comm_backend='deepep')"],
+            },
+        ),
+        (
+            {"megatron.overlap_grad_reduce": "for exposed gradient reduction"},
+            {"megatron-lm": ["--overlap-grad-reduce"], "megatron-bridge": ["ddp.overlap_grad_reduce=true"]},
+        ),
+        (
+            {"checkpoint.async_save": True, "checkpoint.every": "now and then"},
+            {
+                "megatron-lm": ["--async-save"],
+                "megatron-bridge": ["checkpoint.async_save=true"],
+                "torchtitan": ["--checkpoint.async_mode async"],
+            },
+        ),
+        ({"parallel.ep": "higher", "order": "first this"}, {}),
+        ({}, {}),
+    ],
+)
+def test_keys_are_said_in_the_words_of_each_trainer_that_has_some(keys: dict[str, Any], said: dict[str, list[str]]) -> None:
+    assert change(keys) == said
+
+
+def test_a_trainer_that_can_say_only_part_of_it_says_nothing() -> None:
+    """Selective recompute without its modules would be another setting: torchtitan chooses by operator."""
+    assert set(change({"train.recompute": "selective", "train.recompute_modules": ["layernorm", "moe"]})) == {
+        "megatron-lm",
+        "megatron-bridge",
+    }
+
+
+WORDS: list[dict[str, Any]] = [
+    {},
+    {
+        "checkpoint.dir": "saved",
+        "checkpoint.export": "out",
+        "tracker.wandb": True,
+        "eval.every": 2,
+        "profile.kineto": True,
+        "backend": "megatron",
+    },
+    {
+        "optimizer.schedule": "wsd",
+        "train.deterministic": True,
+        "precision.fp8": "tensorwise",
+        "backend": "megatron",
+        "data.tokenizer": "tokenizer.json",
+    },
+    {"data.kind": "mock", "train.compile.loss": True, "init.weights": "in", "optimizer.schedule": "linear"},
+    {"backend": "megatron", "offload.optimizer": True, "optimizer.moments_dtype": "bf16", "train.cuda_graphs": ["moe_router"]},
+]
+
+
+@pytest.mark.full
+def test_megatron_bridge_has_every_field() -> None:
+    sections, seen = bridge.fields_of("ConfigContainer"), set[str]()
+    providers = ("GPTModelProvider", "MLAModelProvider", "Qwen3VLModelProvider", "Qwen3VLMoEModelProvider")
+
+    def has(setting: Setting) -> bool:
+        if not setting.section:
+            return setting.field in sections
+        named = ast.unparse(sections[setting.section]).removeprefix("Optional[").rstrip("]").split(" | ")
+        return any(setting.field in bridge.fields_of(cls) for cls in (providers if setting.section == "model" else named))
+
+    for path, words in product(FILES, WORDS):
+        with suppress(PlaybookError):  # a key that this file's model does not have
+            found = export(load(path, words), "megatron-bridge")
+            assert [s for s in found.settings if not has(s)] == []
+            assert f"# fields as in {RELEASES['megatron-bridge']}" in found.text()
+            seen |= {f"{s.section}.{s.field}" for s in found.settings}
+    assert len(seen) > 40

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.paths import repo_root
 from playbook.planner import parameters
-from playbook.planner.choice.search import search
-from playbook.planner.choice.space import Question
-from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan, parse
-from playbook.planner.time.cluster import cluster
 from playbook_trainer.export.launch import STEPS, Launchable
 from playbook_trainer.export.plan_accelerate import launchable
+from tests.support.targets.apart import answers
+from tests.support.targets.plans import planned, searched
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -37,17 +34,8 @@ PLANS = [
 ]
 
 
-def planned(text: str) -> Plan:
-    model, *words = text.split()
-    return parse(model, ["backend=torch", *words]).require()
-
-
 def read_back(exports: Sequence[Launchable]) -> list[dict[str, Any]]:
-    document = json.dumps([{"files": dict(e.files), "command": list(e.command)} for e in exports])
-    done = subprocess.run([sys.executable, str(SCRIPT)], input=document, capture_output=True, text=True, timeout=6000, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    return answers(SCRIPT, [{"files": dict(e.files), "command": list(e.command)} for e in exports])
 
 
 def expected(plan: Plan) -> dict[str, Any]:
@@ -59,25 +47,11 @@ def expected(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def drawn(seed: int) -> Iterator[Plan]:
-    """Plans that Accelerate can express, from searches of questions that chance asks."""
-    chance = random.Random(seed)
-    while True:
-        name, gpus = chance.choice(sorted(MODELS)), chance.choice([1, 2, 8, 16, 64])
-        fixed = ("tp=1", "pp=1", "ep=1", "etp=1", *chance.choice([(), ("cp=2",), ("recompute=full",), ("recompute=",)]))
-        question = Question(MODELS[name], name, cluster("h200"), gpus, chance.choice([2048, 8192]), backend="torch", fixed=fixed)
-        try:
-            plan = search(question, 1).choices[0].plan
-            launchable(plan, "h200")
-        except (ConfigError, IndexError):
-            continue
-        yield plan
-
-
 @pytest.mark.full
 def test_accelerate_reads_the_same_layout_back_and_accepts_what_the_search_finds() -> None:
     """All in one process, since transformers takes seconds to import."""
-    found = [*islice(drawn(42), 15)]
+    fixed = [("tp=1", "pp=1", "ep=1", "etp=1", *more) for more in ((), ("cp=2",), ("recompute=full",), ("recompute=",))]
+    found = [*islice(searched(42, (1, 2, 8, 16, 64), fixed, launchable), 15)]
     assert len({plan.model for plan in found}) > 3
     plans = [*map(planned, PLANS), *found]
     for plan, answer in zip(plans, read_back([launchable(plan, "h100") for plan in plans]), strict=True):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,15 +13,14 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.paths import repo_root
 from playbook.planner import parameters, pipeline
-from playbook.planner.choice.search import search
-from playbook.planner.choice.space import Question
-from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan, parse
 from playbook.planner.runs.check import check
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import step_time
 from playbook_trainer.export.launch import Launchable
 from playbook_trainer.export.torchtitan import launchable
+from tests.support.targets.apart import answers
+from tests.support.targets.plans import planned, searched
 
 WHEELS = repo_root() / ".venv" / "targets" / "torchtitan-0.3.0"
 SCRIPT = repo_root() / "tests" / "support" / "targets" / "torchtitan.py"
@@ -50,22 +44,11 @@ PLANS = [
 ]
 
 
-def planned(text: str) -> Plan:
-    model, *words = text.split()
-    return parse(model, ["backend=torch", *words]).require()
-
-
 def read_back(exports: Sequence[Launchable]) -> list[dict[str, Any]]:
     """What torchtitan makes of each, all in one process."""
     if not WHEELS.is_dir():
         pytest.fail(f"{WHEELS} is missing; run `make targets`")
-    document = json.dumps([{"files": dict(e.files), "command": list(e.command)} for e in exports])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(WHEELS)], input=document, capture_output=True, text=True, timeout=6000, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout)["answers"]
-    return answers
+    return answers(SCRIPT, [{"files": dict(e.files), "command": list(e.command)} for e in exports], str(WHEELS))
 
 
 def expected(plan: Plan) -> dict[str, Any]:
@@ -113,36 +96,17 @@ def faulty() -> Iterator[Launchable]:
         yield replace(export, files={name: text.replace(right, wrong)})
 
 
-def drawn(seed: int) -> Iterator[Plan]:
-    """Plans that torchtitan can express, one for each search of a question that chance asks."""
-    chance = random.Random(seed)
-    while True:
-        name, gpus = chance.choice(sorted(MODELS)), chance.choice([1, 2, 8, 16, 64, 128, 512])
-        fixed = chance.choice(
-            [(), ("pp=2", "vpp=2"), ("pp=4", "vpp=3"), ("recompute=selective",), ("recompute=full",), ("cp=2",), ("tp=2",)]
-        )
-        gpu, seq_len = cluster(chance.choice(["a100", "h100", "h200", "b200", "gb200"])), chance.choice([2048, 4096, 8192, 32768])
-        try:
-            choices = search(Question(MODELS[name], name, gpu, gpus, seq_len, backend="torch", fixed=fixed), 3).choices
-        except ConfigError:
-            continue
-        for plan in chance.sample([c.plan for c in choices], len(choices)):
-            with suppress(ConfigError):
-                launchable(plan, gpu.name)
-                yield plan
-                break
-
-
 @pytest.mark.full
 def test_torchtitan_accepts_every_family_and_what_the_search_finds_and_a_fault_does_not_read_back() -> None:
     """All in one process: torchtitan takes seconds to import."""
-    found = [*islice(drawn(42), 40)]
-    assert len({plan.model for plan in found}) > 20
-    plans = [*map(planned, PLANS), *found]
-    answers = read_back([*(launchable(plan, "h100") for plan in plans), *faulty()])
-    compare(plans, answers[: len(plans)])
-    assert len(answers) == len(plans) + len(FAULTS)
-    for answer in answers[len(plans) :]:
+    fixed = [(), ("pp=2", "vpp=2"), ("pp=4", "vpp=3"), ("recompute=selective",), ("recompute=full",), ("cp=2",), ("tp=2",)]
+    drawn = [*islice(searched(42, (1, 2, 8, 16, 64, 128, 512), fixed, launchable), 40)]
+    assert len({plan.model for plan in drawn}) > 20
+    plans = [*map(planned, PLANS), *drawn]
+    found = read_back([*(launchable(plan, "h100") for plan in plans), *faulty()])
+    compare(plans, found[: len(plans)])
+    assert len(found) == len(plans) + len(FAULTS)
+    for answer in found[len(plans) :]:
         assert {k: v for k, v in answer.items() if k != "parameters"} != expected(planned(FAULTY))
 
 

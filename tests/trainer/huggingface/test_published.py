@@ -78,13 +78,6 @@ def test_names_of_transformers_5_are_read_and_kept_readable_for_transformers_4(t
     assert (kept["num_experts"], kept["rope_theta"], kept["rope_scaling"]) == (model.num_experts, model.rope_theta, None)
 
 
-def test_the_end_of_an_answer_is_that_of_the_generation_config(tmp_path: Path) -> None:
-    model = parity.tiny("qwen3_tiny")
-    given = folder(tmp_path / "m", model, eos_token_id=None)
-    (given / "generation_config.json").write_text(json.dumps({"eos_token_id": [model.eos_token_id, 7]}))
-    assert fields_of(given / "config.json")["eos_token_id"] == model.eos_token_id
-
-
 @pytest.mark.parametrize(("theta", "refused"), [(10_000.0, False), (500.0, True)])
 def test_a_tower_that_turns_otherwise_is_refused(theta: float, refused: bool, tmp_path: Path) -> None:
     given = folder(tmp_path / "m", parity.tiny("qwen3_vl_tiny"))

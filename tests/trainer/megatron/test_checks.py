@@ -13,6 +13,8 @@ from playbook_trainer.config import megatron_checks as megatron
 from playbook_trainer.config.tree import TrainerConfig, load
 
 MOE, DENSE = "qwen3_moe_tiny", "qwen3_tiny"
+VL = "qwen3_vl_moe_tiny"
+"""Four layers, DeepStack in the first two."""
 
 
 def config(
@@ -55,6 +57,10 @@ LEGAL = [
             train={"warmup_steps": 4}, data={"pack": False}, moe={"capacity_factor": 4.0}, megatron={"cuda_graph_impl": "full_iteration"}
         ),
     ),
+    (2, config(VL)),
+    (2, config(VL, parallel={"pp": 2})),
+    (2, config(VL, parallel={"pp": 2, "pipeline_layout": [3, 1]})),
+    (2, config(VL, train={"freeze": ["vision"], "recompute": "full"})),
 ]
 
 
@@ -69,7 +75,7 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(parallel={"tp": 2, "ep": 2, "etp": 1}), 2, "set parallel.sequence_parallel=true"),
         (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
         (config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True}), 4, "set moe.dispatcher: alltoall"),
-        (config("qwen3_vl_moe_tiny", parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
+        (config(VL, parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
         (config(parallel={"cp": 2, "ep": 4}, moe={"dispatcher": "allgather"}), 4, "as many tokens on every rank"),
         (
             config(parallel={"ep": 2}, moe={"dispatcher": "allgather"}, data={"pad": False, "pack": False}),
@@ -181,22 +187,31 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
             "leaves the probability of a single expert",
         ),
         (config(optimizer={"master_weights": "remainder"}), 1, "optimizer.master_weights remainder belongs to the torch backend"),
+        # What DeepStack excludes, each with a way out.
+        (config(VL, parallel={"pp": 4}), 4, "first 2 decoder layers"),
+        (config(VL, parallel={"pp": 2, "vpp": 2}), 4, "that has 1"),
+        (config(VL, parallel={"pp": 2, "pipeline_layout": [1, 3]}), 4, "that has 1"),
+        (config(VL, train={"cuda_graphs": ["attn"]}), 4, "set train.cuda_graphs: []"),
+        (config(VL, megatron={"cuda_graph_impl": "full_iteration"}), 4, "set train.cuda_graphs: []"),
+        (config(VL, megatron={"overlap_expert_parallel": True}), 4, "DeepStack's features enter whole ones"),
+        (config(VL, model={"mtp_layers": 1}), 4, "set it to 0"),
+        (
+            config(VL, parallel={"tp": 2, "cp": 2, "sequence_parallel": True}, data={"pack": False}, megatron={"tp_comm_overlap": True}),
+            4,
+            "buffers of one size",
+        ),
+        # What is megatron's, on the torch backend.
+        (config(backend="torch", megatron={"kernels": "local"}), 2, "the section megatron belongs to the megatron backend"),
+        (
+            config(backend="torch", parallel={"pp": 2, "pipeline_layout": [1, 1]}),
+            2,
+            "parallel.pipeline_layout belongs to the megatron backend",
+        ),
+        (config(backend="torch", moe={"capacity_factor": 1.5}), 2, "moe.capacity_factor belongs to the megatron backend"),
     ],
 )
 def test_refused_with_the_rule_that_is_broken(c: TrainerConfig, world: int, expected: str) -> None:
     assert expected in problems(c, world)
-
-
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({"megatron": {"kernels": "local"}}, "the section megatron belongs to the megatron backend"),
-        ({"parallel": {"pp": 2, "pipeline_layout": [1, 1]}}, "parallel.pipeline_layout belongs to the megatron backend"),
-        ({"moe": {"capacity_factor": 1.5}}, "moe.capacity_factor belongs to the megatron backend"),
-    ],
-)
-def test_torch_refuses_what_is_megatrons(sections: dict[str, Any], expected: str) -> None:
-    assert expected in problems(config(backend="torch", **sections), 2)
 
 
 def test_missing_packages_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +231,3 @@ def test_what_needs_transformer_engine_excludes_local_kernels(monkeypatch: pytes
     c = config(train=BF16, precision={"fp8": "blockwise"}, megatron={"kernels": "local"})
     assert megatron.package_problems(c) == ["precision.fp8 blockwise: of Transformer Engine, and megatron.kernels is local; set it to auto"]
     assert megatron.package_problems(config()) == []
-
-
-def test_seed_spellings_get_the_right_label() -> None:
-    for wrong, right in {"up_proj": "mla_up_proj", "norm": "layernorm"}.items():
-        with pytest.raises(ConfigError, match=f"'{wrong}' is not known; did you mean '{right}'"):
-            config(train={"recompute": "selective", "recompute_modules": [wrong]})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from ranks import ROOT, SUPPORT, environment
 
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import load, parse_overrides
+from tests.support.targets.apart import answers
 
 pytestmark = pytest.mark.full
 
@@ -37,20 +35,9 @@ JOBS = {
 }  # fmt: skip
 
 
-def answers(script: str, asked: list[Any]) -> Any:
-    """What a script that has no GPU says to this."""
-    command = [sys.executable, str(SUPPORT / "megatron" / script)]
-    done = subprocess.run(
-        command,
-        input=json.dumps(asked),
-        text=True,
-        capture_output=True,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        timeout=3000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def told(script: str, asked: list[Any]) -> Any:
+    """By a script that sees no GPU."""
+    return answers(SUPPORT / "megatron" / script, asked, env=environment(CUDA_VISIBLE_DEVICES=""))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +50,7 @@ def built() -> dict[str, list[dict[str, Any]]]:
             asked.append({"config": config, "words": own, "world": world, "stage": stage})
             places.append(name)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in JOBS}
-    for name, answer in zip(places, answers("megatron_counts.py", asked), strict=True):
+    for name, answer in zip(places, told("megatron_counts.py", asked), strict=True):
         found[name].append(answer)
     return found
 
@@ -85,7 +72,7 @@ def test_a_fused_dispatcher_is_built_as_another_and_that_is_said(built: dict[str
 @pytest.mark.timeout(4000)
 def test_recipes_hold_at_full_size_what_the_dry_run_says() -> None:
     files = [r.file for r in recipes.index().recipes if load(recipes.folder() / r.file).backend == "megatron"]
-    found = answers("megatron_full_size.py", files)
+    found = told("megatron_full_size.py", files)
     assert list(found) == files
     for file, stages in found.items():
         for counted, said in stages:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from listeners import Recorder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -11,17 +12,6 @@ from playbook_trainer.observe.ranges import listening
 pytestmark = pytest.mark.full
 
 pytest.importorskip("megatron.core")
-
-
-class Recorder:
-    def __init__(self):
-        self.seen = []
-
-    def push(self, name):
-        self.seen.append(f"+{name}")
-
-    def pop(self, name):
-        self.seen.append(f"-{name}")
 
 
 class Embedding(nn.Module):

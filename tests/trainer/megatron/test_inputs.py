@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import parity
 import pytest
 import torch
 from torch import Tensor
@@ -107,3 +108,32 @@ def test_packed_documents_are_filled_up_until_context_ranks_can_share_them(cp: i
             assert torch.equal(mine, expected.where(expected < length, 0))
             start += size
     assert torch.equal(bearing(found), b.tokens_N[b.labels_N != IGNORE])
+
+
+VL = load(data_root("configs") / "qwen3_vl_moe_tiny.yaml", {"backend": "megatron"})
+GRIDS = [[(1, 4, 6), (1, 2, 4)], [], [(1, 6, 4)]]
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+def test_each_visual_token_has_one_place_and_its_position(cp: int, tp: int) -> None:
+    # Lengths that sequence parallelism divides as they are, where no context parallelism fills documents up.
+    documents = [parity.Document(VL.model, text, grids, i) for i, (text, grids) in enumerate(zip((19, 31, 13), GRIDS, strict=True))]
+    batch = parity.pack(documents)
+    assert batch.vision is not None
+    position = {int(n): batch.positions[:, i].tolist() for n, i in enumerate(batch.vision.visual_index_V)}
+    seen: dict[int, list[int]] = {}
+    for c in range(cp):
+        for t in range(tp):
+            axes = Axes(tp=Axis("tp", tp, t), cp=Axis("cp", cp, c), sequence_parallel=tp > 1)
+            made = inputs.make(batch, VL, axes)
+            rows = made.tokens.numel() // tp
+            assert made.tokens.numel() == rows * tp
+            assert made.vision is not None
+            taken = made.vision.visual_take_V
+            numbers = range(len(position)) if taken is None else taken.tolist()
+            for row, number in zip(made.vision.visual_index_V.tolist(), numbers, strict=True):
+                assert 0 <= row < rows
+                assert int(made.tokens[0, t * rows + row]) == VL.model.image_token_id
+                seen[number] = made.positions[:, t * rows + row].tolist()
+            assert torch.equal(made.vision.pixels_PC, batch.vision.pixels_PC), "every rank encodes every image"
+    assert seen == position

@@ -49,16 +49,12 @@ def test_hybridep_is_told_where_ranks_hold_unlike_numbers_of_tokens() -> None:
     """It takes as many from each, and would not fill them up unasked."""
     name = "moe_hybridep_pad_uneven_dispatch_inputs"
     words = {"moe__dispatcher": "hybridep", "parallel__ep": 4}
-    extra = [(each, Any, dataclasses.field(default=None)) for each in (name, "moe_flex_dispatcher_backend")]
-    fields = [
-        (f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(TransformerConfig, *(e[0] for e in extra)))
-    ]
-    later = dataclasses.make_dataclass("TransformerConfig", [*fields, *extra])
+    later = version(TransformerConfig, more=(name, "moe_flex_dispatcher_backend"))
     assert made(config(parallel__cp=2, **words), later)[name]
     assert made(config(data__pad=False, data__pack=False, **words), later)[name]
     assert name not in made(config(**words), later)
     with pytest.raises(ConfigError, match=f"moe.dispatcher hybridep needs TransformerConfig.{name}"):
-        made(config(parallel__cp=2, **words), without(later, name))
+        made(config(parallel__cp=2, **words), version(later, less=(name,)))
 
 
 def test_fusions_come_with_transformer_engine() -> None:
@@ -132,24 +128,22 @@ def test_compressed_attention_and_the_router_of_deepseek() -> None:
     assert MLATransformerConfig(**fields).multi_latent_attention
 
 
-def without(cls: type, *names: str) -> type:
-    """The dataclass as a version without these fields has it."""
-    kept = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(cls) if f.name not in names]
-    return dataclasses.make_dataclass(cls.__name__, kept)
+def version(cls: type, *, less: tuple[str, ...] = (), more: tuple[str, ...] = ()) -> type:
+    """The dataclass as a version has it that lacks some fields, or has more."""
+    names = {f.name for f in dataclasses.fields(cls)} - {*less} | {*more}
+    return dataclasses.make_dataclass(cls.__name__, [(name, Any, dataclasses.field(default=None)) for name in names])
 
 
 def test_graph_parts_have_the_name_of_the_installed_version() -> None:
     c = config(train__cuda_graphs=["attn"], train__warmup_steps=4)
-    base = without(TransformerConfig, "cuda_graph_modules", "cuda_graph_scope")
-    fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(base)]
-    for name in ("cuda_graph_modules", "cuda_graph_scope"):
-        version = dataclasses.make_dataclass("TransformerConfig", [*fields, (name, list, dataclasses.field(default=None))])
-        found = settings.transformer(c, version)
+    names = ("cuda_graph_modules", "cuda_graph_scope")
+    for name in names:
+        found = settings.transformer(c, version(TransformerConfig, less=names, more=(name,)))
         assert (found["cuda_graph_impl"], found[name]) == ("transformer_engine", ["attn"])
 
 
 def test_a_field_that_the_version_lacks_is_an_error_where_it_is_asked_for() -> None:
-    old = without(TransformerConfig, "fine_grained_activation_offloading", "offload_modules", "moe_router_fusion")
+    old = version(TransformerConfig, less=("fine_grained_activation_offloading", "offload_modules", "moe_router_fusion"))
     assert "moe_router_fusion" not in settings.transformer(config(), old), "a default that the version lacks is left out"
     with pytest.raises(
         ConfigError, match=r"megatron-core .* megatron.offload_modules needs TransformerConfig.offload_modules, which it does not have"
@@ -182,8 +176,7 @@ def test_optimizer_and_data_parallel_fields() -> None:
 def test_megatron_fsdp_takes_gradients_as_asked_and_leaves_them_where_the_optimizer_looks(dtype: str, found: torch.dtype) -> None:
     """megatron-core 0.19 reads neither from `grad_reduce_in_fp32` nor from the optimizer's configuration."""
     names = ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_use_decoupled_grad")
-    fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(DistributedDataParallelConfig, *names))]
-    later = dataclasses.make_dataclass("Later", [*fields, *((name, Any, dataclasses.field(default=None)) for name in names)])
+    later = version(DistributedDataParallelConfig, more=names)
     words = {"megatron__data_parallel": "megatron_fsdp", "megatron__grad_reduce_dtype": dtype, **BF16}
     assert [settings.data_parallel(config(**words), later)[name] for name in names] == [found, False]
     assert settings.data_parallel(config(megatron__precision_aware_optimizer=True, **words), later)[names[1]]
@@ -199,7 +192,7 @@ def test_a_precision_aware_optimizer_knows_of_8_bit_weights() -> None:
 
 
 def test_experts_that_an_old_version_adds_up_wrongly_are_refused() -> None:
-    old, layers = without(TransformerConfig, "cuda_graph_modules"), {"parallel__tp": 2, "megatron__kernels": "transformer_engine"}
+    old, layers = version(TransformerConfig, less=("cuda_graph_modules",)), {"parallel__tp": 2, "megatron__kernels": "transformer_engine"}
     with pytest.raises(ConfigError, match=r"raise parallel\.ep, or leave parallel\.etp out"):
         settings.refuse_lone_experts(config(**layers, parallel__etp=1), old)
     settings.refuse_lone_experts(config(**layers, parallel__ep=2, parallel__etp=1), old)

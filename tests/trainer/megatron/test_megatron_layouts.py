@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from layout_runs import Job, difference, train_all
+from layout_runs import Job, assert_near, train_all
 from parity import random_state
 from ranks import ROOT, steps, summary
 
@@ -23,13 +22,10 @@ from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.huggingface import weights
 
 MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
-MCORE = tuple(int(n) for n in version("megatron-core").split(".")[:2])
 COMMON = ("train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=4", "train.receipt=false")
 SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.etp=1")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "one rank": (MOE, 1, ()),
     "rows of one document": (MOE, 2, ("data.pack=false",)),
-    "full recompute": (MOE, 1, ("train.recompute=full",)),
     "tp 2": (DENSE, 2, ("parallel.tp=2",)),
     "tp 2 with sequence parallelism": (DENSE, 2, SP[:2]),
     "ep 2": (MOE, 2, ("parallel.ep=2",)),
@@ -100,9 +96,7 @@ def test_equals_the_torch_backend_on_one_rank(name: str, trained: Trained) -> No
     expected = reference(config, words).name
     assert errors[expected] is None, errors[expected]
     assert errors[name] is None, errors[name]
-    far = difference(root / name, root / expected)
-    assert far["loss"] < 2e-5, far
-    assert far["grad_norm"] < 2e-4, far
+    assert_near(root / name, root / expected, 2e-5, 2e-4)
     mine, theirs = ([row["loss"] for row in summary(root / x)["eval"]] for x in (name, expected))
     assert mine == pytest.approx(theirs, rel=1e-4)
     assert summary(root / name)["num_parameters"] == summary(root / expected)["num_parameters"]
@@ -255,9 +249,7 @@ def test_balancing_losses_leave_padding_out_on_both_backends(trained: Trained) -
     root, errors = trained
     for name in PADDED:
         assert (errors[name], errors[f"torch {name}"]) == (None, None)
-        far = difference(root / name, root / f"torch {name}")
-        assert far["loss"] < 2e-5, (name, far)
-        assert far["grad_norm"] < 2e-4, (name, far)
+        assert_near(root / name, root / f"torch {name}", 2e-5, 2e-4)
 
 
 DEEPER = {
@@ -291,20 +283,21 @@ def test_depths_of_multi_token_prediction_leave_padding_out(trained: Trained) ->
 
 
 FSDP = ("megatron.data_parallel=megatron_fsdp",)
-SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
-    "sharded dp 2": (2, (*FSDP, "train.receipt=true"), (0, 16)),
-    "sharded dp 2, gradients and optimizer": (2, (*FSDP, "train.receipt=true", "megatron.sharding_strategy=optim_grads"), (0, 16)),
-    "sharded dp 2, balanced": (2, (*FSDP, "moe.aux_loss_coeff=0.1"), (0, 16)),
-    "sharded dp 4, ep 2": (4, (*FSDP, "parallel.ep=2"), (0, 16)),
-    # A data-parallel group of one rank, which megatron-core has right from 0.19 on.
-    "sharded dp 1": (1, FSDP, (0, 19)),
-    "sharded dp 2, optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim"), (0, 19)),
-    "sharded dp 2, ep 2": (2, (*FSDP, "parallel.ep=2"), (0, 19)),
-    "sharded dp 2, ep 2, gradients and optimizer": (2, (*FSDP, "parallel.ep=2", "megatron.sharding_strategy=optim_grads"), (0, 19)),
-    "sharded images, dp 2": (2, (*FSDP, "data.seq_len=256"), (0, 19)),
-    "sharded images, dp 2, ep 2": (2, (*FSDP, "data.seq_len=256", "parallel.ep=2"), (0, 19)),
+SHARDED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "sharded dp 2": (2, (*FSDP, "train.receipt=true")),
+    "sharded dp 2, gradients and optimizer": (2, (*FSDP, "train.receipt=true", "megatron.sharding_strategy=optim_grads")),
+    "sharded dp 2, balanced": (2, (*FSDP, "moe.aux_loss_coeff=0.1")),
+    "sharded dp 4, ep 2": (4, (*FSDP, "parallel.ep=2")),
 }
-"""Layouts of Megatron-FSDP, with the ranks of each and the megatron-core from which on its gradients are right."""
+LATER: dict[str, tuple[int, tuple[str, ...]]] = {
+    "sharded dp 1": (1, FSDP),  # a data-parallel group of one rank
+    "sharded dp 2, optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim")),
+    "sharded dp 2, ep 2": (2, (*FSDP, "parallel.ep=2")),
+    "sharded dp 2, ep 2, gradients and optimizer": (2, (*FSDP, "parallel.ep=2", "megatron.sharding_strategy=optim_grads")),
+    "sharded images, dp 2": (2, (*FSDP, "data.seq_len=256")),
+    "sharded images, dp 2, ep 2": (2, (*FSDP, "data.seq_len=256", "parallel.ep=2")),
+}
+"""Layouts of Megatron-FSDP whose gradients megatron-core has right, and those that it has right from 0.19 on, which needs a GPU."""
 
 
 def sharded_job(name: str, ranks: int, words: tuple[str, ...]) -> Job:
@@ -315,25 +308,35 @@ def sharded_job(name: str, ranks: int, words: tuple[str, ...]) -> Job:
 
 def beside(name: str) -> Job:
     """The same layout with the distributed optimizer; one job for all that differ in what they shard alone."""
-    ranks, words, _ = SHARDED[name]
+    ranks, words = SHARDED[name]
     plain = tuple(w for w in words if not w.startswith(("megatron.data_parallel", "megatron.sharding_strategy", "train.receipt")))
-    return sharded_job(" ".join(("plain images" if "images" in name else "plain", str(ranks), *plain)), ranks, plain)
+    return sharded_job(" ".join(("plain", str(ranks), *plain)), ranks, plain)
+
+
+def problems(name: str, ranks: int, words: tuple[str, ...], core: str) -> list[str]:
+    """What is wrong with the gradients of a version of megatron-core."""
+    from playbook_trainer.megatron.wrap import gradient_problems
+
+    path, *overrides = sharded_job(name, ranks, words).words
+    return gradient_problems(load(ROOT / path, parse_overrides(overrides)), ranks, core)
 
 
 @pytest.mark.parametrize(("words", "refused"), [(("parallel.ep=2",), True), ((), False)])
 def test_experts_that_the_norm_counts_too_little_are_refused(words: tuple[str, ...], refused: bool) -> None:
-    from playbook_trainer.megatron.wrap import gradient_problems
-
-    path, *overrides = sharded_job("no_shard", 2, (*FSDP, "megatron.sharding_strategy=no_shard", *words)).words
-    problems = gradient_problems(load(ROOT / path, parse_overrides(overrides)), 2, "0.19.2")
-    assert (problems == []) == (not refused)
-    assert all("no_shard with parallel.ep 2" in p and "set optim_grads_params" in p for p in problems)
+    found = problems("no_shard", 2, (*FSDP, "megatron.sharding_strategy=no_shard", *words), "0.19.2")
+    assert (found == []) == (not refused)
+    assert all("no_shard with parallel.ep 2" in p and "set optim_grads_params" in p for p in found)
 
 
-def both(root: Path, name: str, *_: Any) -> list[Job]:
-    """The layout beside the distributed optimizer, where the installed version has it right."""
-    ranks, words, since = SHARDED[name]
-    return [sharded_job(name, ranks, words), beside(name)] if since <= MCORE else []
+@pytest.mark.parametrize("name", LATER)
+def test_layouts_whose_gradients_are_right_in_a_later_version_are_refused(name: str) -> None:
+    assert all("install 0.19 or later" in p for p in problems(name, *LATER[name], "0.16.1") or [""])
+    assert not problems(name, *LATER[name], "0.19.2")
+
+
+def both(_: Path, name: str, *__: Any) -> list[Job]:
+    """The layout beside the distributed optimizer."""
+    return [sharded_job(name, *SHARDED[name]), beside(name)]
 
 
 @looks_at(both)
@@ -341,20 +344,8 @@ def both(root: Path, name: str, *_: Any) -> list[Job]:
 @pytest.mark.full
 def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, trained: Trained) -> None:
     root, errors = trained
-    ranks, words, since = SHARDED[name]
-    if since > MCORE:
-        from playbook_trainer.megatron.wrap import gradient_problems
-
-        path, *overrides = sharded_job(name, ranks, words).words
-        config = load(ROOT / path, parse_overrides(overrides))
-        assert all("install 0.19 or later" in p for p in gradient_problems(config, ranks, version("megatron-core")) or [""])
-        assert not gradient_problems(config, ranks, "0.19.2")
-        return
     assert errors[name] is None, errors[name]
-    far = difference(root / name, root / beside(name).name)
-    print(name, far)
-    assert far["loss"] < 5e-5, far
-    assert far["grad_norm"] < 5e-4, far
+    assert_near(root / name, root / beside(name).name, 5e-5, 5e-4)
 
 
 @looks_at(both)

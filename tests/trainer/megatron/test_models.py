@@ -1,4 +1,4 @@
-"""Models on megatron-core against transformers and the torch backend, and in every layout against one rank; on a CPU, with the shim."""
+"""Models on megatron-core, by the backend's engine, against transformers and the torch backend, and in every layout against one rank; on a CPU, with the shim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from ranks import ROOT, SUPPORT, environment
 from safetensors.torch import load_file
 
-from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.config.tree import ModelConfig, load, parse_overrides
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.torch.parallel.sharding import initial_value
 
@@ -44,6 +44,8 @@ MODELS = {
     "yarn": ["model=deepseek_v3_tiny", "model.mtp_layers=0", "model.yarn.factor=4", "model.yarn.original_seq_len=16"],
     "prediction": ["model=deepseek_v3_tiny"],
     "mla-dense": ["model=deepseek_v3_tiny", *(f"model.{key}=0" for key in EXPERTS), "model.router_bias=false"],
+    "vl-moe": ["model=qwen3_vl_moe_tiny", "data.seq_len=192", "train.global_batch_size=4"],
+    "vl-dense": ["model=qwen3_vl_tiny", "data.seq_len=192", "train.global_batch_size=4"],
 }
 
 DRAWN = ("mla-dense",)
@@ -64,6 +66,14 @@ LAYOUTS = {
     "pp2-uneven": ("deepseek", 2, ["parallel.pp=2", "parallel.pipeline_layout=[1,3]"]),
     "tp2-ep2-etp2": ("moe", 4, ["parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"]),
     "tp2-pp2-mla-sp": ("deepseek", 4, ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true"]),
+    "vl-full": ("vl-moe", 1, ["train.recompute=full", "megatron.recompute_layers=2"]),
+    "vl-pp2": ("vl-moe", 2, ["parallel.pp=2", "train.recompute=selective", "train.recompute_modules=[moe,vision]"]),
+    "vl-pp2-full": ("vl-moe", 2, ["parallel.pp=2", "train.recompute=full"]),
+    "vl-ep2": ("vl-moe", 2, ["parallel.ep=2"]),
+    "vl-ep2-allgather": ("vl-moe", 2, ["parallel.ep=2", "moe.dispatcher=allgather"]),
+    "vl-tp2-sp-ep2-etp1": ("vl-moe", 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2", "parallel.etp=1"]),
+    "vl-dense-tp2": ("vl-dense", 2, ["parallel.tp=2"]),
+    "vl-dense-tp2-sp-full": ("vl-dense", 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=full"]),
 }
 
 
@@ -92,8 +102,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model(name: str) -> ModelConfig:
-    from playbook_trainer.config.tree import load, parse_overrides
-
     return load(ROOT / "trainer/configs/qwen3_moe_tiny.yaml", parse_overrides(MODELS[name])).model
 
 
@@ -118,17 +126,12 @@ def note(model: str, against: str, ranks: int, far: dict[str, Any]) -> None:
     parity.record("megatron.jsonl", {"model": model, "against": against, "ranks": ranks, **far, **how})
 
 
-def documents(config: ModelConfig) -> list[parity.Document]:
-    lengths = ((7, 19, 38), (30, 1, 33))
-    return [parity.Document(config, n, [], seed=100 * row + n) for row, all_ in enumerate(lengths) for n in all_]
-
-
 @pytest.mark.parametrize("name", ["dense", "tied", "moe", "deepseek", "yarn"])
 @pytest.mark.full
 def test_transformers_computes_the_same(name: str, folder: Path) -> None:
     config = model(name)
-    theirs = parity.theirs(config, folder / "weights" / name)
-    logits, loss = parity.run_theirs(theirs, documents(config))
+    theirs = parity.theirs(folder / "weights" / name)
+    logits, loss = parity.run_theirs(theirs, [document for row in parity.rows(config) for document in row])
     found, gradients = result(folder, name)
     ours = load_file(folder / name / "logits.safetensors")["logits"]
     far = {
@@ -140,13 +143,12 @@ def test_transformers_computes_the_same(name: str, folder: Path) -> None:
     assert max(far.values()) < TOLERANCE, far
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "vl-moe", "vl-dense"])
 @pytest.mark.full
 def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
     config = model(name)
     ours = parity.ours(config, parity.random_state(config))
-    batch = parity.pack(documents(config))
-    loss = ours(batch)
+    loss = torch.stack([ours(parity.pack(row)) for row in parity.rows(config)]).sum()
     loss.backward()
     found, gradients = result(folder, name)
     assert abs(found["loss"] / float(loss.detach()) - 1) < TOLERANCE

@@ -5,21 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import run, steps, summary
+from layout_runs import assert_near, difference
+from ranks import summary, trained
 
 COMMON = ["trainer/configs/qwen3_moe_tiny.yaml", "train.steps=2", "train.warmup_steps=1", "data.seq_len=128", "seed=0"]
-Rows = list[dict[str, float]]
-
-
-def trained(folder: Path, ranks: int, *words: str) -> Rows:
-    results = run([*COMMON, *words, f"output={folder}"], ranks)
-    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
-    return steps(folder)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    return trained(tmp_path_factory.mktemp("plain"), 1)
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("plain"), 1, *COMMON)
 
 
 PROBS = "moe.apply_probs_on=activation"
@@ -39,26 +33,21 @@ AGAIN = ["train.recompute=selective", "train.recompute_modules=[moe_act,layernor
     ids=["local", "alltoall", "allgather", "folded", "state-on-the-host", "all-on-the-host"],
 )
 @pytest.mark.full
-def test_a_switch_changes_nothing_but_rounding(ranks: int, words: list[str], plain: Rows, tmp_path: Path) -> None:
-    assert_near(trained(tmp_path, ranks, *words), plain)
+def test_a_switch_changes_nothing_but_rounding(ranks: int, words: list[str], plain: Path, tmp_path: Path) -> None:
+    assert_near(trained(tmp_path, ranks, *COMMON, *words), plain)
     assert (summary(tmp_path)["receipt"]["ranges"].get("offload", 0) > 0) == ("offload.activations=true" in words)
 
 
-def assert_near(rows: Rows, plain: Rows) -> None:
-    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in plain], rel=1e-5)
-    assert [r["grad_norm"] for r in rows] == pytest.approx([r["grad_norm"] for r in plain], rel=1e-4)
-
-
 @pytest.mark.full
-def test_outputs_of_experts_that_are_made_again_are_no_longer_kept(plain: Rows, tmp_path: Path) -> None:
+def test_outputs_of_experts_that_are_made_again_are_no_longer_kept(plain: Path, tmp_path: Path) -> None:
     found = {}
     for where in ("activation", "output"):
-        assert_near(trained(tmp_path / where, 1, *AGAIN, f"moe.apply_probs_on={where}"), plain)
+        assert_near(trained(tmp_path / where, 1, *COMMON, *AGAIN, f"moe.apply_probs_on={where}"), plain)
         found[where] = summary(tmp_path / where)["metrics"]["saved_activation_bytes_per_rank"]
     assert found["activation"] < 0.95 * found["output"]
 
 
 @pytest.mark.full
 def test_stages_that_each_send_their_activations_away(tmp_path: Path) -> None:
-    kept, sent = (trained(tmp_path / on, 2, "parallel.pp=2", f"offload.activations={on}") for on in ("false", "true"))
-    assert [(r["loss"], r["grad_norm"]) for r in sent] == [(r["loss"], r["grad_norm"]) for r in kept]
+    kept, sent = (trained(tmp_path / on, 2, *COMMON, "parallel.pp=2", f"offload.activations={on}") for on in ("false", "true"))
+    assert difference(sent, kept) == {"loss": 0, "grad_norm": 0, "steps": 2}

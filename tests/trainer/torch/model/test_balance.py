@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forking import Forks
-from ranks import free_port, steps
+from ranks import steps
 from torch import Tensor
 
 from playbook.errors import ConfigError
@@ -105,10 +105,7 @@ def test_figures_of_a_load() -> None:
 
 
 def decoder(model_config: ModelConfig, options: Options | None = None) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(model_config, options or Options())
-    model.load_state_dict(parity.random_state(model_config), assign=True)
-    return model.requires_grad_()
+    return parity.ours(model_config, parity.random_state(model_config), options)
 
 
 def config(**words: Any) -> TrainerConfig:
@@ -174,7 +171,7 @@ def test_a_run_that_goes_on_has_the_same_bias_and_writes_down_the_load(forks: Fo
     def rows(name: str, *stops: int) -> list[dict[str, Any]]:
         saving = [f"checkpoint.dir={tmp_path / name}-saved", "checkpoint.every=2", f"output={tmp_path / name}"]
         for stop in stops:
-            assert forks.run([*QUICK, *balanced, *saving, f"train.steps={stop}"], 1, free_port()) == [0], forks.text(0)
+            assert forks.run([*QUICK, *balanced, *saving, f"train.steps={stop}"]) == [0], forks.text(0)
         return [{key: row.get(key) for key in ("step", "loss", "grad_norm", "expert_load")} for row in steps(tmp_path / name)]
 
     whole, resumed = rows("whole", 4), rows("resumed", 2, 4)
@@ -184,7 +181,7 @@ def test_a_run_that_goes_on_has_the_same_bias_and_writes_down_the_load(forks: Fo
     index = json.loads((tmp_path / "whole-saved" / "step_00000004" / "checkpoint.json").read_text())
     assert "balance.layers.0.moe.router.bias" in index["tensors"]
     saved = [f"checkpoint.dir={tmp_path / 'whole'}-saved", f"output={tmp_path / 'dropped'}", "train.steps=9"]
-    assert forks.run([*QUICK, "model.num_layers=2", "moe.aux_loss_coeff=0.01", *saved], 1, free_port()) == [2]
+    assert forks.run([*QUICK, "model.num_layers=2", "moe.aux_loss_coeff=0.01", *saved]) == [2]
     assert "moe.bias_update_rate 0 would drop them" in forks.text(0)
 
 
@@ -193,7 +190,7 @@ def test_both_balance_what_a_router_does_not(forks: Forks, tmp_path: Path) -> No
     load = {}
     for name, words in {"none": [], "loss": ["moe.aux_loss_coeff=1"], "bias": ["moe.bias_update_rate=0.003"]}.items():
         run = [*QUICK, "train.steps=35", "moe.load_every=35", "data.seq_len=128", "model.num_layers=2", *words, f"output={tmp_path / name}"]
-        assert forks.run(run, 1, free_port()) == [0], forks.text(0)
+        assert forks.run(run) == [0], forks.text(0)
         load[name] = steps(tmp_path / name)[-1]["expert_load"]
     for name in ("loss", "bias"):
         assert load[name]["max_over_mean"] < 0.8 * load["none"]["max_over_mean"], load
@@ -216,7 +213,7 @@ BALANCED = [
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The steps of one rank."""
     out = tmp_path_factory.mktemp("alone")
-    assert forks.run([*QUICK, *BALANCED, f"output={out}"], 1, free_port()) == [0], forks.text(0)
+    assert forks.run([*QUICK, *BALANCED, f"output={out}"]) == [0], forks.text(0)
     return steps(out)
 
 
@@ -232,7 +229,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ids=lambda words: " ".join(words),
 )
 def test_every_layout_balances_as_one_rank(layout: list[str], alone: list[dict[str, Any]], forks: Forks, tmp_path: Path) -> None:
-    assert forks.run([*QUICK, *BALANCED, *layout, f"output={tmp_path}"], 2, free_port()) == [0, 0], forks.text(0)
+    assert forks.run([*QUICK, *BALANCED, *layout, f"output={tmp_path}"], 2) == [0, 0], forks.text(0)
     for a, b in zip(alone, steps(tmp_path), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)

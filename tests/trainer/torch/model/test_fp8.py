@@ -1,4 +1,4 @@
-"""8-bit products off the GPU, which define the numerics, against float64; the same on a GPU is in tests/gpu/test_switches2_gpu.py."""
+"""8-bit products off the GPU, which define the numerics, against float64; the same on a GPU is in tests/gpu/test_switches_gpu.py."""
 
 from __future__ import annotations
 

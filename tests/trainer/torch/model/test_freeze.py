@@ -7,6 +7,7 @@ from functools import cache
 import parity
 import pytest
 import torch
+from listeners import Recorder
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
@@ -14,6 +15,7 @@ from playbook_trainer.axes import Axes
 from playbook_trainer.config import checks
 from playbook_trainer.config.sections import FREEZABLE
 from playbook_trainer.config.tree import load
+from playbook_trainer.observe.ranges import listening
 from playbook_trainer.observe.receipt import Observer, observing
 from playbook_trainer.torch.build import freeze, part_of
 from playbook_trainer.torch.model.decoder import Decoder
@@ -69,25 +71,12 @@ def test_a_frozen_tower_saves_nothing_for_the_backward_pass():
 
 @pytest.mark.parametrize("frozen", [[], ["vision"], ["language_model"], ["vision", "language_model"]], ids="+".join)
 def test_ranges_of_the_backward_pass_close(frozen):
-    opened = []
-
-    class Sink:
-        def push(self, name):
-            opened.append(name)
-
-        def pop(self, name):
-            opened.remove(name)
-
-        def tally(self, name, amount):
-            """Counts are not asked about."""
-
-    from playbook_trainer.observe.ranges import listening
-
-    model = parity.ours(CONFIG, STATE)
+    recorder, model = Recorder(), parity.ours(CONFIG, STATE)
     freeze(model, frozen)
-    with listening(Sink()):
+    with listening(recorder):
         forward_backward(model, [IMAGES], torch.tensor(1.0), Axes())
-    assert opened == []
+    opened, closed = (sorted(entry[1:] for entry in recorder.seen if entry[0] == sign) for sign in "+-")
+    assert opened == closed
 
 
 def test_a_batch_without_images_trains_nothing_where_the_language_model_is_frozen():

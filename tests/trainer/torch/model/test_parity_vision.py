@@ -6,25 +6,24 @@ import numpy as np
 import parity
 import pytest
 import torch
+from listeners import Recorder
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 from playbook.errors import ConfigError
 from playbook_trainer.huggingface import weights as hf
 from playbook_trainer.huggingface.names import InMemory, whole
+from playbook_trainer.observe.ranges import listening
 from playbook_trainer.torch.model.vision import VisionTower
 
 SIZES = [(1, 2, 2), (1, 4, 12), (1, 10, 6), (1, 26, 18), (1, 2, 98)]
 
 
-def random_pixels(config, grids, seed=0):
+def batch(config, grids):
     vision = config.vision
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return np.random.default_rng(seed).standard_normal((sum(int(np.prod(g)) for g in grids), values)).astype(np.float32)
-
-
-def batch(config, grids, seed=0):
-    return parity.vision_batch(config, grids, random_pixels(config, grids, seed), np.arange(0))
+    pixels = np.random.default_rng(0).standard_normal((sum(int(np.prod(g)) for g in grids), values)).astype(np.float32)
+    return parity.vision_batch(config, grids, pixels, np.arange(0))
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +67,6 @@ def test_embeddings_and_gradients_equal_those_of_transformers(towers, grids):
     assert not theirs
 
 
-def test_images_of_a_batch_do_not_see_each_other(towers):
-    config, tower, _ = towers
-    alone = [tower(batch(config, [grid], seed), torch.float32) for seed, grid in enumerate(SIZES)]
-    pixels = np.concatenate([random_pixels(config, [grid], seed) for seed, grid in enumerate(SIZES)])
-    merged, deep = tower(parity.vision_batch(config, SIZES, pixels, np.arange(0)), torch.float32)
-    torch.testing.assert_close(merged, torch.cat([m for m, _ in alone]), atol=1e-5, rtol=1e-5)
-    for level, found in enumerate(deep):
-        torch.testing.assert_close(found, torch.cat([d[level] for _, d in alone]), atol=1e-5, rtol=1e-5)
-
-
 def test_bfloat16_stays_close_to_float32(towers):
     config, tower, _ = towers
     vision = batch(config, SIZES[:3])
@@ -106,23 +95,8 @@ def test_the_compiled_parts_of_a_block_hold_no_break_and_give_the_same(towers):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-class Recorder:
-    """A listener that keeps the order of ranges."""
-
-    def __init__(self):
-        self.seen = []
-
-    def push(self, name):
-        self.seen.append(("push", name))
-
-    def pop(self, name):
-        self.seen.append(("pop", name))
-
-
 @pytest.mark.parametrize("frozen", ["nothing", "patch embedding", "everything"])
 def test_ranges_are_side_by_side_and_balanced_in_both_directions(towers, frozen):
-    from playbook_trainer.observe.ranges import listening
-
     config, tower, _ = towers
     shut = {"nothing": [], "patch embedding": [*tower.patch_embed.parameters(), *tower.pos_embed.parameters()]}
     shut = shut.get(frozen, list(tower.parameters()))
@@ -137,11 +111,9 @@ def test_ranges_are_side_by_side_and_balanced_in_both_directions(towers, frozen)
     finally:
         for parameter in shut:
             parameter.requires_grad_(True)
-    forward = [("push", "vision"), ("pop", "vision"), ("push", "projector"), ("pop", "projector")]
-    projector = [("push", "projector.bwd"), ("pop", "projector.bwd")]
-    vision = [("push", "vision.bwd"), ("pop", "vision.bwd")]
+    projector, vision = ["+projector.bwd", "-projector.bwd"], ["+vision.bwd", "-vision.bwd"]
     backward = {"nothing": projector + vision, "patch embedding": projector, "everything": []}[frozen]
-    assert recorder.seen == forward + backward
+    assert recorder.seen == ["+vision", "-vision", "+projector", "-projector", *backward]
 
 
 @pytest.mark.parametrize(

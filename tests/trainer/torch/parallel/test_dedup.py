@@ -100,7 +100,7 @@ def dense(x, chosen, prob, weight, grad):
     return y.detach(), x.grad, prob.grad, weight.grad
 
 
-def make(ranks, experts, top_k, lengths, size, seed, only=None):
+def make(experts, top_k, lengths, size, seed, only=None):
     g = torch.Generator().manual_seed(seed)
     pool = experts if only is None else only
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
@@ -120,7 +120,7 @@ def test_outputs_and_all_gradients_equal_the_dense_sum(data):
     pool = data.draw(st.integers(1, experts), label="experts that anyone chooses")
     top_k = data.draw(st.integers(1, pool))
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
-    inputs = make(ranks, experts, top_k, lengths, 5, data.draw(st.integers(0, 1000)), only=pool)
+    inputs = make(experts, top_k, lengths, 5, data.draw(st.integers(0, 1000)), only=pool)
     with pytest.MonkeyPatch.context() as patch:
         parts = dispatched(patch, ranks, experts, *inputs)
     for mine, exact in zip(zip(*parts, strict=True), dense(*inputs), strict=False):
@@ -128,7 +128,7 @@ def test_outputs_and_all_gradients_equal_the_dense_sum(data):
 
 
 def test_bf16_tokens_are_weighed_and_added_in_float32(monkeypatch):
-    x, chosen, prob, weight, grad = make(2, 256 * 2, 8, [64, 64], 16, 0)
+    x, chosen, prob, weight, grad = make(256 * 2, 8, [64, 64], 16, 0)
     x, weight, grad = ([t.bfloat16().double() for t in v] if isinstance(v, list) else v.bfloat16().double() for v in (x, weight, grad))
     prob = [p.float() for p in prob]
     parts = dispatched(monkeypatch, 2, 512, x, chosen, prob, weight, grad, dtype=torch.bfloat16)
@@ -141,7 +141,7 @@ def test_bf16_tokens_are_weighed_and_added_in_float32(monkeypatch):
 
 
 def test_a_pair_travels_once(monkeypatch):
-    inputs = make(4, 32, 8, [200] * 4, 4, 1)
+    inputs = make(32, 8, [200] * 4, 4, 1)
     parts = dispatched(monkeypatch, 4, 32, *inputs)
     chosen = torch.cat(inputs[1])
     pairs = sum(len(set((row // 8).tolist())) for row in chosen)

@@ -8,28 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from layout_runs import Job, difference, note, train_all
+from layout_runs import Job, assert_near, difference, note, train_all
 from layout_table import LAYOUTS, SMALL, STEPS, every_pair, pairs_of
-from ranks import ROOT, run, steps, summary
+from ranks import ROOT, steps, summary, trained
 
 TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_moe_tiny.yaml"
 COMMON = ["train.steps=3", "train.warmup_steps=1", "train.receipt=false"]
 # Eight ranks on two cores take half of the time of all: four of those layouts are trained here, and every one for the published table (`make parity`).
 OF_EIGHT = [layout for layout in LAYOUTS if layout.ranks == 8]
 BY_NAME = {x.name: x for x in LAYOUTS if x.ranks < 8 or x in OF_EIGHT[:4] or os.environ.get("PLAYBOOK_PARITY")}
-
-
-def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[str, float]]:
-    results = run([config, *COMMON, *words, f"output={folder}"], ranks)
-    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
-    return steps(folder)
-
-
-def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-        assert a["raw_tokens"] == b["raw_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -91,22 +78,20 @@ def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     samples = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
     words = [*SMALL["vision"], f"data.path={folder}", "data.pack=false", "data.num_workers=0"]
-    one, two = (curve(tmp_path / str(ranks), VISION, ranks, words) for ranks in (1, 2))
-    assert len({r["images"] for r in one}) > 1
-    assert_same(two, one)
+    one, two = (trained(tmp_path / str(ranks), ranks, VISION, *COMMON, *words) for ranks in (1, 2))
+    assert len({r["images"] for r in steps(one)}) > 1
+    assert_near(two, one)
 
 
 @pytest.mark.full
 def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
-    words = ["data.pad=false", "data.seq_len=252", "data.pack_buffer=1", "parallel.cp_comm=ring"]
-    one, two = curve(tmp_path / "one", TEXT, 1, words), curve(tmp_path / "two", TEXT, 2, [*words, "parallel.cp=2"])
-    assert_same(two, one)
+    words = [TEXT, *COMMON, "data.pad=false", "data.seq_len=252", "data.pack_buffer=1", "parallel.cp_comm=ring"]
+    one, two = trained(tmp_path / "one", 1, *words), trained(tmp_path / "two", 2, *words, "parallel.cp=2")
+    assert_near(two, one)
 
 
 @pytest.mark.full
 def test_interleaved_stages_evaluate_as_one_rank(tmp_path: Path) -> None:
-    words, losses = ["train.steps=2", "eval.every=2", "eval.batches=1"], []
-    for ranks, layout in ((1, []), (2, ["parallel.pp=2", "parallel.vpp=2"])):
-        curve(tmp_path / str(ranks), TEXT, ranks, [*words, *layout])
-        losses.append(summary(tmp_path / str(ranks))["eval"][-1]["loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    words = [TEXT, *COMMON, "train.steps=2", "eval.every=2", "eval.batches=1"]
+    one, two = trained(tmp_path / "one", 1, *words), trained(tmp_path / "two", 2, *words, "parallel.pp=2", "parallel.vpp=2")
+    assert summary(two)["eval"][-1]["loss"] == pytest.approx(summary(one)["eval"][-1]["loss"], rel=1e-5)
