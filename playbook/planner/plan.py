@@ -181,7 +181,7 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
             raise ConfigError(f"{key} is given twice, as {values[key]} and {value[:40]}; give it once")
         values[key] = value
     values = _in_own_words(values)
-    numbers = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
+    numbers: dict[str, Any] = {k: whole(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
     shape = _cut(MODELS[model] if shape is None else shape, numbers.pop("layers", None), numbers.pop("experts", None))
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))

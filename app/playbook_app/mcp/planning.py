@@ -39,8 +39,8 @@ from playbook_app.mcp.answers import (
 )
 from playbook_app.services.changes import changed
 from playbook_app.services.other_backend import other_backend
+from playbook_bench.judge.effects import percent
 from playbook_bench.tune.procedure import Choice, Decision, Event, Hurry, Observation, Setup, Tuning
-from playbook_bench.tune.record import percent
 from playbook_trainer.export.plans import SETTINGS, as_run, launchable
 
 _UNSAID = ("grown", "update")
