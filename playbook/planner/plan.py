@@ -187,7 +187,10 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: S
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
-    return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
+    return Plan(
+        shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, gradients_added=False, experts_at_once=False,
+        options=options, **numbers,
+    )  # fmt: skip
 
 
 def _in_own_words(values: Mapping[str, str]) -> dict[str, str]:

@@ -260,8 +260,8 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
 
 def of_source(group: str) -> dict[str, str]:
     """What a source says of all its runs."""
-    said: dict[str, str] = shipped_table("run_sources.yaml").get(group, {})
-    return said
+    sources: dict[str, dict[str, str]] = shipped_table("run_sources.yaml")
+    return sources.get(group, {})
 
 
 def _number(path: Path, line: int, name: str, text: str) -> float | None:
