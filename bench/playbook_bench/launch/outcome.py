@@ -32,9 +32,6 @@ _EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
 }
 _WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "hang", "crash")
 
-StartMethod = Literal["", "fork", "mixed"]
-"""How the ranks of a run were really started: each as a fresh process, each as a fork, or some of either."""
-
 
 @dataclass(frozen=True)
 class Result:
@@ -45,7 +42,8 @@ class Result:
     message: str
     started: float
     wall_s: float
-    launched: StartMethod = ""
+    launched: Literal["", "fork", "mixed"] = ""
+    """How the ranks were really started: each as a fresh process, each as a fork, or some of either."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,10 @@ class Unpacked(io.RawIOBase):
             self._head += more
         return self._head[:size]
 
+    def readable(self) -> bool:
+        """It is, which pyarrow asks."""
+        return True
+
     def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes; none at the end, be it the file's or where its packed data was cut.
 
