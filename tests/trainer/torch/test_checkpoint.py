@@ -141,9 +141,9 @@ def lines(folder: Path) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    trained(forks, folder / "out", TEXT, "one", "train.steps=2", *saving(folder / "checkpoints", every=2))
+    trained(Forks(folder / "log"), folder / "out", TEXT, "one", "train.steps=2", *saving(folder / "checkpoints", every=2))
     return folder / "checkpoints"
 
 
