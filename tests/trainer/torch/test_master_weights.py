@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forking import Forks
-from ranks import steps, summary
+from ranks import steps, summary, trained
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -93,9 +92,8 @@ TIED = "model.tie_word_embeddings=true"
 FROZEN = "train.freeze=[vision]"
 
 
-def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
-    line = [config, *QUICK, "train.receipt=false", *words, f"output={folder}", f"checkpoint.export={folder}-weights"]
-    assert forks.run(line, ranks) == [0] * ranks, forks.told(ranks)
+def curve(folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
+    trained(folder, ranks, config, *QUICK, "train.receipt=false", *words, f"checkpoint.export={folder}-weights")
     return [(row["step"], row["loss"], row["grad_norm"]) for row in steps(folder)]
 
 
@@ -126,9 +124,9 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full
-def test_halves_train_as_whole_weights_do(layout: str, forks: Forks, tmp_path: Path) -> None:
+def test_halves_train_as_whole_weights_do(layout: str, tmp_path: Path) -> None:
     config, ranks, words = LAYOUTS[layout]
-    whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
+    whole, split = (curve(tmp_path / m, config, ranks, *words, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
     assert len(whole) == 4
     assert split == whole
     assert_same_weights(tmp_path / "remainder", tmp_path / "fp32", tower=layout == "tower-alone")
@@ -146,16 +144,16 @@ def test_halves_train_as_whole_weights_do(layout: str, forks: Forks, tmp_path: P
 )
 @pytest.mark.full
 def test_checkpoints_of_either_are_resumed_by_either(
-    config: str, ranks: int, chain: tuple[str, ...], words: list[str], forks: Forks, tmp_path: Path
+    config: str, ranks: int, chain: tuple[str, ...], words: list[str], tmp_path: Path
 ) -> None:
     """Losses, norms and weights are those of a run of whole weights that was not interrupted. Frozen weights that need 32 bits come out as they went in,
     and are held in 16: they are computed with in 16 whichever way they are held.
     """
     words = [*words, "optimizer.schedule=constant", "optimizer.warmup_steps=1", "train.receipt=true"]
     if FROZEN in words:
-        trained(forks, tmp_path / "given", VISION, 1)
+        curve(tmp_path / "given", VISION, 1)
         words.append(f"init.weights={tmp_path / 'given'}-weights")
-    rows = trained(forks, tmp_path / "all", config, ranks, *words, f"train.steps={2 * len(chain)}", "optimizer.master_weights=fp32")
+    rows = curve(tmp_path / "all", config, ranks, *words, f"train.steps={2 * len(chain)}", "optimizer.master_weights=fp32")
     for i, master in enumerate(chain):
         more = [
             f"checkpoint.dir={tmp_path / 'saved'}",
@@ -163,7 +161,7 @@ def test_checkpoints_of_either_are_resumed_by_either(
             f"train.steps={2 * i + 2}",
             f"optimizer.master_weights={master}",
         ]
-        assert trained(forks, tmp_path / f"part{i}", config, ranks, *words, *more) == rows[2 * i : 2 * i + 2]
+        assert curve(tmp_path / f"part{i}", config, ranks, *words, *more) == rows[2 * i : 2 * i + 2]
     assert_same_weights(tmp_path / f"part{i}", tmp_path / "all")
     if FROZEN in words:
         given, last = (load_file(next(Path(f"{tmp_path / name}-weights").glob("*.safetensors"))) for name in ("given", f"part{i}"))
@@ -176,22 +174,21 @@ def test_checkpoints_of_either_are_resumed_by_either(
 
 
 @pytest.mark.full
-def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> None:
-    trained(forks, tmp_path / "first", TEXT, 1)
+def test_weights_of_a_folder_are_kept_whole(tmp_path: Path) -> None:
+    curve(tmp_path / "first", TEXT, 1)
     more = [f"init.weights={tmp_path / 'first'}-weights", "parallel.tp=2", "seed=7"]
-    whole, split = (trained(forks, tmp_path / m, TEXT, 2, *more, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
+    whole, split = (curve(tmp_path / m, TEXT, 2, *more, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
     assert split == whole
     assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
 
 
 @pytest.mark.full
-def test_bytes_of_halves(forks: Forks, tmp_path: Path) -> None:
+def test_bytes_of_halves(tmp_path: Path) -> None:
     """2 + 2 + 2 for weight, remainder and gradient where whole weights take 4 + 4; 4 for a gradient that several micro-batches add to."""
     held = {}
     for name, words in {"fp32": [], "remainder": [], "several": ["train.global_batch_size=4"]}.items():
         master = "fp32" if name == "fp32" else "remainder"
-        trained(
-            forks,
+        curve(
             tmp_path / name,
             TEXT,
             2,
