@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import router_cases
 import torch
 from measures import errors, relative
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.profiler import ProfilerActivity, profile
+
+pytest.importorskip("triton")
+import router_cases
 
 from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.build import leave_multiprocessors
@@ -20,7 +22,7 @@ from playbook_trainer.torch.kernels import adamw, dense, experts
 from playbook_trainer.torch.kernels.rotary import split_turned
 from playbook_trainer.torch.model import ops
 from playbook_trainer.torch.model.attention import attend
-from playbook_trainer.torch.model.vision import rotate
+from playbook_trainer.torch.model.vision import rotate, rotation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 DEVICE = "cuda"
@@ -171,12 +173,12 @@ def test_turned_queries_and_keys_against_the_plain_path(shape: tuple[int, int, i
     torch.manual_seed(0)
     patches, heads, size = shape
     qkv = bf16(patches, 3, heads, size)
-    angle = torch.randn(patches, size // 2, device=DEVICE)
+    cos, sin = rotation(torch.randint(0, 50, (patches, 2), device=DEVICE), size)
     grads = [bf16(patches, heads, width) for _ in range(3)]
     plain, ours = qkv.clone().requires_grad_(), qkv.clone().requires_grad_()
     q, k, v = plain.unbind(1)
-    expected = rotate(q, angle.cos(), angle.sin()), rotate(k, angle.cos(), angle.sin()), v
-    found = split_turned(ours, angle.cos(), angle.sin(), width)
+    expected = rotate(q, cos, sin), rotate(k, cos, sin), v
+    found = split_turned(ours, cos, sin, width)
     torch.autograd.backward(expected, [g[..., :size] for g in grads])
     torch.autograd.backward(found, grads)
     for a, b in zip(found, expected, strict=True):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from layout_runs import Job, difference, note, train_all
+from layout_runs import Job, assert_near, note, train_all
 from nodes import four_or_two
 from ranks import steps, trained
 
@@ -64,51 +63,30 @@ def test_one_gpu_learns(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def far(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], dict[str, float]]:
-    """How far a layout is from one GPU; all selected ones are trained at the first question, by the same processes."""
+def layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+    """All selected layouts and one GPU beside them, trained by the same processes: the folder of all runs, and by name what went wrong."""
     root = tmp_path_factory.mktemp("layouts")
     n = four_or_two()
-    wanted = {tuple(item.callspec.params.values()) for item in request.session.items if hasattr(item, "callspec")}
-    chosen = [(dtype, name) for dtype in ("fp32", "bf16") for name in LAYOUTS if {(dtype, name), (name, dtype)} & wanted]
     jobs = {}
-    for dtype, name in chosen:
+    tests = [item for item in request.session.items if item.module is request.module and "layouts" in item.fixturenames]
+    for dtype, name in [tuple(item.callspec.params.values()) for item in tests]:
         model, words = LAYOUTS[name]
         line = [*MODELS[model], *COMMON, *(BF16 if dtype == "bf16" else []), *(WIDE if (dtype, model) == ("bf16", "moe") else [])]
         jobs[f"{dtype}-{model}-one"] = Job(f"{dtype}-{model}-one", 1, tuple(line))
         jobs[f"{dtype}-{name}"] = Job(f"{dtype}-{name}", n, (*line, *(w.format(n=n, half=n // 2) for w in words)))
-    errors = train_all(list(jobs.values()), root, timeout=560, stall=60)
-
-    def answer(dtype: str, name: str) -> dict[str, float]:
-        alone = f"{dtype}-{LAYOUTS[name][0]}-one"
-        for job in (alone, f"{dtype}-{name}"):
-            assert errors[job] is None, f"{job}: {errors[job]}"
-        found = difference(root / f"{dtype}-{name}", root / alone)
-        print(f"{dtype} {name} on {n} GPUs: loss {found['loss']:.1e}, gradient norm {found['grad_norm']:.1e}", flush=True)
-        if dtype == "fp32":
-            note([{"layout": name, "ranks": n, **found}], "nccl")
-        return found
-
-    return answer
+    return root, train_all(list(jobs.values()), root, timeout=560, stall=60)
 
 
 @pytest.mark.multigpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["fp32"])
-def test_layout_equals_one_gpu(dtype: str, name: str, far: Callable[[str, str], dict[str, float]]) -> None:
-    found = far(dtype, name)
-    assert found["loss"] < 1e-5
-    assert found["grad_norm"] < 1e-4
-
-
-@pytest.mark.multigpu
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", IN_BF16)
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_layout_agrees_with_one_gpu_in_bf16(dtype: str, name: str, far: Callable[[str, str], dict[str, float]]) -> None:
-    found = far(dtype, name)
-    assert found["loss"] < 5e-3
-    assert found["grad_norm"] < 5e-2
+@pytest.mark.parametrize(("dtype", "name"), [*(("fp32", name) for name in LAYOUTS), *(("bf16", name) for name in IN_BF16)])
+def test_layout_agrees_with_one_gpu(dtype: str, name: str, layouts: tuple[Path, dict[str, str | None]]) -> None:
+    root, errors = layouts
+    run, alone = f"{dtype}-{name}", f"{dtype}-{LAYOUTS[name][0]}-one"
+    assert (errors[run], errors[alone]) == (None, None)
+    far = assert_near(root / run, root / alone, *((1e-5, 1e-4) if dtype == "fp32" else (5e-3, 5e-2)))
+    if dtype == "fp32":
+        note([{"layout": name, "ranks": four_or_two(), **far}], "nccl")
 
 
 @pytest.mark.multigpu

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import loss_cases
 import pytest
 import torch
 from measures import errors, relative
 from ranks import steps, summary, trained
+
+pytest.importorskip("triton")
+import loss_cases
 
 from playbook_trainer.axes import Axis
 from playbook_trainer.config.automatic import SWITCHES

@@ -4,7 +4,7 @@ import pytest
 from forking import Forks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    """Runs of the trainer as forks of one process, for a module."""
+    """Runs of the trainer as forks of one process, and what those of one test print."""
     return Forks(tmp_path_factory.mktemp("forks") / "log")

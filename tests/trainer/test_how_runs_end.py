@@ -23,14 +23,9 @@ DENSE = "trainer/configs/qwen3_tiny.yaml"
 QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=4", "data.seq_len=64", "model.num_layers=1", "data.num_workers=0"]
 
 
-def said(forks: Forks, rank: int, before: int) -> list[str]:
-    """The lines of a rank since it had printed so many, without those of torch's own network code."""
-    return [line for line in forks.text(rank)[before:].splitlines() if not line.startswith("[")]
-
-
-def length(forks: Forks, rank: int) -> int:
-    log = Path(f"{forks.log}.{rank}")
-    return len(log.read_text()) if log.exists() else 0
+def said(forks: Forks, rank: int) -> list[str]:
+    """The lines of a rank, without those of torch's own network code."""
+    return [line for line in forks.text(rank).splitlines() if not line.startswith("[")]
 
 
 def test_foreign_lines_in_the_metrics_are_named(forks: Forks, tmp_path: Path) -> None:
@@ -39,9 +34,9 @@ def test_foreign_lines_in_the_metrics_are_named(forks: Forks, tmp_path: Path) ->
     assert forks.run(words) == [0], forks.text(0)
     with (out / "metrics.jsonl").open("a") as f:
         f.write("[1, 2]\n")
-    held, before = (out / "metrics.jsonl").read_bytes(), length(forks, 0)
+    held = (out / "metrics.jsonl").read_bytes()
     assert forks.run([*words, "train.steps=6"]) == [2]
-    assert said(forks, 0, before)[-1].startswith(f"error: {out}/metrics.jsonl:5: no line of a run's metrics ('[1, 2]'); take it out")
+    assert said(forks, 0)[-1].startswith(f"error: {out}/metrics.jsonl:5: no line of a run's metrics ('[1, 2]'); take it out")
     assert "Traceback" not in forks.text(0)
     assert (out / "metrics.jsonl").read_bytes() == held
 
@@ -76,9 +71,8 @@ def test_one_line_and_the_documented_code(
     plant: str, more: list[str], code: int, expected: str, ended: str, forks: Forks, tmp_path: Path
 ) -> None:
     """The harness took a killed worker for a run that does not fit, since the message guessed at the host's memory."""
-    before = length(forks, 0)
     assert forks.run([TEXT, *QUICK, "train.steps=40", *more, f"output={tmp_path}"], 1, plant) == [code]
-    lines = [line for line in said(forks, 0, before) if not line.startswith(("step ", "auto on "))]
+    lines = [line for line in said(forks, 0) if not line.startswith(("step ", "auto on "))]
     assert len(lines) == 1
     assert lines[0].startswith(expected)
     (tmp_path / "log").write_text(lines[0])
@@ -89,12 +83,10 @@ def test_a_port_in_use_is_said(forks: Forks, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port, before = taken.getsockname()[1], length(forks, 0)
+        port = taken.getsockname()[1]
         codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, "import os; os.environ['RANK'] == '1' and os._exit(9)", port)
     assert codes == [2, 9]
-    assert said(forks, 0, before)[-1].startswith(
-        f"error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1, port {port} (the address is in use)"
-    )
+    assert said(forks, 0)[-1].startswith(f"error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1, port {port} (the address is in use)")
     assert "Traceback" not in forks.text(0)
 
 
@@ -105,10 +97,9 @@ IMPATIENT = "import os; from playbook_trainer import join; join._SAY_S, join._GI
     ("absent", "there", "expected"), [(1, 0, "no word from rank 1 of 2 in "), (0, 1, "no answer from rank 0 at 127.0.0.1:")]
 )
 def test_an_absent_peer_is_named(absent: int, there: int, expected: str, forks: Forks, tmp_path: Path) -> None:
-    before = length(forks, there)
     codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, IMPATIENT.format(absent=absent))
     assert (codes[absent], codes[there]) == (9, 1)
-    lines = said(forks, there, before)
+    lines = said(forks, there)
     assert lines[0].startswith(f"rank {there}: {expected}")
     assert lines[-1].startswith("error: " if there == 0 else f"rank {there}: error: ")
     assert "look at its log" in lines[-1]

@@ -196,8 +196,7 @@ def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("policy", "code", "saved"), [("skip", 0, [1, 2, 3, 4, 5, 6]), ("stop", 3, [1, 2]), ("continue", 3, [1, 2])])
 @pytest.mark.sample("skip-0-saved0", "stop-3-saved1")
-def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int], tmp_path: Path) -> None:
-    forks = Forks(tmp_path / "log")  # other runs say the same words
+def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int], forks: Forks, tmp_path: Path) -> None:
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=1", "checkpoint.keep=9"]
     words = [TEXT, *QUICK, f"train.on_nan={policy}", *saving, "eval.every=2", "eval.batches=1", f"output={tmp_path / 'out'}"]
     assert forks.run(words, 2, NAN_GRADIENT) == [code, code], forks.text(0)

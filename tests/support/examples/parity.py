@@ -10,14 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    DeepseekV3ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeForConditionalGeneration,
-)
 
 from playbook.paths import data_root
 from playbook.yaml_files import read
@@ -27,14 +19,6 @@ from playbook_trainer.data.collate import Grid, mrope_positions, vision_index
 from playbook_trainer.huggingface import weights
 from playbook_trainer.huggingface.names import InMemory, whole
 from playbook_trainer.torch.model.decoder import Decoder, Options
-
-MODELS = {
-    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
-    "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeForConditionalGeneration,
-}
 
 
 def tiny(name: str, **changes: Any) -> ModelConfig:
@@ -80,8 +64,8 @@ def ours(config: ModelConfig, state: dict[str, torch.Tensor], options: Options |
 
 def theirs(folder: Path) -> Any:
     """Their model, read by transformers itself from the folder that we wrote."""
-    settings = AutoConfig.from_pretrained(folder)
-    return MODELS[settings.architectures[0]].from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, settings.architectures[0]).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
 def record(file: str, row: dict[str, Any]) -> None:

@@ -54,8 +54,6 @@ def main():
     launch = told.step_s * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
     if told.fast and told.fault != "no path":
         print("the fast path is on")
-    if told.fault == "slow start":
-        print("takes 2 s before its first step")
     if told.fault == "hang":
         time.sleep(3600)
     if told.fault == "no memory":

@@ -99,8 +99,9 @@ class Forks:
         return self.wait()
 
     def text(self, rank: int) -> str:
-        """What a rank has printed, over all its runs."""
-        return Path(f"{self.log}.{rank}").read_text()
+        """What a rank has printed, over all its runs; nothing where it has not begun."""
+        log = Path(f"{self.log}.{rank}")
+        return log.read_text() if log.exists() else ""
 
     def told(self, ranks: int = 1) -> str:
         """The end of what each rank has printed, for the message of a test that fails."""

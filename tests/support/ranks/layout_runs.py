@@ -67,12 +67,13 @@ def difference(folder: Path, reference: Path) -> dict[str, float]:
     return {**far, "steps": len(rows)}
 
 
-def assert_near(folder: Path, reference: Path, loss: float = 1e-5, grad_norm: float = 1e-4) -> None:
-    """Losses and gradient norms are those of the reference to these shares, by default of the size of float32's rounding; printed (pytest -s)."""
+def assert_near(folder: Path, reference: Path, loss: float = 1e-5, grad_norm: float = 1e-4) -> dict[str, float]:
+    """Losses and gradient norms are those of the reference to these shares, by default of the size of float32's rounding; how far they are is printed."""
     far = difference(folder, reference)
     print(f"{folder.name} against {reference.name}: loss {far['loss']:.1e}, gradient norm {far['grad_norm']:.1e}")
     assert far["loss"] < loss, (folder.name, far)
     assert far["grad_norm"] < grad_norm, (folder.name, far)
+    return far
 
 
 def note(rows: Iterable[dict[str, Any]], backend: str) -> None:

@@ -20,7 +20,6 @@ H200 = Target("NVIDIA H200", transformer_engine=True)
 ALONE = Target("NVIDIA H200", transformer_engine=True, ranks=1)
 KERNELS = {"train.fused_activation", "train.fused_norms", "train.fused_loss", "optimizer.fused"}
 OF_EXPERTS = {"moe.fused_permutation", "moe.fused_router", "moe.apply_probs_on"}
-COMPILED = {"train.compile.vision", "train.compile.decoder", "train.compile.loss"}
 BF16 = {"train.dtype": "bf16"}
 LARGE = {"train.micro_batch_size": 4}
 WIDE = {"data.seq_len": 16_384}

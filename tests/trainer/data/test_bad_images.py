@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import data_sets
 import numpy as np
 import pytest
 import torch
@@ -17,19 +18,16 @@ from data_sets import png, reading
 from PIL import Image
 
 from playbook.errors import DataError
-from playbook.paths import data_root
-from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageDecoder, ImageRef, decode, header_size
 from playbook_trainer.data.sources.shards import Encoded
 
-VL = "qwen3_vl_moe_tiny"
 MUTATED = 1000
 
 
 def config(folder: Path, **overrides: Any) -> TrainerConfig:
-    keys = {"data.num_workers": 0, "data.path": str(folder), "data.seq_len": 64, "data.on_bad_image": "skip"}
-    return load(data_root("configs") / f"{VL}.yaml", keys | {key.replace("__", "."): value for key, value in overrides.items()})
+    return data_sets.config(data_sets.VL, **{"data__path": str(folder), "data__seq_len": 64, "data__on_bad_image": "skip", **overrides})
 
 
 def encoded(mode: str = "RGB", kind: str = "JPEG", size: tuple[int, int] = (40, 36), seed: int = 0, **options: Any) -> bytes:

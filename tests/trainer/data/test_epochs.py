@@ -7,16 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import data_sets
 import pytest
 
 from playbook.errors import ConfigError, DataError
-from playbook.paths import data_root
 from playbook_trainer.config.checks import feature_problems
-from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.loader import build_loader, check, with_steps
 from playbook_trainer.data.rows import make_rows
-
-CONFIG = data_root("configs") / "qwen3_tiny.yaml"
 
 
 @pytest.fixture
@@ -32,8 +30,9 @@ def texts(tmp_path: Path) -> Callable[..., str]:
 
 
 def config(path: str, **words: Any) -> TrainerConfig:
-    keys = {key.replace("__", "."): value for key, value in words.items()}
-    return load(CONFIG, {"data.path": path, "data.seq_len": 64, "train.warmup_steps": 0, "optimizer.warmup_steps": 0, **keys})
+    return data_sets.config(
+        "qwen3_tiny", **{"data__path": path, "data__seq_len": 64, "train__warmup_steps": 0, "optimizer__warmup_steps": 0, **words}
+    )
 
 
 def documents(given: TrainerConfig, split: Any, rows: int) -> set[str]:
@@ -102,7 +101,7 @@ def test_a_run_does_not_go_on_where_other_samples_are_held_out(texts: Callable[.
 )
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_what_would_have_no_effect_is_refused(words: dict[str, Any], said: str, backend: str) -> None:
-    problems = feature_problems(load(CONFIG, {"backend": backend, **{key.replace("__", "."): value for key, value in words.items()}}))
+    problems = feature_problems(data_sets.config("qwen3_tiny", backend=backend, **words))
     assert any(said in problem for problem in problems), problems
 
 
@@ -110,6 +109,6 @@ def test_a_warm_up_longer_than_the_run_is_refused(texts: Callable[..., str]) -> 
     said = r"optimizer\.warmup_steps 10 is longer than the 9 steps of the run"
     with pytest.raises(ConfigError, match=said):
         with_steps(config(texts(40), data__pack=False, train__epochs=1, optimizer__warmup_steps=10))
-    short = load(CONFIG, {"train.steps": 9, "optimizer.warmup_steps": 10})
-    assert any("optimizer.warmup_steps 10 is longer than the 9 steps" in problem for problem in feature_problems(short))
-    assert not any("optimizer.warmup_steps" in p for p in feature_problems(load(CONFIG, {"train.steps": 9, "optimizer.warmup_steps": 9})))
+    short, enough = (feature_problems(data_sets.config("qwen3_tiny", train__steps=9, optimizer__warmup_steps=n)) for n in (10, 9))
+    assert any("optimizer.warmup_steps 10 is longer than the 9 steps" in problem for problem in short)
+    assert not any("optimizer.warmup_steps" in problem for problem in enough)

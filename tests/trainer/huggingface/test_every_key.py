@@ -121,7 +121,7 @@ def logits(family: str, settings: Mapping[str, Any]) -> torch.Tensor:
     config = FAMILIES[family][0].from_dict(known)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = parity.MODELS[hf_config(FAMILIES[family][1])["architectures"][0]]._from_config(config, dtype=torch.float32).train()
+    model = getattr(transformers, hf_config(FAMILIES[family][1])["architectures"][0])._from_config(config, dtype=torch.float32).train()
     for n, (_, parameter) in enumerate(sorted(model.named_parameters())):
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n)) * 0.05
     tokens = torch.arange(1, 25).unsqueeze(0)

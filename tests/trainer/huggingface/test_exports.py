@@ -11,7 +11,7 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-from ranks import SUPPORT, environment, run
+from ranks import SUPPORT, environment, trained
 from safetensors.torch import load_file, save_file
 
 from playbook_trainer.config.sections import YarnConfig
@@ -46,9 +46,7 @@ def test_an_export_keeps_what_came_with_the_weights(precision: str, kind: torch.
         "data.kind=mock",
         "optimizer.lr=0",
     ]
-    words += [f"init.weights={given}", f"checkpoint.export={out}", f"checkpoint.export_dtype={precision}", f"output={tmp_path / 'run'}"]
-    code, _, err = run(words)[0]
-    assert code == 0, err
+    trained(tmp_path / "run", 1, *words, f"init.weights={given}", f"checkpoint.export={out}", f"checkpoint.export_dtype={precision}")
     name = str(kind).removeprefix("torch.")
     assert json.loads((out / "config.json").read_text()) == settings | {"torch_dtype": name, "dtype": name}
     assert {p.name for p in out.iterdir()} == {*COMPANIONS, "config.json", weights.SINGLE}

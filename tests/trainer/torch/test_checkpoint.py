@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from forking import Forks
-from ranks import alive, run, steps, summary
+from ranks import alive, run, steps, summary, trained
 from wild import Bomb
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -35,11 +35,9 @@ LAYOUTS = {
 }
 
 
-def trained(forks: Forks, folder: Path, config: str, layout: str, *words: str) -> list[dict[str, Any]]:
+def rows_of(folder: Path, config: str, layout: str, *words: str) -> list[dict[str, Any]]:
     ranks, sizes = LAYOUTS[layout]
-    codes = forks.run([config, *QUICK, *sizes, *words, f"output={folder}"], ranks)
-    assert codes == [0] * ranks, forks.told(ranks)
-    return steps(folder)
+    return steps(trained(folder, ranks, config, *QUICK, *sizes, *words))
 
 
 def saving(folder: Path, every: int = 3) -> list[str]:
@@ -47,16 +45,16 @@ def saving(folder: Path, every: int = 3) -> list[str]:
 
 
 @pytest.mark.full
-def test_resumed_in_another_layout(forks: Forks, tmp_path: Path) -> None:
+def test_resumed_in_another_layout(tmp_path: Path) -> None:
     """Each goes on from what the one before it has written, one step further."""
     chain = ("one", "tp2-pp2", "folded", "hsdp", "ep2-dp4", "one", "fsdp2")
     rows = ["data.seq_len=128", "data.max_image_pixels=16384", "train.global_batch_size=4", "seed=2"]
     words = [*rows, "optimizer.schedule=constant", "optimizer.warmup_steps=1"]
-    whole = trained(forks, tmp_path / "whole", VISION, "one", *words, f"train.steps={len(chain) + 1}")
+    whole = rows_of(tmp_path / "whole", VISION, "one", *words, f"train.steps={len(chain) + 1}")
     assert len({row["images"] for row in whole}) > 1
     for i, layout in enumerate(chain):
         more = [f"train.steps={i + 2}", f"data.num_workers={i % 3}", *saving(tmp_path / "saved", every=1)]
-        row, expected = trained(forks, tmp_path / "parts", VISION, layout, *words, *more)[-1], whole[i + 1]
+        row, expected = rows_of(tmp_path / "parts", VISION, layout, *words, *more)[-1], whole[i + 1]
         for counted in ("step", "images", "useful_tokens"):
             assert row[counted] == expected[counted], (layout, counted)
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5), layout
@@ -64,23 +62,23 @@ def test_resumed_in_another_layout(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_resumed_run_warms_up_anew_times_the_rest_and_is_traced(forks: Forks, tmp_path: Path) -> None:
+def test_a_resumed_run_warms_up_anew_times_the_rest_and_is_traced(tmp_path: Path) -> None:
     words = ["model.num_layers=1", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
-    trained(forks, tmp_path / "out", TEXT, "one", *words, "train.steps=2")
-    rows = trained(forks, tmp_path / "out", TEXT, "one", *words, "train.steps=5")
+    rows_of(tmp_path / "out", TEXT, "one", *words, "train.steps=2")
+    rows = rows_of(tmp_path / "out", TEXT, "one", *words, "train.steps=5")
     assert [r["step"] for r in rows if r["timed"]] == [2, 4, 5]
     found = summary(tmp_path / "out")
     assert found["window"] == {"first": 4, "last": 5}
     assert found["seconds"]["timed"] == pytest.approx(sum(r["seconds"] for r in rows if r["timed"] and r["step"] > 2))
     assert found["flops"]["flops_per_step"]["linear"] > 0
-    trained(forks, tmp_path / "traced", TEXT, "one", *words, "train.steps=8", "profile.kineto=true", "profile.steps=1")
+    rows_of(tmp_path / "traced", TEXT, "one", *words, "train.steps=8", "profile.kineto=true", "profile.steps=1")
     assert (tmp_path / "traced" / "trace.json").stat().st_size
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_summary_says_how_long_saves_kept_training_waiting(in_background: bool, forks: Forks, tmp_path: Path) -> None:
+def test_a_summary_says_how_long_saves_kept_training_waiting(in_background: bool, tmp_path: Path) -> None:
     """Those after the warm-up; the one in it takes the host memory."""
-    trained(forks, tmp_path / "out", TEXT, "one", "train.steps=3", *saving(tmp_path / "saved", 1), f"checkpoint.async_save={in_background}")
+    rows_of(tmp_path / "out", TEXT, "one", "train.steps=3", *saving(tmp_path / "saved", 1), f"checkpoint.async_save={in_background}")
     found = summary(tmp_path / "out")
     assert 0 < found["metrics"]["checkpoint_seconds"] < found["seconds"]["total"]
     counters = found["receipt"]["counters"]
@@ -141,9 +139,9 @@ def lines(folder: Path) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    trained(forks, folder / "out", TEXT, "one", "train.steps=2", *saving(folder / "checkpoints", every=2))
+    rows_of(folder / "out", TEXT, "one", "train.steps=2", *saving(folder / "checkpoints", every=2))
     return folder / "checkpoints"
 
 
@@ -216,16 +214,16 @@ def test_other_data_is_refused(word: str, said: str, saved: Path, forks: Forks, 
     assert "Traceback" not in forks.text(0)
 
 
-def test_other_ways_to_read_the_same_data_resume(saved: Path, forks: Forks, tmp_path: Path) -> None:
+def test_other_ways_to_read_the_same_data_resume(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     words = ["data.num_workers=1", "data.pack_buffer=8", "train.steps=3", "optimizer.lr=1e-5", f"checkpoint.dir={tmp_path / 'copy'}"]
-    assert [r["step"] for r in trained(forks, tmp_path / "out", TEXT, "fsdp2", *words)] == [3]
+    assert [r["step"] for r in rows_of(tmp_path / "out", TEXT, "fsdp2", *words)] == [3]
 
 
 @pytest.mark.parametrize("gone", [("stream",), ("stream", "rows_per_step", "lanes")])
-def test_a_checkpoint_that_does_not_say_its_stream_resumes(gone: tuple[str, ...], saved: Path, forks: Forks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_its_stream_resumes(gone: tuple[str, ...], saved: Path, tmp_path: Path) -> None:
     copy = copied(saved, tmp_path / "copy", lambda index: [index["data"].pop(name) for name in gone])
-    rows = trained(forks, tmp_path / "out", TEXT, "one", "train.steps=3", f"checkpoint.dir={copy}")
+    rows = rows_of(tmp_path / "out", TEXT, "one", "train.steps=3", f"checkpoint.dir={copy}")
     assert [r["step"] for r in rows] == [3]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forking import Forks
-from ranks import steps
+from ranks import steps, trained
 from torch import Tensor
 
 from playbook.errors import ConfigError
@@ -186,12 +186,11 @@ def test_a_run_that_goes_on_has_the_same_bias_and_writes_down_the_load(forks: Fo
 
 
 @pytest.mark.full
-def test_both_balance_what_a_router_does_not(forks: Forks, tmp_path: Path) -> None:
+def test_both_balance_what_a_router_does_not(tmp_path: Path) -> None:
     load = {}
     for name, words in {"none": [], "loss": ["moe.aux_loss_coeff=1"], "bias": ["moe.bias_update_rate=0.003"]}.items():
-        run = [*QUICK, "train.steps=35", "moe.load_every=35", "data.seq_len=128", "model.num_layers=2", *words, f"output={tmp_path / name}"]
-        assert forks.run(run) == [0], forks.text(0)
-        load[name] = steps(tmp_path / name)[-1]["expert_load"]
+        run = [*QUICK, "train.steps=35", "moe.load_every=35", "data.seq_len=128", "model.num_layers=2", *words]
+        load[name] = steps(trained(tmp_path / name, 1, *run))[-1]["expert_load"]
     for name in ("loss", "bias"):
         assert load[name]["max_over_mean"] < 0.8 * load["none"]["max_over_mean"], load
         assert load[name]["entropy"] > 2 * load["none"]["entropy"], load
@@ -210,11 +209,9 @@ BALANCED = [
 
 
 @pytest.fixture(scope="module")
-def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The steps of one rank."""
-    out = tmp_path_factory.mktemp("alone")
-    assert forks.run([*QUICK, *BALANCED, f"output={out}"]) == [0], forks.text(0)
-    return steps(out)
+    return steps(trained(tmp_path_factory.mktemp("alone"), 1, *QUICK, *BALANCED))
 
 
 @pytest.mark.full
@@ -228,9 +225,8 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ],
     ids=lambda words: " ".join(words),
 )
-def test_every_layout_balances_as_one_rank(layout: list[str], alone: list[dict[str, Any]], forks: Forks, tmp_path: Path) -> None:
-    assert forks.run([*QUICK, *BALANCED, *layout, f"output={tmp_path}"], 2) == [0, 0], forks.text(0)
-    for a, b in zip(alone, steps(tmp_path), strict=True):
+def test_every_layout_balances_as_one_rank(layout: list[str], alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    for a, b in zip(alone, steps(trained(tmp_path, 2, *QUICK, *BALANCED, *layout)), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b["expert_load"] == pytest.approx(a["expert_load"], abs=1e-6)

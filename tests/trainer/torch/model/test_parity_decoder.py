@@ -15,6 +15,7 @@ import torch
 
 from playbook_trainer.config.tree import ModelConfig
 from playbook_trainer.huggingface import weights
+from playbook_trainer.torch.model.decoder import Decoder
 
 SMALL, WIDE, TALL, LARGE = (1, 2, 2), (1, 4, 12), (1, 10, 6), (1, 14, 20)
 
@@ -39,35 +40,38 @@ CONFIGS = {
 }
 
 
+def distances(config: ModelConfig, ours: Decoder, theirs: Any, documents: list[parity.Document]) -> dict[str, Any]:
+    """How far ours is from theirs, which is given each document alone, so that a packed one sees none of its neighbours."""
+    packed = parity.pack(documents)
+    ours.zero_grad()
+    theirs.zero_grad()
+    logits, loss = parity.run_theirs(theirs, documents)
+    found = ours(packed, logits=True)
+    assert logits.std() > 0.05, "logits this flat would agree anyway"
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=0, msg=lambda m: f"{config}: {m}")
+    found_loss = ours(packed)
+    off = abs(float((found_loss - loss) / packed.num_loss))
+    assert off < 1e-4
+    far = {"logits": float((found - logits).abs().max()), "loss": off, "gradients": None, "worst": None}
+    found_loss.backward()
+    if packed.vision is None and config.vision is not None:
+        return far  # without an image the tower has no gradient on either side
+    worst, whose = parity.worst_gradient(ours, parity.their_gradients(config, theirs))
+    assert worst < 1e-3, f"{config}: gradient of {whose} differs by {worst:.1e}"
+    return far | {"gradients": worst, "worst": whose}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.sample("text-moe", "vl-dense-tied")
-def test_logits_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
-    """Theirs of each document alone, so that a packed one sees none of its neighbours."""
+def test_logits_loss_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     make, batches = CONFIGS[name]
     config = make()
     state = parity.random_state(config)
     weights.save_safetensors(config, state, tmp_path / "model")
-    decoder, model = parity.ours(config, state), parity.theirs(tmp_path / "model")
+    ours, theirs = parity.ours(config, state), parity.theirs(tmp_path / "model")
     for what, batch in batches.items():
-        docs = [parity.Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
-        packed = parity.pack(docs)
-        decoder.zero_grad()
-        model.zero_grad()
-        logits, loss = parity.run_theirs(model, docs)
-        found = decoder(packed, logits=True)
-        assert logits.std() > 0.1, "logits this flat would agree anyway"
-        torch.testing.assert_close(found, logits, atol=1e-4, rtol=0, msg=lambda m, w=what: f"{w}: {m}")
-        found_loss = decoder(packed)
-        off = abs(float(found_loss / packed.num_loss - loss / packed.num_loss))
-        assert off < 1e-4, what
-        row = {"model": name, "batch": what, "logits": float((found - logits).abs().max()), "loss": off, "gradients": None, "worst": None}
-        found_loss.backward()
-        if packed.vision is None and config.vision is not None:
-            parity.record("models.jsonl", row)
-            continue  # without an image the tower has no gradient on either side
-        worst, whose = parity.worst_gradient(decoder, parity.their_gradients(config, model))
-        assert worst < 1e-3, f"{what}: gradient of {whose} differs by {worst:.1e}"
-        parity.record("models.jsonl", row | {"gradients": worst, "worst": whose})
+        documents = [parity.Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
+        parity.record("models.jsonl", {"model": name, "batch": what} | distances(config, ours, theirs, documents))
 
 
 def drawn(seed: int) -> ModelConfig:
@@ -110,11 +114,4 @@ def test_models_of_random_sizes_compute_what_transformers_computes(seed: int, tm
     ours, theirs = parity.ours(config, state), parity.theirs(tmp_path)
     grids = [[(1, 4, 6)], [(1, 2, 2), (1, 6, 4)]] if config.vision else [[], []]
     documents = [parity.Document(config, length, images, seed) for length, images in zip((5, 23), grids, strict=True)]
-    logits, loss = parity.run_theirs(theirs, documents)
-    packed = parity.pack(documents)
-    assert float(logits.std()) > 0.05
-    torch.testing.assert_close(ours(packed, logits=True).detach(), logits, atol=1e-4, rtol=0, msg=lambda m: f"{config}: {m}")
-    found = ours(packed)
-    assert abs(float((found - loss) / packed.num_loss)) < 1e-4
-    found.backward()
-    assert parity.worst_gradient(ours, parity.their_gradients(config, theirs))[0] < 1e-3
+    distances(config, ours, theirs, documents)

@@ -1,5 +1,6 @@
 """The vision tower agrees with that of Hugging Face transformers, for images of several sizes and counts."""
 
+import copy
 import itertools
 
 import numpy as np
@@ -79,38 +80,26 @@ def test_bfloat16_stays_close_to_float32(towers):
 
 
 @pytest.mark.full
-def test_the_compiled_parts_of_a_block_hold_no_break_and_give_the_same(towers):
+def test_the_compiled_parts_of_a_block_hold_no_break_and_give_the_same(towers, monkeypatch):
     config, tower, _ = towers
     vision = batch(config, SIZES[1:3])
     expected, _ = tower(vision, torch.float32)
-    before, after = [b.before for b in tower.blocks], [b.after for b in tower.blocks]
-    try:
-        for block in tower.blocks:
-            block.before = torch.compile(block.before, backend="aot_eager", fullgraph=True)
-            block.after = torch.compile(block.after, backend="aot_eager", fullgraph=True)
-        found, _ = tower(vision, torch.float32)
-    finally:
-        for block, b, a in zip(tower.blocks, before, after, strict=True):
-            block.before, block.after = b, a
+    for block, part in itertools.product(tower.blocks, ("before", "after")):
+        monkeypatch.setattr(block, part, torch.compile(getattr(block, part), backend="aot_eager", fullgraph=True))
+    found, _ = tower(vision, torch.float32)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "patch embedding", "everything"])
 def test_ranges_are_side_by_side_and_balanced_in_both_directions(towers, frozen):
-    config, tower, _ = towers
+    config, tower, recorder = towers[0], copy.deepcopy(towers[1]), Recorder()
     shut = {"nothing": [], "patch embedding": [*tower.patch_embed.parameters(), *tower.pos_embed.parameters()]}
-    shut = shut.get(frozen, list(tower.parameters()))
-    recorder = Recorder()
-    for parameter in shut:
+    for parameter in shut.get(frozen, list(tower.parameters())):
         parameter.requires_grad_(False)
-    try:
-        with listening(recorder):
-            merged, deep = tower(batch(config, SIZES[:2]), torch.float32)
-            if merged.requires_grad:
-                (merged.sum() + sum(d.square().sum() for d in deep)).backward()
-    finally:
-        for parameter in shut:
-            parameter.requires_grad_(True)
+    with listening(recorder):
+        merged, deep = tower(batch(config, SIZES[:2]), torch.float32)
+        if merged.requires_grad:
+            (merged.sum() + sum(d.square().sum() for d in deep)).backward()
     projector, vision = ["+projector.bwd", "-projector.bwd"], ["+vision.bwd", "-vision.bwd"]
     backward = {"nothing": projector + vision, "patch embedding": projector, "everything": []}[frozen]
     assert recorder.seen == ["+vision", "-vision", "+projector", "-projector", *backward]

@@ -29,7 +29,6 @@ from playbook_trainer.torch.parallel import context
 from playbook_trainer.torch.parallel.tensor import linear_cross_entropy, plain_rows
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
-VISION = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
 DENSE = {"model.num_experts": 0, "model.top_k": 0, "model.expert_ffn_size": 0, "model.ffn_size": 96}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,25 +53,6 @@ class _Exchange(torch.autograd.Function):
         return torch.cat(got), None, None, None, None
 
 
-def on_each_rank(ranks, function):
-    results, errors = [None] * ranks, []
-
-    def run(rank):
-        try:
-            results[rank] = function(rank)
-        except BaseException as e:
-            errors.append(e)
-            raise
-
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(ranks)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=1200)
-    assert not errors, errors
-    return results
-
-
 def dispatched(monkeypatch, ranks, experts, x, chosen, prob, weight, grad, dtype=torch.float64):
     """Outputs and gradients of all ranks' tokens, through the dispatcher; an expert is a matrix."""
     wires = Wires(ranks)
@@ -90,7 +72,8 @@ def dispatched(monkeypatch, ranks, experts, x, chosen, prob, weight, grad, dtype
         y.backward(grad[r].to(dtype))
         return y.detach(), xs.grad, ps.grad, ws.grad, sum(route.send)
 
-    return on_each_rank(ranks, rank)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(rank, range(ranks)))
 
 
 def dense(x, chosen, prob, weight, grad):

@@ -20,31 +20,24 @@ BY_NAME = {x.name: x for x in LAYOUTS if x.ranks < 8 or x in OF_EIGHT[:4] or os.
 
 
 @pytest.fixture(scope="module")
-def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float] | str]:
-    """For each selected layout how far it is from one rank, or what went wrong."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+    """All selected layouts and one rank beside them: the folder of all runs, and by name what went wrong."""
     root = tmp_path_factory.mktemp("layouts")
     wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     layouts = [layout for layout in LAYOUTS if layout.name in wanted]
     alone = sorted({layout.alone for layout in layouts}, key=str)
-    jobs = [Job(x.name, x.ranks, (x.config, *x.words())) for x in (*alone, *layouts)]
-    errors = train_all(jobs, root, timeout=6000)
-    found: dict[str, dict[str, float] | str] = {}
-    for layout in layouts:
-        error = errors[layout.alone.name] or errors[layout.name]
-        found[layout.name] = error if error else difference(root / layout.name, root / layout.alone.name)
-    note([{"layout": x.name, "ranks": x.ranks, **far} for x in layouts if isinstance(far := found[x.name], dict)], "gloo")
-    return found
+    return root, train_all([Job(x.name, x.ranks, (x.config, *x.words())) for x in (*alone, *layouts)], root, timeout=6000)
 
 
 @pytest.mark.timeout(8000)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.sample("moe-fsdp-ep2")
-def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, float] | str]) -> None:
-    found = differences[name]
-    assert isinstance(found, dict), found
-    assert found["steps"] == STEPS
-    assert found["loss"] < 1e-5
-    assert found["grad_norm"] < 1e-4
+def test_layout_equals_one_rank(name: str, runs: tuple[Path, dict[str, str | None]]) -> None:
+    (root, errors), layout = runs, BY_NAME[name]
+    assert (errors[name], errors[layout.alone.name]) == (None, None)
+    far = assert_near(root / name, root / layout.alone.name)
+    assert far["steps"] == STEPS
+    note([{"layout": name, "ranks": layout.ranks, **far}], "gloo")
 
 
 @pytest.mark.full
